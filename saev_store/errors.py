@@ -1,0 +1,197 @@
+"""Every exception and warning of the package: one tree, stable kinds, picklable.
+
+```text
+SaevStoreError
+├── NotFoundError          (FileNotFoundError)   no store, no file, no root there
+├── AccessError            (PermissionError)     it is there, we may not read or write it
+├── DocumentError          (ValueError)          metadata.json / shards.json / labels.bin break a rule; carries all problems
+│   └── UnknownProtocolError                     a protocol or dtype this version cannot read (a *breaking* change)
+├── UnsafeContentError     (ValueError)          a name in a file that leaves the store's folder
+├── LayerNotFoundError     (KeyError)            a layer label the store does not hold
+├── SelectionError         (IndexError)          an index, slice, mask or option that selects nothing that exists
+├── ArgumentError          (ValueError)          any other argument that breaks a rule
+├── CorruptShardError      (OSError)             a shard is missing, short or not what its digest says
+├── TransportError         (OSError)             the bytes could not be moved
+│   └── DeadlineError      (TimeoutError)        not within the time allowed
+├── StoreExistsError       (FileExistsError)     a complete store (or object) is already there
+├── IncompleteStoreError   (RuntimeError)        a store that was never published
+├── ResumeError            (ValueError)          what lies there cannot be continued by this call
+├── WriterConflictError    (RuntimeError)        somebody else is writing, or has taken over
+├── ReadOnlyError          (PermissionError)     a write through something that only reads
+├── ForkError              (RuntimeError)        a client that does not survive fork(), used in a child
+└── MissingDependencyError (ImportError)         an extra has to be installed first
+```
+
+Handlers may rely on `kind`: codes are append-only and never change their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from saev_store.problems import Problem
+
+
+class SaevStoreError(Exception):
+    """The root of the tree: everything the package raises on purpose.
+
+    Args:
+        message: The value that was met and the rule it breaks.
+        where: The file, URL or argument that the value was met in.
+        remedy: What the caller can do about it.
+
+    >>> print(NotFoundError("there is no metadata.json", where="/data/x", remedy="Open one of its sub-folders."))
+    /data/x: there is no metadata.json. Open one of its sub-folders.
+    """
+
+    kind: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.message = message
+        self.where = where
+        self.remedy = remedy
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        if self.remedy:
+            text = f"{text}{'' if text.endswith(('.', '!', '?', ':')) else '.'} {self.remedy}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), dict(self.__dict__)))
+
+
+def _rebuild(cls: type[SaevStoreError], state: dict[str, object]) -> SaevStoreError:
+    error = cls.__new__(cls, state.get("message"))
+    error.__dict__.update(state)
+    return error
+
+
+class NotFoundError(SaevStoreError, FileNotFoundError):
+    """There is no store, file or root where one was asked for."""
+
+    kind = "not_found"
+
+
+class AccessError(SaevStoreError, PermissionError):
+    """The file system or the bucket refuses us."""
+
+    kind = "access"
+
+
+class DocumentError(SaevStoreError, ValueError):
+    """A document of a store breaks at least one rule; `problems` lists all of them."""
+
+    kind = "document"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        remedy: str | None = None,
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        super().__init__(message, where=where, remedy=remedy)
+        self.problems = tuple(problems)
+
+
+class UnknownProtocolError(DocumentError):
+    """The store follows a major protocol version, or a dtype, that this package cannot read."""
+
+    kind = "unknown_protocol"
+
+
+class UnsafeContentError(SaevStoreError, ValueError):
+    """A file names something outside the store's folder, or wants something executed."""
+
+    kind = "unsafe_content"
+
+
+class LayerNotFoundError(SaevStoreError, KeyError):
+    """A layer *label* was asked for that `layers` does not hold."""
+
+    kind = "layer_not_found"
+
+
+class SelectionError(SaevStoreError, IndexError):
+    """An index is out of range, or a selection does not make sense for this store."""
+
+    kind = "selection"
+
+
+class ArgumentError(SaevStoreError, ValueError):
+    """An argument breaks a rule that its docstring states."""
+
+    kind = "argument"
+
+
+class CorruptShardError(SaevStoreError, OSError):
+    """A shard is missing, too short, or does not hold what was written."""
+
+    kind = "corrupt_shard"
+
+
+class TransportError(SaevStoreError, OSError):
+    """Bytes could not be read from, or written to, where the store lies."""
+
+    kind = "transport"
+
+
+class DeadlineError(TransportError, TimeoutError):
+    """An operation did not finish within the time it was allowed."""
+
+    kind = "deadline"
+
+
+class StoreExistsError(SaevStoreError, FileExistsError):
+    """Something complete lies where something new was to be created."""
+
+    kind = "store_exists"
+
+
+class IncompleteStoreError(SaevStoreError, RuntimeError):
+    """The store was never published: its writer has not finished, or crashed."""
+
+    kind = "incomplete_store"
+
+
+class ResumeError(SaevStoreError, ValueError):
+    """The unfinished store cannot be continued by this call (other metadata or options)."""
+
+    kind = "resume"
+
+
+class WriterConflictError(SaevStoreError, RuntimeError):
+    """Another writer holds this store, has taken it over, or has published it first."""
+
+    kind = "writer_conflict"
+
+
+class ReadOnlyError(SaevStoreError, PermissionError):
+    """A write was asked of something that only reads."""
+
+    kind = "read_only"
+
+
+class ForkError(SaevStoreError, RuntimeError):
+    """A client that cannot survive `fork()` was used in a forked child."""
+
+    kind = "fork"
+
+
+class MissingDependencyError(SaevStoreError, ImportError):
+    """A feature needs an optional package that is not installed."""
+
+    kind = "missing_dependency"
+
+
+class SaevStoreWarning(UserWarning):
+    """Something is odd, but every vector handed out is still right."""
+
+
+class BreakingProtocolWarning(SaevStoreWarning):
+    """A store was met that follows a newer major version of the protocol (section 5)."""

@@ -1,0 +1,237 @@
+"""The geometry of a store: sizing maths (section 3 of the protocol) and coordinate maths (section 4).
+
+Pure integers: nothing here can open a file. Scalars are Python integers, so nothing overflows; the vectorised twins use
+int64 and are exact because a layout refuses sizes whose byte offsets would not fit into 63 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError
+
+#: The only dtype of protocol 1.x and 2.x: raw little-endian float32.
+DTYPE = np.dtype("<f4")
+ITEMSIZE = 4
+MAX_INT64 = 2**63 - 1
+#: Names of the axes, in storage order.
+DIMS = ("example", "layer", "token", "d_model")
+
+IntArray = npt.NDArray[np.int64]
+
+
+def shard_name(shard_idx: int) -> str:
+    """The file name of a shard.
+
+    >>> shard_name(7)
+    'acts000007.bin'
+    """
+    return f"acts{shard_idx:06d}.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes `start` (inclusive) to `end` (exclusive) of the file `path`, relative to the store."""
+
+    path: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The logical (example, layer, token, d_model) float32 tensor and how it is cut into shards.
+
+    Hashable, comparable, no IO. `layers` holds *labels*; the position of a label in it is the index on the layer axis.
+
+    Args:
+        n_examples: Length of the example axis.
+        layers: The recorded layers' labels, distinct, in the order of the layer axis.
+        content_tokens_per_example: Tokens that stand for content (patches, words); excludes CLS.
+        cls_token: Whether token 0 is a CLS token.
+        d_model: Length of one vector.
+        examples_per_shard: Capacity of a shard, in examples. Never the last shard's own count.
+
+    Raises:
+        ArgumentError: a number is out of range, or the tensor's bytes do not fit into 63 bits.
+
+    >>> layout = Layout.from_budget(n_examples=7, layers=(2, 5, 11), content_tokens_per_example=4,
+    ...                             cls_token=True, d_model=8, max_tokens_per_shard=50)
+    >>> layout.shape, layout.examples_per_shard, layout.n_shards
+    ((7, 3, 5, 8), 3, 3)
+    >>> layout.locate(example=4, layer=5, token=0)
+    ByteRange(path='acts000001.bin', start=640, end=672)
+    """
+
+    n_examples: int
+    layers: tuple[int, ...]
+    content_tokens_per_example: int
+    cls_token: bool
+    d_model: int
+    examples_per_shard: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
+            value = cast("object", getattr(self, name))
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
+                raise ArgumentError(f"{name} is {value!r}; it must be an integer from 1 to 2^63 - 1", where=name)
+        if not self.layers or len(set(self.layers)) != len(self.layers):
+            raise ArgumentError(f"layers is {self.layers!r}; it must hold at least one label, and none twice", where="layers")
+        # The padded tensor: every offset into every shard, and every global row, then fits into int64.
+        if self.n_shards * self.shard_nbytes > MAX_INT64:
+            raise ArgumentError(
+                f"shape {self.shape} in shards of {self.examples_per_shard} examples is {self.n_shards * self.shard_nbytes} "
+                "bytes; it must be below 2^63",
+                where="layout",
+            )
+
+    @classmethod
+    def from_budget(
+        cls,
+        *,
+        n_examples: int,
+        layers: Sequence[int],
+        content_tokens_per_example: int,
+        cls_token: bool,
+        d_model: int,
+        max_tokens_per_shard: int,
+    ) -> Layout:
+        """The layout that a budget of vectors per shard implies (section 3: floor division).
+
+        Raises:
+            ArgumentError: not even one example fits into the budget.
+        """
+        per_example = (content_tokens_per_example + (1 if cls_token else 0)) * len(layers)
+        capacity = max_tokens_per_shard // per_example if per_example > 0 else 0
+        if per_example > 0 and capacity < 1:
+            raise ArgumentError(
+                f"max_tokens_per_shard is {max_tokens_per_shard}, but one example has {per_example} vectors "
+                "(tokens x layers); a shard must hold at least one example",
+                where="max_tokens_per_shard",
+                remedy=f"Use at least {per_example}.",
+            )
+        return cls(n_examples, tuple(layers), content_tokens_per_example, cls_token, d_model, max(capacity, 1))
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def n_special_tokens(self) -> int:
+        """Tokens before the content: 1 with a CLS token, else 0."""
+        return 1 if self.cls_token else 0
+
+    @cached_property
+    def tokens_per_example(self) -> int:
+        """All tokens of an example, special ones included (T of section 4.1)."""
+        return self.content_tokens_per_example + self.n_special_tokens
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the logical tensor, in the order of `DIMS`."""
+        return (self.n_examples, self.n_layers, self.tokens_per_example, self.d_model)
+
+    @cached_property
+    def vector_nbytes(self) -> int:
+        return self.d_model * ITEMSIZE
+
+    @cached_property
+    def vectors_per_example(self) -> int:
+        return self.n_layers * self.tokens_per_example
+
+    @cached_property
+    def example_nbytes(self) -> int:
+        return self.vectors_per_example * self.vector_nbytes
+
+    @cached_property
+    def shard_nbytes(self) -> int:
+        """Bytes of a full shard."""
+        return self.examples_per_shard * self.example_nbytes
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the logical tensor, padding excluded."""
+        return self.n_examples * self.example_nbytes
+
+    @cached_property
+    def n_shards(self) -> int:
+        """Shards that hold at least one example."""
+        return -(-self.n_examples // self.examples_per_shard)
+
+    def examples_in(self, shard_idx: int) -> int:
+        """How many examples a shard holds: the capacity, but for the last one; 0 beyond it."""
+        return max(0, min(self.examples_per_shard, self.n_examples - shard_idx * self.examples_per_shard))
+
+    def used_nbytes(self, shard_idx: int) -> int:
+        """Bytes of a shard that hold vectors; the rest of a padded file is zeros."""
+        return self.examples_in(shard_idx) * self.example_nbytes
+
+    def example_range(self, shard_idx: int) -> tuple[int, int]:
+        """The half-open range of examples that a shard holds."""
+        start = shard_idx * self.examples_per_shard
+        return start, start + self.examples_in(shard_idx)
+
+    # -- coordinates ---------------------------------------------------------------------------------------------------
+
+    def layer_index(self, layer: int) -> int:
+        """Position of a layer label on the layer axis (section 4.2): literal match only.
+
+        Raises:
+            LayerNotFoundError: the label is not in `layers`.
+        """
+        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
+            try:
+                return self.layers.index(int(layer))
+            except ValueError:
+                pass
+        raise LayerNotFoundError(
+            f"layer {layer!r} was not recorded; the store holds the layers {list(self.layers)}",
+            where="layer",
+            remedy="Labels match literally (-2 is a label of its own); for positions index the store like an array.",
+        )
+
+    def locate(self, example: int, layer: int, token: int) -> ByteRange:
+        """Where one vector lies (section 4.2), from a logical coordinate.
+
+        Args:
+            example: 0 <= example < n_examples.
+            layer: A label out of `layers`.
+            token: 0 <= token < tokens_per_example; 0 is CLS where there is one.
+
+        Raises:
+            SelectionError, LayerNotFoundError: the coordinate lies outside the tensor.
+        """
+        for name, value, bound in (("example", example, self.n_examples), ("token", token, self.tokens_per_example)):
+            if not 0 <= value < bound:
+                raise SelectionError(f"{name} is {value}; it must be from 0 to {bound - 1}", where=name)
+        shard_idx, example_in_shard = divmod(int(example), self.examples_per_shard)
+        layer_idx = self.layer_index(layer)
+        offset_in_vectors = (example_in_shard * self.n_layers + layer_idx) * self.tokens_per_example + int(token)
+        start = offset_in_vectors * self.vector_nbytes
+        return ByteRange(shard_name(shard_idx), start, start + self.vector_nbytes)
+
+    def locate_many(
+        self, example: npt.ArrayLike, layer_idx: npt.ArrayLike, token: npt.ArrayLike
+    ) -> tuple[IntArray, IntArray]:
+        """Shard number and first byte of many vectors, broadcast together; layers by *position*.
+
+        The caller has checked the bounds. Exact for every layout that can be made.
+
+        >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+        >>> layout.locate_many([4, 6], [1, 0], [0, 2])
+        (array([1, 2]), array([640,  64]))
+        """
+        ex = np.asarray(example, dtype=np.int64)
+        shard_idx, in_shard = np.divmod(ex, np.int64(self.examples_per_shard))
+        vectors = (in_shard * self.n_layers + np.asarray(layer_idx, dtype=np.int64)) * self.tokens_per_example
+        vectors = vectors + np.asarray(token, dtype=np.int64)
+        shard_idx, offset = np.broadcast_arrays(shard_idx, vectors * self.vector_nbytes)
+        return shard_idx, offset

@@ -1,0 +1,158 @@
+"""The one seam between us and bytes: small protocols that a back end satisfies by shape alone.
+
+A *path* is always relative to the transport's root, uses `/`, and was computed by us or checked: it never comes
+unchecked from a file. Reading is the only capability everybody has; filling the caller's memory, listing and
+writing are separate protocols that a consumer asks for with `isinstance`.
+
+Every implementation raises only errors of `saev_store.errors`: `NotFoundError`, `AccessError`, `TransportError`
+(`DeadlineError` for time-outs), `ForkError`, and `CorruptShardError` when a file ends before a range does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """When two neighbouring ranges are better read as one.
+
+    Attributes:
+        max_gap_bytes: Reading this many unneeded bytes costs no more than another request.
+        max_request_bytes: A merged request never grows past this.
+    """
+
+    max_gap_bytes: float
+    max_request_bytes: float
+
+
+#: Ranges are views of memory that is mapped already: one span per shard, gaps are never touched.
+FREE = ReadCost(math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name found by `Lists.list`: `path` is relative to the transport's root, folders have no size."""
+
+    path: str
+    is_dir: bool
+    size: int | None
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Reads whole small files and ranges of big ones, below one root.
+
+    Attributes:
+        url: Where the root is, safe to show: no credentials, no trailing slash.
+        cost: What the read planner needs to know.
+        name: The engine, such as `"mmap"` or `"fsspec:s3"`, shown on the card.
+    """
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def cost(self) -> ReadCost: ...
+    @property
+    def name(self) -> str: ...
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The whole of a small file; a file longer than `max_bytes` is a `TransportError`, before it is loaded where possible."""
+        ...
+
+    def size(self, path: str) -> int:
+        """The size of a file in bytes."""
+        ...
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One read-only buffer per half-open range, in order, each exactly `end - start` bytes long.
+
+        Memory belongs to the buffers; a mapped transport returns views that keep the map alive.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release descriptors and maps that nobody views any more; using the transport afterwards reopens them."""
+        ...
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """Fills memory that the caller owns (`preadv` locally, one copy elsewhere)."""
+
+    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all `buffers`, one after the other, from the bytes that begin at `start`; never returns short."""
+        ...
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """Lists one level of names: only for finding stores below a root, never for reading one."""
+
+    def list(self, path: str = "") -> Sequence[Entry]: ...
+
+
+class Sink(Protocol):
+    """One file under construction, written in blocks; its final size is known from the start."""
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Write the buffers one after the other at `offset`; they may be reused when it returns."""
+        ...
+
+    def sync(self) -> int:
+        """Make what was written survive a crash; returns how many leading bytes now would (0 where only `commit` persists)."""
+        ...
+
+    def read_back(self, start: int, end: int) -> bytes:
+        """What a resumed sink holds in that range, to verify it; shorter than asked when it is not there."""
+        ...
+
+    def commit(self) -> None:
+        """The file is complete: make it durable under its name, exactly `file_nbytes` long."""
+        ...
+
+    def abort(self) -> None:
+        """Release resources without committing; what `sync` promised stays."""
+        ...
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """Creates, replaces and deletes files below the root."""
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a small file atomically and durably."""
+        ...
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a small file atomically, or raise `StoreExistsError` if the name is taken (also by a racing writer)."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a folder with all that is in it; deleting nothing is fine."""
+        ...
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+        """Start (or, with `resume`, continue) a large file.
+
+        `used_nbytes` will be written, the rest up to `file_nbytes` reads as zeros (sparse where possible).
+        """
+        ...
+
+    def lock(self, path: str) -> AbstractContextManager[object]:
+        """Hold an advisory lock that dies with the process; `WriterConflictError` if another process holds it.
+
+        Where a back end has no such thing it is a no-op, and publication alone decides.
+        """
+        ...
+
+    @property
+    def pads(self) -> bool:
+        """True where a zero tail costs nothing (POSIX): the last shard is then written at full size by default."""
+        ...
