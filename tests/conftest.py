@@ -1,0 +1,15 @@
+"""Settings and fixtures that every test shares."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Sizes are chosen so that the whole suite stays quick; `deadline=None` because the machine may be shared, and no test
+# of ours judges time. `default` and `ci` are deterministic; `nightly` looks for what nobody thought of.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
+settings.register_profile("default", max_examples=60, derandomize=True, database=None, **_COMMON)
+settings.register_profile("ci", max_examples=100, derandomize=True, database=None, print_blob=True, **_COMMON)
+settings.register_profile("nightly", max_examples=3000, print_blob=True, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
