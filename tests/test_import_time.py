@@ -1,0 +1,34 @@
+"""`import saev_store` stays light: no heavy library may be loaded by it. Loaded modules are counted, never seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+HEAVY = {
+    "aiobotocore", "aiohttp", "boto3", "botocore", "dask", "fsspec", "gcsfs", "IPython", "matplotlib", "obstore",
+    "pandas", "PIL", "rich", "s3fs", "skimage", "tenacity", "torch", "tqdm", "transformers", "typer", "xarray", "zarr",
+}  # fmt: skip
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level names in `sys.modules` of a fresh interpreter after `code`."""
+    script = f"{code}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(result.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    loaded = loaded_by("import saev_store")
+    assert "saev_store" in loaded
+    assert not loaded & HEAVY
+
+
+def test_opening_a_local_store_loads_no_client_of_anything():
+    loaded = loaded_by("import saev_store; saev_store.ShardStore")
+    assert not loaded & HEAVY
