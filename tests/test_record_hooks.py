@@ -1,0 +1,179 @@
+"""`Recorder` against what transformers itself calls the hidden states, for every family, from tiny seeded models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from saev_store.errors import ArgumentError, LayerNotFoundError
+from saev_store.record import Recorder
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+#: name of the model class: (configuration class, special tokens before the patches, the kept one among them).
+FAMILIES = {
+    "ViTModel": ("ViTConfig", 1, True),
+    "ViTForImageClassification": ("ViTConfig", 1, True),
+    "Dinov2Model": ("Dinov2Config", 1, True),
+    "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", 5, True),
+    "DINOv3ViTModel": ("DINOv3ViTConfig", 3, True),
+    "CLIPVisionModel": ("CLIPVisionConfig", 1, True),
+    "CLIPVisionModelWithProjection": ("CLIPVisionConfig", 1, True),
+    "SiglipVisionModel": ("SiglipVisionConfig", 0, False),
+    "DeiTModel": ("DeiTConfig", 2, True),
+    "BeitModel": ("BeitConfig", 1, True),
+}
+
+
+def tiny(name: str, **changes: object) -> torch.nn.Module:
+    config_name = FAMILIES[name][0]
+    options = TINY | ({"num_register_tokens": 2} if config_name == "DINOv3ViTConfig" else {}) | changes
+    torch.manual_seed(5)
+    return getattr(transformers, name)(getattr(transformers, config_name)(**options)).eval()
+
+
+def pixels(n: int = 3, seed: int = 0, side: int = 32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, 3, side, side), dtype=np.float32)
+
+
+def hidden_states(model: torch.nn.Module, batch: np.ndarray) -> list[np.ndarray]:
+    """The oracle: output of block i is hidden_states[i + 1]; entry 0 is the embedding."""
+    with torch.no_grad():
+        out = model(pixel_values=torch.from_numpy(batch), output_hidden_states=True)
+    return [state.float().numpy() for state in out.hidden_states]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_hidden_states_bit_for_bit(name: str) -> None:
+    model, batch = tiny(name), pixels()
+    _, n_special, has_cls = FAMILIES[name]
+    expected = hidden_states(model, batch)
+    with Recorder(model, layers=(3, 0, -2)) as recorder:
+        acts = recorder(batch)
+    assert recorder.depths == (3, 0, 2)
+    assert recorder.cls_token is has_cls
+    assert acts.shape == (3, 3, 16 + has_cls, 32)
+    assert acts.dtype == np.float32
+    for slot, depth in enumerate(recorder.depths):
+        state = expected[depth + 1]
+        assert acts[:, slot, int(has_cls) :].tobytes() == state[:, n_special:].tobytes()
+        if has_cls:
+            assert acts[:, slot, 0].tobytes() == state[:, 0].tobytes()
+
+
+def test_without_cls_the_patches_are_all_there_is() -> None:
+    model, batch = tiny("ViTModel"), pixels()
+    with Recorder(model, layers=[1]) as recorder:
+        with_cls = recorder(torch.from_numpy(batch))
+    with Recorder(model, layers=[1], cls_token=False) as recorder:
+        without = recorder(batch)
+    np.testing.assert_array_equal(without, with_cls[:, :, 1:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_comes_out_as_its_exact_float32(dtype: str) -> None:
+    model, batch = tiny("Dinov2Model").to(getattr(torch, dtype)), pixels()
+    with torch.no_grad():
+        states = model(pixel_values=torch.from_numpy(batch).to(getattr(torch, dtype)), output_hidden_states=True).hidden_states
+    with Recorder(model, layers=(0, 3)) as recorder:
+        acts = recorder(batch)
+    assert acts.dtype == np.float32
+    np.testing.assert_array_equal(acts[:, 1], states[4].float().numpy())
+
+
+def test_records_dropout_free_and_gives_the_model_back_as_it_was() -> None:
+    model, batch = tiny("ViTModel", hidden_dropout_prob=0.5).train(), pixels()
+    with Recorder(model, layers=(2,)) as recorder:
+        assert not model.training
+        first, second = recorder(batch), recorder(batch)
+    np.testing.assert_array_equal(first, second)
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_result_is_the_callers_and_carries_no_graph() -> None:
+    with Recorder(tiny("ViTModel"), layers=(2,)) as recorder:
+        first = recorder(pixels(seed=1))
+        kept = first.copy()
+        recorder(pixels(seed=2))
+    np.testing.assert_array_equal(first, kept)
+    assert first.flags.writeable
+
+
+def test_bigger_images_where_the_model_takes_them() -> None:
+    with Recorder(tiny("Dinov2Model"), layers=(2,)) as recorder:
+        assert recorder(pixels(2, side=48)).shape == (2, 1, 37, 32)
+
+
+def test_a_foreign_forward_pass_leaves_no_trace() -> None:
+    model = tiny("ViTModel")
+    with Recorder(model, layers=(2,)) as recorder:
+        with torch.no_grad():
+            model(torch.from_numpy(pixels(7)))
+        assert recorder(pixels(2)).shape[0] == 2
+
+
+@pytest.mark.parametrize("layers", [(4,), (-5,), (1.0,), (True,), ("1",), (None,)])
+def test_labels_that_are_no_block(layers: tuple) -> None:
+    with pytest.raises(LayerNotFoundError, match="model with 4 of them.*from 0 to 3"):
+        Recorder(tiny("ViTModel"), layers=layers)
+
+
+@pytest.mark.parametrize(("layers", "match"), [((), "at least one block"), ((3, -1), "same block"), ((1, 1), "same block")])
+def test_labels_that_cannot_be_an_axis(layers: tuple, match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        Recorder(tiny("ViTModel"), layers=layers)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        np.zeros((3, 32, 32), np.float32),
+        np.zeros((0, 3, 32, 32), np.float32),
+        np.zeros((1, 1, 32, 32), np.float32),
+        np.zeros((1, 3, 4, 32), np.float32),
+        np.zeros((1, 3, 64, 64), np.float32),
+        "pixels",
+        [[1], [2, 3]],
+        None,
+    ],
+)
+def test_what_is_no_batch_of_pixels(batch: object) -> None:
+    with Recorder(tiny("ViTModel"), layers=(1,)) as recorder, pytest.raises(ArgumentError, match="pixel_values"):
+        recorder(batch)
+
+
+def test_a_model_without_cls_cannot_keep_one() -> None:
+    with pytest.raises(ArgumentError, match="no CLS token"):
+        Recorder(tiny("SiglipVisionModel"), layers=(1,), cls_token=True)
+
+
+def test_models_whose_blocks_cannot_be_told() -> None:
+    with pytest.raises(ArgumentError, match="num_hidden_layers"):
+        Recorder(torch.nn.Linear(2, 2), layers=(0,))
+    model = tiny("ViTModel")
+    model.config.num_hidden_layers = 7
+    with pytest.raises(ArgumentError, match="0 lists of 7 modules"):
+        Recorder(model, layers=(0,))
+
+
+def test_only_inside_the_with_block() -> None:
+    recorder = Recorder(tiny("ViTModel"), layers=(1,))
+    with pytest.raises(ArgumentError, match="hooks are not in place"):
+        recorder(pixels())
+    with recorder, pytest.raises(ArgumentError, match="already entered"):
+        recorder.__enter__()
+
+
+def test_a_block_that_runs_twice_or_not_at_all_is_refused() -> None:
+    model = tiny("ViTModel")
+    with Recorder(model, layers=(1,)) as recorder:
+        twice = model.layers[1]
+        model.layers.append(twice)
+        with pytest.raises(ArgumentError, match="ran twice"):
+            recorder(pixels())
+        del model.layers[4], model.layers[1]
+        with pytest.raises(ArgumentError, match=r"\[1\] did not run"):
+            recorder(pixels())
