@@ -7,7 +7,6 @@ from importlib.util import find_spec
 #: Modules below `saev_store/` that import an extra at the top, and the library that must be there for them.
 NEEDS = {
     "saev_store/torch/*": "torch",
-    "saev_store/record/*": "torch",
     "saev_store/transport/_obstore.py": "obstore",
     "saev_store/xarray.py": "xarray",
     "saev_store/dask.py": "dask",

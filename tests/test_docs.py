@@ -16,26 +16,24 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relati
 
 #: The modules whose `__all__` is a promise, with the extra that each needs.
 PUBLIC = {"saev_store": None, "saev_store.documents": None, "saev_store.transport": None, "saev_store.record": "torch"}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks(text: str) -> list[tuple[int, str, str]]:
     """(line number, language, body) of every fenced block."""
-    found = []
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-        found.append((text.count("\n", 0, match.start(2)), match[1], match[2]))
-    return found
+    return [(text.count("\n", 0, match.start(2)), match[1], match[2]) for match in FENCED.finditer(text)]
 
 
 def anchors(text: str) -> set[str]:
     """The names that headings can be linked by."""
-    headings = re.findall(r"^#+ +(.*?)\s*$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.M)
+    headings = re.findall(r"^#+ +(.*?)\s*$", FENCED.sub("", text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @every_page
 def test_links_lead_somewhere(page: Path):
     text = page.read_text(encoding="utf-8")
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    prose = FENCED.sub("", text)
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", prose):
         link = target[0] or target[1]

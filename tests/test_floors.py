@@ -24,6 +24,7 @@ FLOORS = {
     "order": 0,
     "documents": 1,
     "transport": 2,
+    "_open": 3,
     "store": 3,
     "reader": 3,
     "writer": 3,
