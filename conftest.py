@@ -1,15 +1,27 @@
-"""Which modules have their doctests collected: those whose optional libraries are installed."""
+"""The doctests of `saev_store/`: which are collected, and what they may use without making it."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
-#: Modules below `saev_store/` that import an extra at the top, and the library that must be there for them.
+import pytest
+
+#: Modules that import an extra at the top, and the library that must be there for them.
 NEEDS = {
     "saev_store/torch/*": "torch",
     "saev_store/transport/_obstore.py": "obstore",
     "saev_store/xarray.py": "xarray",
     "saev_store/dask.py": "dask",
 }
+#: A small store that another program wrote: shape (7, 3, 5, 8), layers (2, 5, 11), with labels.
+SAMPLE = Path(__file__).parent / "tests/data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 
 collect_ignore_glob = [pattern for pattern, library in NEEDS.items() if find_spec(library) is None]
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(request: pytest.FixtureRequest) -> None:
+    """Doctests know the name `SAMPLE`."""
+    if type(request.node).__name__ == "DoctestItem":
+        request.getfixturevalue("doctest_namespace")["SAMPLE"] = SAMPLE
