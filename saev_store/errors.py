@@ -130,15 +130,32 @@ class ArgumentError(SaevStoreError, ValueError):
 
 
 class CorruptShardError(SaevStoreError, OSError):
-    """A shard is missing, too short, or does not hold what was written."""
+    """A shard is missing, too short, or does not hold what was written; `problems` lists all that is known."""
 
     kind = "corrupt_shard"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        remedy: str | None = None,
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        super().__init__(message, where=where, remedy=remedy)
+        self.problems = tuple(problems)
+
 
 class TransportError(SaevStoreError, OSError):
-    """Bytes could not be read from, or written to, where the store lies."""
+    """Bytes could not be read from, or written to, where the store lies; `transient` if trying again may help."""
 
     kind = "transport"
+
+    def __init__(
+        self, message: str, *, where: str | None = None, remedy: str | None = None, transient: bool = False
+    ) -> None:
+        super().__init__(message, where=where, remedy=remedy)
+        self.transient = transient
 
 
 class DeadlineError(TransportError, TimeoutError):

@@ -92,6 +92,15 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
+class Nests(Protocol):
+    """Has folders that can be roots of their own, through the same client."""
+
+    def at(self, path: str) -> Transport:
+        """The transport whose root is the folder `path`, which need not exist; `""` is the same root."""
+        ...
+
+
+@runtime_checkable
 class Lists(Protocol):
     """Lists one level of names: only for finding stores below a root, never for reading one."""
 
@@ -109,12 +118,20 @@ class Sink(Protocol):
         """Make what was written survive a crash; returns how many leading bytes now would (0 where only `commit` persists)."""
         ...
 
+    def keep(self, nbytes: int) -> None:
+        """After a resume: the first `nbytes` were verified by the caller and count as written, for `sync` and `commit`."""
+        ...
+
     def read_back(self, start: int, end: int) -> bytes:
         """What a resumed sink holds in that range, to verify it; shorter than asked when it is not there."""
         ...
 
     def commit(self) -> None:
-        """The file is complete: make it durable under its name, exactly `file_nbytes` long."""
+        """The file is complete: make it durable under its name, exactly `file_nbytes` long.
+
+        Raises:
+            ArgumentError: some of `used_nbytes` were neither written nor kept; a hole would read as zeros.
+        """
         ...
 
     def abort(self) -> None:
@@ -142,6 +159,10 @@ class Writes(Protocol):
         """Start (or, with `resume`, continue) a large file.
 
         `used_nbytes` will be written, the rest up to `file_nbytes` reads as zeros (sparse where possible).
+
+        Raises:
+            StoreExistsError: a file lies there and `resume` is false; delete it first to start over.
+            TransportError: there is not enough space for `used_nbytes`, as far as that can be known.
         """
         ...
 

@@ -1,0 +1,41 @@
+"""Where bytes come from and go to: one small seam, many back ends.
+
+`open_transport` finds the right one for an address; wrappers add retries, counting or latency to any of them.
+"""
+
+from __future__ import annotations
+
+from saev_store.transport._base import (
+    FREE,
+    Buffer,
+    Entry,
+    Lists,
+    Nests,
+    ReadCost,
+    ReadsInto,
+    Sink,
+    Transport,
+    Writes,
+)
+from saev_store.transport._local import MmapTransport, PreadTransport
+from saev_store.transport._memory import MemoryTransport
+from saev_store.transport._open import Engine, child, open_transport
+
+__all__ = [
+    "FREE",
+    "Buffer",
+    "Engine",
+    "Entry",
+    "Lists",
+    "MemoryTransport",
+    "MmapTransport",
+    "Nests",
+    "PreadTransport",
+    "ReadCost",
+    "ReadsInto",
+    "Sink",
+    "Transport",
+    "Writes",
+    "child",
+    "open_transport",
+]

@@ -1,0 +1,260 @@
+"""Everything that fsspec can reach: object stores, web servers, archives, caches in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
+
+from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.transport._base import Buffer, Entry, ReadCost
+from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, means_exists
+from saev_store.transport._fsspec_sink import SpooledSink
+
+#: 10-30 ms to the first byte at 50-100 MB/s for one connection: a MiB is about the price of a request.
+_FAR = ReadCost(1 << 20, 16 << 20)
+_NEAR = ReadCost(256 << 10, 64 << 20)
+# Where "exists" and "write" are two steps, at least the threads of this process take turns.
+_CREATE_LOCK = threading.Lock()
+
+
+class FsspecTransport:
+    """Any fsspec URL. Memory of all buffers is fresh.
+
+    Asynchronous file systems (object stores, HTTP) fetch all ranges of a call at once and are given up on after
+    `timeout_s`, plus one second per MiB asked for. The others are read one range after the other through one open
+    file, and wait as long as their library does.
+
+    Args:
+        url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
+        storage_options: What fsspec wants to know; never part of a message or of `repr`, but part of a pickle.
+        timeout_s: Longest wait for one operation.
+
+    Raises:
+        MissingDependencyError: no installed package serves the protocol.
+    """
+
+    pads = False
+
+    def __init__(
+        self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
+    ) -> None:
+        self._client = Client(url, storage_options or {}, timeout_s=timeout_s)
+        self._folder = ""
+
+    @property
+    def url(self) -> str:
+        """The root without credentials and query."""
+        return self._where(self._folder)
+
+    @property
+    def name(self) -> str:
+        """`fsspec:` and the protocols of the URL."""
+        return f"fsspec:{'::'.join(self._client.protocols)}"
+
+    @property
+    def cost(self) -> ReadCost:
+        """Objects far away want few large requests, files near by do not mind many."""
+        return _NEAR if NEAR_PROTOCOLS.issuperset(self._client.protocols) else _FAR
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def at(self, path: str) -> FsspecTransport:
+        """The same client, one folder deeper."""
+        child = object.__new__(type(self))
+        child._client = self._client
+        child._folder = self._below(path) if path else self._folder
+        return child
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
+        below = self._below(path)
+        # A range without an end looks useless, but makes s3fs skip the request for the size.
+        end = None if max_bytes is None else max_bytes + 1
+        try:
+            with self._client.errors("read", below):
+                data = self._client.fs().cat_file(self._full(below), start=0, end=end, **self._client.deadline(end or 0))
+        except TransportError:
+            # Servers refuse any range of an empty file.
+            if self.size(path) == 0:
+                return b""
+            raise
+        if max_bytes is not None and len(data) > max_bytes:
+            raise too_big(self._where(below), size=None, max_bytes=max_bytes)
+        return bytes(data)
+
+    def size(self, path: str) -> int:
+        """The size of a file in bytes, asked anew each time."""
+        below = self._below(path)
+        with self._client.errors("look at it", below):
+            info = self._client.fs().info(self._full(below), **self._client.deadline())
+        size = info.get("size")
+        if info.get("type") == "directory":
+            raise TransportError("this is a folder, but a file is needed", where=self._where(below))
+        if not isinstance(size, int):
+            raise TransportError("the server does not tell the size of this file", where=self._where(below))
+        return size
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One fresh buffer per range, each of exactly the length asked for; empty ranges cost no request.
+
+        Raises:
+            CorruptShardError: the file ends before a range does.
+            TransportError: the server sent something else than the range.
+        """
+        below = self._below(path)
+        needed = check_ranges(self._where(below), starts, ends)
+        wanted = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        parts: list[Buffer] = [b""] * len(starts)
+        if wanted:
+            try:
+                found = self._fetch(below, [starts[index] for index in wanted], [ends[index] for index in wanted])
+            except (CorruptShardError, TransportError) as error:
+                self._blame(path, needed, error)
+                raise
+            for index, part in zip(wanted, found, strict=True):
+                parts[index] = part
+        return parts
+
+    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fetch one range and copy it into the buffers."""
+        views = byte_views(buffers, writable=True)
+        (data,) = self.get_ranges(path, starts=(start,), ends=(start + sum(view.nbytes for view in views),))
+        source = memoryview(data)
+        for view in views:
+            view[:] = source[: view.nbytes]
+            source = source[view.nbytes :]
+
+    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[bytes]:
+        client, full = self._client, self._full(below)
+        with client.errors("read", below):
+            fs = client.fs()
+            if client.is_async:
+                nbytes = sum(ends) - sum(starts)
+                found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
+            else:
+                with fs.open(full, "rb") as file:
+                    found = [_read_range(file, start, end) for start, end in zip(starts, ends, strict=True)]
+        for start, end, part in zip(starts, ends, found, strict=True):
+            # fsspec can hand out exceptions as data, and servers may ignore ranges.
+            if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]
+                got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
+                raise TransportError(
+                    f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True
+                )
+        return found
+
+    def _blame(self, path: str, needed: int, error: SaevStoreError) -> None:
+        """Raise `CorruptShardError` if a failed range lies beyond the end of the file: servers answer that in many ways."""
+        with contextlib.suppress(SaevStoreError):
+            size = self.size(path)
+            if size < needed:
+                error = too_short(error.where or path, size=size, needed=needed)
+        if isinstance(error, CorruptShardError):
+            raise error from None
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        """The names in a folder, sorted; never from a cache."""
+        below = self._below(path) if path else self._folder
+        full = self._full(below)
+        with self._client.errors("list", below):
+            fs = self._client.fs()
+            fs.invalidate_cache(full)
+            found = fs.ls(full, detail=True, **self._client.deadline())
+        entries: dict[str, Entry] = {}
+        for info in found:
+            name = str(info["name"]).partition("?")[0].rstrip("/")
+            if name == full.strip("/") or name == full.rstrip("/"):  # object stores list the folder's own placeholder
+                continue
+            relative = f"{path}/{name.rpartition('/')[2]}" if path else name.rpartition("/")[2]
+            size = info.get("size")
+            is_dir = info.get("type") == "directory" or (str(info["name"]).endswith("/") and not size)
+            entries[relative] = Entry(relative, is_dir=is_dir, size=None if is_dir or not isinstance(size, int) else size)
+        return [entries[name] for name in sorted(entries)]
+
+    def close(self) -> None:
+        """Nothing to release: connections belong to fsspec, which shares them between transports."""
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
+        below = self._below(path)
+        with self._client.errors("write", below):
+            self._make_parent(below)
+            self._client.fs().pipe_file(self._full(below), bytes(data), **self._client.deadline(len(data)))
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a file unless its name is taken.
+
+        Exclusive against all writers where the service has conditional writes (S3, GCS); elsewhere only against the
+        threads of this process. A lost answer can make a creation that succeeded look failed, also as
+        `StoreExistsError`: read the file back to know.
+        """
+        below = self._below(path)
+        full = self._full(below)
+        with self._client.errors("create", below), _CREATE_LOCK if not self._client.is_async else contextlib.nullcontext():
+            fs = self._client.fs()
+            self._make_parent(below)
+            if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
+                with contextlib.suppress(NotFoundError):
+                    self.size(path)
+                    raise StoreExistsError("somebody has created this already", where=self._where(below))
+                fs.pipe_file(full, bytes(data), **self._client.deadline(len(data)))
+                return
+            try:
+                fs.pipe_file(full, bytes(data), mode="create", **self._client.deadline(len(data)))
+            except Exception as error:
+                if means_exists(error):
+                    raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
+                raise
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or everything below a folder."""
+        below = self._below(path)
+        with contextlib.suppress(NotFoundError), self._client.errors("delete", below):
+            fs = self._client.fs()
+            fs.invalidate_cache(self._full(below))
+            fs.rm(self._full(below), recursive=True, **self._client.deadline())
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
+        """A file that is collected on this machine and uploaded by `commit`; a resumed one starts over."""
+        below = self._below(path)
+        if not resume:
+            with contextlib.suppress(NotFoundError):
+                self.size(path)
+                raise StoreExistsError(
+                    "a file lies there already", where=self._where(below), remedy="Resume, or delete it first."
+                )
+        return SpooledSink(self._client, below, self._full(below), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+    def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing: object stores have no locks, publication decides who wins."""
+        check_path(path)
+        return contextlib.nullcontext()
+
+    def _make_parent(self, below: str) -> None:
+        if not self._client.is_async:
+            self._client.fs().makedirs(self._full(below).rpartition("/")[0] or "/", exist_ok=True)
+
+    def _below(self, path: str) -> str:
+        checked = check_path(path)
+        return f"{self._folder}/{checked}" if self._folder else checked
+
+    def _full(self, below: str) -> str:
+        root, question, query = self._client.root.partition("?")
+        if not below:
+            return self._client.root
+        return f"{root.rstrip('/')}/{below}{question}{query}" if root else f"{below}{question}{query}"
+
+    def _where(self, below: str) -> str:
+        return f"{self._client.safe_url}/{below}" if below else self._client.safe_url
+
+
+def _read_range(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data

@@ -1,0 +1,237 @@
+"""One fsspec file system: opened lazily, again after a fork, and with errors that are ours and tell no secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import BinaryIO, Protocol, cast
+
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    DeadlineError,
+    MissingDependencyError,
+    NotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport._checks import from_os_error
+
+
+#: Protocols whose listings fsspec caches for ever unless it is told not to, and that accept being told.
+_LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
+#: Protocols that answer within microseconds and hold whole files in this process or on this machine.
+NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+#: Slower than this is as good as stalled, so it is part of every deadline.
+_SLOWEST_BYTES_PER_S = 1 << 20
+_PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
+# File systems that belong to a parent process: closing their connections here would wait for a dead thread.
+_INHERITED: list[object] = []
+
+
+class FileSystem(Protocol):
+    """The part of fsspec's file systems that we call; fsspec itself has no types."""
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes: ...
+    def cat_ranges(
+        self, paths: list[str], starts: list[int], ends: list[int], *, on_error: str, **options: object
+    ) -> list[bytes]: ...
+    def info(self, path: str, **options: object) -> Mapping[str, object]: ...
+    def ls(self, path: str, detail: bool, **options: object) -> list[Mapping[str, object]]: ...
+    def pipe_file(self, path: str, value: bytes, mode: str = ..., **options: object) -> object: ...
+    def put_file(self, lpath: str, rpath: str, **options: object) -> object: ...
+    def rm(self, path: str, recursive: bool, **options: object) -> object: ...
+    def makedirs(self, path: str, exist_ok: bool) -> None: ...
+    def open(self, path: str, mode: str) -> AbstractContextManager[BinaryIO]: ...
+    def invalidate_cache(self, path: str | None = None) -> None: ...
+
+
+class Client:
+    """The file system behind a URL, shared by all transports below it; thread-safe.
+
+    Args:
+        url: Any fsspec URL, chained ones (`simplecache::s3://…`) included.
+        options: fsspec's `storage_options`; never shown.
+        timeout_s: Longest wait for one operation, plus one second per MiB that it moves.
+
+    Raises:
+        MissingDependencyError: no installed package serves the protocol.
+        ArgumentError: the file system refuses the options.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object], *, timeout_s: float) -> None:
+        self.url, self.options, self.timeout_s = url, dict(options), timeout_s
+        self.protocols = tuple(_protocol(link) for link in url.split("::"))
+        self.safe_url = safe_url(url)
+        self._secrets = sorted(_strings(self.options), key=len, reverse=True)
+        self._lock = threading.Lock()
+        self._pid = -1
+        self._fs: FileSystem | None = None
+        self.root = ""
+        self.is_async = False
+        self.fs()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (self.url, self.options, self.timeout_s))
+
+    def fs(self) -> FileSystem:
+        """The file system of this process: a forked child gets a fresh one, for threads and sockets do not fork."""
+        pid = os.getpid()
+        if self._fs is not None and self._pid == pid:
+            return self._fs
+        if self._pid not in {-1, pid}:
+            _INHERITED.append(self._fs)
+            self._lock = threading.Lock()  # whoever held it stayed in the parent
+        with self._lock:
+            if self._fs is None or self._pid != pid:
+                self._fs = self._open(fresh=self._pid != -1)
+                self._pid = pid
+            return self._fs
+
+    def _open(self, *, fresh: bool) -> FileSystem:
+        import fsspec.asyn
+        import fsspec.core
+
+        options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
+        if len(self.protocols) == 1:
+            options |= {"use_listings_cache": False} if self.protocols[0] in _LISTING_PROTOCOLS else {}
+            options |= self.options
+        else:
+            options |= self.options
+            for protocol in _LISTING_PROTOCOLS.intersection(self.protocols):
+                inner = cast("Mapping[str, object]", options.get(protocol) or {})
+                options[protocol] = {"use_listings_cache": False, **inner}
+        with self.errors("open"):
+            try:
+                found = fsspec.core.url_to_fs(self.url, **options)  # pyright: ignore
+            except ImportError as error:
+                raise self._missing(str(error)) from error
+            except (TypeError, ValueError) as error:
+                text = self.redact(str(error))
+                if "Protocol not known" in text:
+                    raise self._missing(text) from error
+                raise ArgumentError(
+                    f"{self.safe_url} cannot be opened with these options: {text}", where="storage_options"
+                ) from None
+        fs, root = cast("tuple[FileSystem, str]", found)
+        self.root = root.rstrip("/") if root.strip("/") else root
+        # By type: a caching file system pretends to have the attributes of the one it wraps.
+        self.is_async = issubclass(type(fs), cast("type", fsspec.asyn.AsyncFileSystem))
+        return fs
+
+    def _missing(self, text: str) -> MissingDependencyError:
+        extras = sorted({_EXTRAS[protocol] for protocol in self.protocols if protocol in _EXTRAS})
+        remedy = f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Install the package that serves it."
+        return MissingDependencyError(f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy)
+
+    def deadline(self, nbytes: int = 0) -> dict[str, object]:
+        """The keyword that gives an operation its deadline: only asynchronous file systems can be given up on."""
+        return {"timeout": self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S} if self.is_async else {}
+
+    def redact(self, text: str) -> str:
+        """`text` without any of the options' values and without what URLs may carry."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
+
+    @contextlib.contextmanager
+    def errors(self, doing: str, path: str = "") -> Iterator[None]:
+        """A block whose errors become ours."""
+        try:
+            yield
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            text = str(error)
+            # A traceback shows the cause as well, so one that tells a secret is left out.
+            cause = error if self.redact(text) == text[:400] else None
+            raise self._translate(error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url) from cause
+
+    def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        text = self.redact(str(error)).strip()
+        message = f"could not {doing}: {type(error).__name__}{f': {text}' if text else ''}"
+        status = _status(error)
+        kind = type(error).__name__
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return NotFoundError(message, where=where)
+        if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind:
+            return AccessError(message, where=where, remedy="Check the credentials in storage_options or the environment.")
+        if isinstance(error, FileExistsError):
+            return StoreExistsError(message, where=where)
+        if isinstance(error, TimeoutError) or "Timeout" in kind:
+            return DeadlineError(message, where=where, transient=True)
+        if isinstance(error, NotImplementedError):
+            return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
+        if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and status is None:
+            return from_os_error(OSError(error.errno, text), where=where, doing=doing)
+        transient = not isinstance(error, (TypeError, ValueError)) and (status is None or status >= 500 or status in {408, 429})
+        return TransportError(message, where=where, transient=transient)
+
+
+def means_exists(error: Exception) -> bool:
+    """Whether a failed exclusive creation failed because the name is taken."""
+    if isinstance(error, FileExistsError) or _status(error) == 412:
+        return True
+    return bool(_PRECONDITION.search(str(error)))
+
+
+def safe_url(url: str) -> str:
+    """A URL that may be shown: without user, password, query and trailing slash.
+
+    >>> safe_url("simplecache::https://me:secret@host/x/?token=1")
+    'simplecache::https://host/x'
+    """
+    links: list[str] = []
+    for link in url.split("::"):
+        if _protocol(link) not in NEAR_PROTOCOLS:
+            link = re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])  # noqa: PLW2901
+        links.append(link if link.endswith("://") else link.rstrip("/"))
+    return "::".join(links)
+
+
+def _protocol(link: str) -> str:
+    head, separator, _ = link.partition("://")
+    return head.lower() if separator or head.isidentifier() else "file"
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of aiohttp, gcsfs, botocore or azure, or its cause, carries."""
+    for attribute in ("status", "code", "status_code"):
+        value = getattr(error, attribute, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return value
+    response: object = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        about = cast("Mapping[str, Mapping[str, object]]", response).get("ResponseMetadata", {})
+        value = about.get("HTTPStatusCode")
+        if isinstance(value, int):
+            return value
+    return _status(error.__cause__) if error.__cause__ is not None and error.__cause__ is not error else None
+
+
+def _strings(value: object) -> set[str]:
+    """All texts in nested options that are long enough to be secrets and are not addresses."""
+    if isinstance(value, str):
+        return {value} if len(value) >= 4 and "://" not in value else set()
+    found: set[str] = set()
+    if isinstance(value, Mapping):
+        for item in cast("Mapping[object, object]", value).values():
+            found |= _strings(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in cast("list[object]", value):
+            found |= _strings(item)
+    return found
+
+
+def _reopen(url: str, options: Mapping[str, object], timeout_s: float) -> Client:
+    return Client(url, options, timeout_s=timeout_s)
+
+

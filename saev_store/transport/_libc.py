@@ -1,0 +1,78 @@
+"""Two system calls that Python wraps with a cost we do not want to pay.
+
+`mmap.mmap` keeps a descriptor open for as long as any view lives (before Python 3.13), so a store of thousands of
+shards would run into `ulimit -n`. `os.posix_fallocate` silently falls back to touching every block where the file
+system cannot preallocate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+
+
+def map_file(fd: int, nbytes: int) -> memoryview:
+    """A read-only view of the first `nbytes` of a file; the descriptor may be closed at once.
+
+    The map is released with the last view (or NumPy array) that looks into it.
+
+    Raises:
+        OSError: the system refuses the map.
+    """
+    if nbytes == 0:  # the system refuses empty maps
+        return memoryview(b"")
+    address: int | None = _LIBC.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # At exit the kernel unmaps; doing it earlier could pull memory from under an array that outlives us.
+    weakref.finalize(memory, _LIBC.munmap, address, nbytes).atexit = False
+    return memoryview(np.frombuffer(memory, np.uint8)).toreadonly()
+
+
+def preallocate(fd: int, nbytes: int) -> None:
+    """Reserve disk space for the first `nbytes` of a file, which grows to that size; what it holds is not changed.
+
+    Where the file system cannot reserve, the file only grows, provided that it claims to have the space free.
+
+    Raises:
+        OSError: there is not enough space (`ENOSPC`, `EDQUOT`), or another failure.
+    """
+    if nbytes == 0:
+        return
+    fallocate = getattr(_LIBC, "fallocate", None)
+    if fallocate is not None:
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        while fallocate(fd, 0, 0, nbytes) != 0:
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                break
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+        else:
+            return
+    status, space = os.fstat(fd), os.statvfs(fd)
+    if nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if status.st_size < nbytes:
+        os.ftruncate(fd, nbytes)

@@ -1,0 +1,190 @@
+"""Writing on this machine so that a crash, or another writer, never leaves half a document under its name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import warnings
+import weakref
+from collections.abc import Iterator
+
+from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictError
+from saev_store.transport._base import Buffer
+from saev_store.transport._checks import check_path, os_errors
+from saev_store.transport._descriptors import DESCRIPTORS
+from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders, write_all
+
+#: Temporary files start with this; one that outlives its process is garbage that anybody may delete.
+TEMP_PREFIX = ".saev_store.tmp-"
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class LocalWrites:
+    """The write half of both local engines."""
+
+    _root: str
+
+    @property
+    def pads(self) -> bool:
+        """True: the tail of a file is a hole that takes no space."""
+        return True
+
+    def _where(self, path: str, *, root_ok: bool = False) -> str:
+        checked = check_path(path, root_ok=root_ok)
+        return f"{self._root}/{checked}" if checked else self._root
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a small file: a temporary file, fsync, rename, fsync of the folder."""
+        where = self._where(path)
+        with os_errors(where, "write"):
+            with _temporary(where, data) as temporary:
+                os.replace(temporary, where)
+            fsync_folder(os.path.dirname(where))
+        DESCRIPTORS.forget(where)
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a small file with all of its content at once, unless the name is taken: then `StoreExistsError`."""
+        where = self._where(path)
+        with os_errors(where, "create"):
+            with _temporary(where, data) as temporary:
+                # A hard link is the one exclusive step that carries content: a rename would replace.
+                try:
+                    os.link(temporary, where)
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    _create_without_links(where, data)
+            fsync_folder(os.path.dirname(where))
+
+    def delete(self, path: str) -> None:
+        """Delete a file, a symbolic link (not what it points to) or a whole folder."""
+        where = self._where(path)
+        with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.isdir(where) and not os.path.islink(where):
+                shutil.rmtree(where)
+            else:
+                os.unlink(where)
+            fsync_folder(os.path.dirname(where))
+        DESCRIPTORS.forget(where)
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> LocalSink:
+        """A file that is written in place, its space reserved first.
+
+        Raises:
+            StoreExistsError: something lies there and `resume` is false.
+            TransportError: there is not enough space; nothing is left behind.
+        """
+        if not 0 <= used_nbytes <= file_nbytes:
+            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
+        return LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+
+    @contextlib.contextmanager
+    def lock(self, path: str) -> Iterator[None]:
+        """Hold `flock` on a file, which is created and stays; the system releases it when this process ends."""
+        where = self._where(path)
+        with os_errors(where, "lock"):
+            make_folders(os.path.dirname(where))
+            fd = _locked(where)
+        try:
+            yield
+        finally:
+            fd.close()
+
+
+class _LockFile:
+    """The descriptor that carries a lock; a forked child closes its copy, or the lock would outlive its owner."""
+
+    def __init__(self, where: str) -> None:
+        self.fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _LOCKS.add(self)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+_LOCKS: weakref.WeakSet[_LockFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_LOCKS):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _locked(where: str) -> _LockFile:
+    while True:
+        lock = _LockFile(where)
+        try:
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same(lock.fd, where):  # the holder before us has deleted it: what we locked has no name
+                lock.close()
+                continue
+            os.ftruncate(lock.fd, 0)
+            os.pwrite(lock.fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError as error:
+            holder = os.pread(lock.fd, 200, 0).decode(errors="replace").strip() or "another process"
+            lock.close()
+            raise WriterConflictError(
+                f"{holder} is writing here", where=where, remedy="Wait for it, or stop it and resume."
+            ) from error
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                warnings.warn(
+                    f"{where}: this file system has no locks ({error.strerror}); do not start two writers.",
+                    SaevStoreWarning,
+                    stacklevel=5,
+                )
+                return lock
+            lock.close()
+            raise
+        return lock
+
+
+def _is_same(fd: int, where: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(where))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _temporary(where: str, data: Buffer) -> Iterator[str]:
+    """A durable file with that content next to `where`; gone afterwards unless it was renamed."""
+    folder = os.path.dirname(where)
+    make_folders(folder)
+    temporary = f"{folder}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            write_all(fd, [memoryview(data)], 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _create_without_links(where: str, data: Buffer) -> None:
+    """Exclusive all the same, but a reader may meet the file before its content: for file systems without links."""
+    fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(fd, [memoryview(data)], 0)
+        os.fsync(fd)
+    except OSError:
+        os.unlink(where)
+        raise
+    finally:
+        os.close(fd)

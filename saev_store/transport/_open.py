@@ -1,0 +1,82 @@
+"""From an address to a transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal, cast, get_args
+from urllib.parse import unquote
+
+from saev_store.errors import ArgumentError
+from saev_store.transport._base import Nests, Transport
+from saev_store.transport._local import MmapTransport, PreadTransport, local_root
+from saev_store.transport._memory import MemoryTransport
+
+Engine = Literal["auto", "mmap", "pread", "fsspec", "memory"]
+_LOCAL = ("file://", "local://")
+
+
+def open_transport(
+    url: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None, *, engine: Engine = "auto"
+) -> Transport:
+    """The transport whose root is `url`; nothing is read yet, so the root need not exist.
+
+    Args:
+        url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
+        storage_options: For fsspec: credentials, end points, …
+        engine: `"auto"` maps local files and uses fsspec for the rest; `"mmap"`, `"pread"` and `"fsspec"` insist;
+            `"memory"` gives an empty `MemoryTransport` with `url` as its label.
+
+    Raises:
+        ArgumentError: `url` is no address, `engine` is unknown, or a local engine is asked for a remote address.
+        MissingDependencyError: no installed package serves the address; names the extra to install.
+
+    >>> open_transport("/data/shards").name
+    'mmap'
+    """
+    if engine not in get_args(Engine):
+        raise ArgumentError(f"{engine!r} is not an engine: choose one of {', '.join(get_args(Engine))}", where="engine")
+    if not isinstance(url, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"a {type(url).__name__} is not an address: pass a path or a URL as str", where="url")
+    if storage_options is not None and not isinstance(storage_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"a {type(storage_options).__name__} is not a mapping of options", where="storage_options")
+    text = cast("object", os.fspath(url))
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"{text!r} is not an address: pass a path or a URL as str", where="url")
+    if engine == "memory":
+        return MemoryTransport(label=text.removeprefix("memory://").strip("/"))
+    path = _local_path(text)
+    if engine == "fsspec" or (engine == "auto" and path is None):
+        from saev_store.transport._fsspec import FsspecTransport
+
+        return FsspecTransport(text if path is None else f"file://{local_root(path)}", storage_options)
+    if path is None:
+        raise ArgumentError(f"engine {engine!r} reads local files only", where="url", remedy='Use engine="auto".')
+    if storage_options:
+        raise ArgumentError(
+            f"local files take no options, but {', '.join(sorted(map(str, storage_options)))} came",
+            where="storage_options",
+        )
+    return PreadTransport(path) if engine == "pread" else MmapTransport(path)
+
+
+def child(transport: Transport, path: str) -> Transport:
+    """The transport whose root is the folder `path` below another one, through the same client.
+
+    Raises:
+        ArgumentError: this kind of transport has no folders.
+        UnsafeContentError: `path` would leave the root.
+    """
+    if not isinstance(transport, Nests):
+        raise ArgumentError(f"a transport of kind {transport.name!r} has no folders to go into", where=path)
+    return transport.at(path)
+
+
+def _local_path(url: str) -> str | None:
+    if "::" in url and "://" in url:
+        return None
+    for scheme in _LOCAL:
+        if url.lower().startswith(scheme):
+            path = url[len(scheme) :]
+            return unquote(path.removeprefix("localhost")) if path.startswith(("/", "localhost/")) else path
+    return None if "://" in url else os.path.expanduser(url)
