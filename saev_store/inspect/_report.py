@@ -1,0 +1,178 @@
+"""What an inspection found, as one value that prints, pickles, turns into JSON and can be raised."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from saev_store.errors import CorruptShardError
+from saev_store.problems import Problem, Severity
+
+#: The order in which findings are shown.
+_RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+_COLOURS: dict[Severity, str] = {"error": "#c62828", "warning": "#b26a00", "info": "#546e7a"}
+#: An exception's message and a card in a notebook stop listing here; `problems` always holds everything.
+_MAX_SHOWN = 20
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Half-open ranges, ascending, none empty, none touching another.
+
+    >>> merge_ranges([(5, 9), (0, 2), (2, 3), (8, 11), (4, 4)])
+    ((0, 3), (5, 11))
+    """
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `validate` found out about a store. Nothing in it does IO.
+
+    Attributes:
+        url: The store, safe to show.
+        n_examples: How many examples the store should hold.
+        n_shards: How many shards they lie in.
+        problems: Every finding, errors first.
+        deep: Whether the bytes were read, or only names and sizes looked at.
+        checked_bytes: Bytes that were read and checked.
+        elapsed_s: How long that took, in seconds.
+    """
+
+    url: str
+    n_examples: int
+    n_shards: int
+    problems: tuple[Problem, ...]
+    deep: bool = False
+    checked_bytes: int = 0
+    elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.problems, key=lambda problem: _RANK[problem.severity])
+        object.__setattr__(self, "problems", tuple(ordered))
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing found is an error; warnings and infos may be there."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
+
+    @property
+    def lost(self) -> Ranges:
+        """Half-open ranges of examples that cannot be trusted, merged and ascending: what `repair` has to be given."""
+        return merge_ranges(span for problem in self.problems for span in problem.lost)
+
+    @property
+    def n_lost(self) -> int:
+        """How many examples `lost` covers."""
+        return sum(end - start for start, end in self.lost)
+
+    def raise_if_bad(self) -> None:
+        """Return quietly when `ok`.
+
+        Raises:
+            CorruptShardError: there is at least one error; the message lists them and `.problems` holds all of them.
+        """
+        errors = self.errors
+        if not errors:
+            return
+        shown = "\n".join(f"  {problem}" for problem in errors[:_MAX_SHOWN])
+        more = f"\n  … and {len(errors) - _MAX_SHOWN} more" if len(errors) > _MAX_SHOWN else ""
+        raise CorruptShardError(
+            f"{_count(len(errors), 'error')}, {self.n_lost:,} of {self.n_examples:,} examples are lost:\n{shown}{more}",
+            where=self.url,
+            remedy="Restore the files named, or record the lost examples again with `repair`."
+            if self.lost
+            else "Restore the files named.",
+            problems=self.problems,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as plain JSON types; `saev-store validate --json` prints this."""
+        return {
+            "url": self.url,
+            "ok": self.ok,
+            "deep": self.deep,
+            "n_examples": self.n_examples,
+            "n_shards": self.n_shards,
+            "n_lost": self.n_lost,
+            "lost": [list(span) for span in self.lost],
+            "checked_bytes": self.checked_bytes,
+            "elapsed_s": round(self.elapsed_s, 6),
+            "problems": [problem_to_dict(problem) for problem in self.problems],
+        }
+
+    def _headline(self) -> str:
+        infos = len(self.problems) - len(self.errors) - len(self.warnings)
+        counts = [
+            _count(n, noun)
+            for n, noun in ((len(self.errors), "error"), (len(self.warnings), "warning"), (infos, "remark"))
+            if n
+        ]
+        return ("ok" if self.ok else "NOT OK") + (": " + ", ".join(counts) if counts else "")
+
+    def _facts(self) -> str:
+        depth = f"{self.checked_bytes:,} bytes read in {self.elapsed_s:.2f} s" if self.deep else "names and sizes only"
+        lost = f"; {self.n_lost:,} lost" if self.n_lost else ""
+        return f"{self.n_examples:,} examples in {_count(self.n_shards, 'shard')}, {depth}{lost}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.url}: {self._headline()}", f"  {self._facts()}"]
+        lines += [f"  {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='color:{_COLOURS[problem.severity]}'>{problem.severity}</td>"
+            f"<td><code>{html.escape(problem.kind)}</code></td><td>{html.escape(problem.where)}</td>"
+            f"<td style='text-align:left'>{html.escape(problem.message)}</td>"
+            f"<td>{html.escape(', '.join(f'{start}:{end}' for start, end in problem.lost[:8]))}"
+            f"{' …' if len(problem.lost) > 8 else ''}</td></tr>"
+            for problem in self.problems[:_MAX_SHOWN]
+        )
+        hidden = len(self.problems) - _MAX_SHOWN
+        more = f"<p>… and {hidden} more in <code>.problems</code></p>" if hidden > 0 else ""
+        head = "<tr><th></th><th>kind</th><th>where</th><th>what</th><th>lost examples</th></tr>"
+        table = f"<table>{head}{rows}</table>{more}" if rows else ""
+        colour = "#2e7d32" if self.ok else _COLOURS["error"]
+        return (
+            f"<div><b style='color:{colour}'>{html.escape(self._headline())}</b> "
+            f"<code>{html.escape(self.url)}</code><br>{html.escape(self._facts())}{table}</div>"
+        )
+
+
+def problem_to_dict(problem: Problem) -> dict[str, object]:
+    """One finding as plain JSON types.
+
+    >>> problem_to_dict(Problem("missing_shard", "it is gone", where="acts000001.bin", lost=((3, 6),)))["lost"]
+    [[3, 6]]
+    """
+    return {
+        "severity": problem.severity,
+        "kind": problem.kind,
+        "where": problem.where,
+        "loc": list(problem.loc),
+        "message": problem.message,
+        "lost": [list(span) for span in problem.lost],
+    }
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

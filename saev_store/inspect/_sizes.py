@@ -1,0 +1,192 @@
+"""The checks that need no byte of a shard: names, sizes, links, the folder's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from saev_store.documents import Metadata, ShardsIndex, labels_nbytes, match_hash
+from saev_store.inspect._survey import MISSING, Found, Survey, survey
+from saev_store.layout import Layout, shard_name
+from saev_store.problems import Problem, Severity
+from saev_store.transport import Transport
+
+LABELS = "labels.bin"
+#: The hidden folder that a writer keeps while a store is unfinished.
+WORK_FOLDER = ".saev_store"
+_SHARD_LIKE = re.compile(r"^acts.*")
+_SHARD_NAME = re.compile(r"^acts(\d{6,})\.bin$")
+
+
+def quick_checks(
+    transport: Transport, metadata: Metadata, index: ShardsIndex, *, dirname: str | None = None
+) -> list[Problem]:
+    """Everything that can be found without opening a shard, the documents' own remarks included.
+
+    One directory scan locally, one listing remotely: 1,000 shards take a few milliseconds on a local disk.
+
+    Args:
+        transport: Rooted at the store's folder.
+        metadata: What `metadata.json` says.
+        index: What `shards.json` says.
+        dirname: The folder's own name, to be compared with the content hash; None leaves that out.
+
+    Returns:
+        Errors, warnings and infos, in the order of the documents, then of the shards. A shard's acceptable sizes are
+        exactly its used bytes (cut), the full capacity (padded), or whole examples in between; anything else is a
+        problem that names the examples it costs.
+    """
+    return check_survey(survey_store(transport, index), metadata, index, dirname=dirname)
+
+
+def survey_store(transport: Transport, index: ShardsIndex) -> Survey:
+    """What lies where the listed shards and the labels should be."""
+    return survey(transport, [*map(shard_name, range(index.n_listed)), LABELS])
+
+
+def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
+    """`quick_checks` on a survey that was made already: pure."""
+    layout = metadata.layout
+    problems = [*metadata.problems, *index.problems, *_check_dirname(metadata, dirname)]
+    problems += _check_shards(layout, index, seen)
+    problems += _check_labels(layout, seen.found.get(LABELS))
+    if seen.complete:
+        problems += _check_other_names(layout, index, seen)
+    return problems
+
+
+def _check_dirname(metadata: Metadata, dirname: str | None) -> Iterator[Problem]:
+    if dirname is None or match_hash(metadata, dirname) is not None:
+        return
+    tried = ", ".join(metadata.hashes)
+    yield Problem(
+        "hash_mismatch",
+        f"the folder is named {dirname!r}, but no recipe ({tried}) makes that name from metadata.json; the one of its "
+        f"version gives {metadata.hash}. The metadata was changed after recording, or the folder renamed: check that it "
+        "describes this store",
+        where="metadata.json",
+        severity="warning",
+    )
+
+
+def _check_shards(layout: Layout, index: ShardsIndex, seen: Survey) -> Iterator[Problem]:
+    names = [shard_name(shard_idx) for shard_idx in range(index.n_listed)]
+    if layout.n_shards > 1 and all(seen.found.get(name, MISSING).state == "missing" for name in names):
+        yield Problem(
+            "all_shards_missing",
+            f"none of the {layout.n_shards} shards is there, only the documents are left; was the folder purged, or "
+            "only half copied?",
+            where=shard_name(0),
+            lost=((0, layout.n_examples),),
+        )
+        return
+    for shard_idx, name in enumerate(names):
+        found = seen.found.get(name, MISSING)
+        if found.link:
+            yield Problem(
+                "symlinked_shard", f"{name} is a symbolic link to {found.link!r}", where=name, severity="info"
+            )
+        problem = _check_size(layout, shard_idx, found)
+        if problem is not None:
+            yield problem
+
+
+def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
+    name = shard_name(shard_idx)
+    start, end = layout.example_range(shard_idx)
+    lost = ((start, end),) if start < end else ()
+    severity: Severity = "error" if lost else "warning"  # a trailing shard without examples costs nothing
+    if found.state == "missing" and not lost:
+        return Problem(
+            "missing_empty_shard",
+            f"{name} is listed with no examples and is not there; nothing is lost, but a reader that maps every "
+            "listed file will stop at it",
+            where=name,
+            severity=severity,
+        )
+    if found.size is None:
+        kind = {"missing": "missing_shard", "not_a_file": "not_a_file"}.get(found.state, "unreadable_shard")
+        return Problem(kind, f"{name} cannot be read: {found.why}", where=name, severity=severity, lost=lost)
+    used, full, row = layout.used_nbytes(shard_idx), layout.shard_nbytes, layout.example_nbytes
+    if found.size < used:
+        kept = found.size // row
+        return Problem(
+            "short_shard",
+            f"{name} has {found.size:,} bytes, but its {end - start} examples take {used:,}; "
+            + (f"the first {kept} are whole" if kept else "not one is whole"),
+            where=name,
+            lost=((start + kept, end),),
+        )
+    if found.size >= full + row:
+        return Problem(
+            "oversized_shard",
+            f"{name} has {found.size:,} bytes, but a full shard is {full:,} ({layout.examples_per_shard} examples); it "
+            "was written with another capacity than metadata.json implies, so its vectors may belong to other examples",
+            where=name,
+            severity=severity,
+            lost=lost,
+        )
+    if found.size > full or (found.size - used) % row:
+        return Problem(
+            "trailing_bytes",
+            f"{name} has {found.size:,} bytes: {(found.size - used) % row} of those after its {end - start} examples are "
+            f"no whole row of {row:,} bytes; every vector is still where it should be, but something appended to the "
+            "file",
+            where=name,
+            severity="warning",
+        )
+    return None
+
+
+def _check_labels(layout: Layout, found: Found | None) -> Iterator[Problem]:
+    if found is None or found == MISSING:
+        return  # labels are optional
+    if found.size is None:
+        yield Problem("unreadable_labels", f"{LABELS} cannot be read: {found.why}", where=LABELS)
+        return
+    if found.link:
+        yield Problem(
+            "symlinked_labels", f"{LABELS} is a symbolic link to {found.link!r}", where=LABELS, severity="info"
+        )
+    expected = labels_nbytes(layout)
+    if found.size != expected:
+        yield Problem(
+            "labels_size",
+            f"{LABELS} has {found.size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} "
+            f"content tokens take {expected:,}. Vectors are readable, labels are not",
+            where=LABELS,
+        )
+
+
+def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iterator[Problem]:
+    missing = [i for i in range(layout.n_shards) if shard_name(i) not in seen.found]
+    for name in sorted(seen.found):
+        found = seen.found[name]
+        if name == WORK_FOLDER:
+            yield Problem(
+                "leftover_work_folder",
+                f"the hidden folder {WORK_FOLDER} of a writer is still there; the store is published, so it is only "
+                "litter, unless somebody repairs the store right now",
+                where=WORK_FOLDER,
+                severity="info",
+            )
+        if not _SHARD_LIKE.match(name):
+            continue
+        number = _SHARD_NAME.match(name)
+        if number and name == shard_name(int(number[1])):
+            if int(number[1]) >= index.n_listed:
+                yield Problem(
+                    "unlisted_shard",
+                    f"{name} is there, but shards.json lists only {index.n_listed} shards; nothing reads it",
+                    where=name,
+                    severity="warning",
+                )
+            continue
+        twins = [i for i in missing if found.size in (layout.used_nbytes(i), layout.shard_nbytes)]
+        guess = f"; it has the size of {shard_name(twins[0])}, which is missing" if len(twins) == 1 else ""
+        yield Problem(
+            "misnamed_shard",
+            f"{name!r} looks like a shard, but shards are named like {shard_name(0)}; nothing reads it{guess}",
+            where=name,
+            severity="warning",
+        )
