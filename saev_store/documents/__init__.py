@@ -1,0 +1,51 @@
+"""The JSON documents of a store: metadata.json of every version, shards.json, and the size of labels.bin.
+
+Takes bytes and gives checked values, or one exception with all that is wrong; opens nothing.
+"""
+
+from saev_store.documents._choose import protocols
+from saev_store.documents._write import writable_versions
+from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
+from saev_store.documents.labels import labels_nbytes, parse_labels_size
+from saev_store.documents.metadata import (
+    METADATA_MAX_NBYTES,
+    Metadata,
+    depth_order,
+    match_hash,
+    new_metadata,
+    parse_metadata,
+)
+from saev_store.documents.shards import COUNT_KEYS, SHARDS_MAX_NBYTES, ShardsIndex, parse_shards, shards_bytes
+from saev_store.documents.versions import written_versions
+
+__all__ = [
+    "COUNT_KEYS",
+    "METADATA_MAX_NBYTES",
+    "PROTOCOLS",
+    "RECIPES",
+    "SHARDS_MAX_NBYTES",
+    "Metadata",
+    "Recipe",
+    "ShardsIndex",
+    "content_hashes",
+    "depth_order",
+    "labels_nbytes",
+    "match_hash",
+    "new_metadata",
+    "parse_labels_size",
+    "parse_metadata",
+    "parse_shards",
+    "protocols",
+    "shards_bytes",
+    "writable_versions",
+    "written_versions",
+]
+
+#: Every protocol version that has been written, oldest first; computed on first use, see `protocols`.
+PROTOCOLS: tuple[str, ...]
+
+
+def __getattr__(name: str) -> object:
+    if name == "PROTOCOLS":
+        return protocols()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

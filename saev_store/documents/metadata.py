@@ -1,0 +1,402 @@
+"""metadata.json of any version, under canonical names."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
+
+from saev_store.documents import _json
+from saev_store.documents._choose import choose_version, protocols, refuse_breaking, refuse_unversioned
+from saev_store.documents._findings import Findings, shown
+from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
+from saev_store.documents.versions import written_versions
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning
+from saev_store.layout import Layout
+from saev_store.problems import Problem
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from saev_store.documents.versions._base import Document, Spelling, WrittenVersion
+
+#: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
+METADATA_MAX_NBYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a metadata.json says, whatever the version; equal to another one when their bytes are.
+
+    Attributes:
+        document: The pydantic model of the version: its fields, and unknown keys in `model_extra`.
+        raw: The exact bytes it was read from, or that are to be written.
+        layout: The geometry it implies.
+        problems: Warnings; a document with an error is never made.
+        where: The file or URL it was read from.
+
+    >>> meta = new_metadata(family="clip", ckpt="ViT-B-16/openai", layers=[2, 5, 11], content_tokens_per_example=4,
+    ...                     cls_token=True, d_model=8, n_examples=7, max_tokens_per_shard=50)
+    >>> meta.layout.shape, meta.protocol, meta.count_key
+    ((7, 3, 5, 8), '2.0', 'n_ex')
+    """
+
+    document: Document = field(compare=False, repr=False)
+    raw: bytes = field(repr=False)
+    layout: Layout = field(compare=False)
+    problems: tuple[Problem, ...] = field(compare=False, default=())
+    where: str = field(compare=False, default="metadata.json")
+
+    @property
+    def family(self) -> str:
+        """The family of models, such as "clip"; any string, the texts' lists are older than their writers."""
+        return self.document.family
+
+    @property
+    def ckpt(self) -> str:
+        """The model, as whoever recorded it calls it."""
+        return self.document.ckpt
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Labels of the recorded layers, in the order of the layer axis."""
+        return self.document.layers
+
+    @property
+    def content_tokens_per_example(self) -> int:
+        """Tokens of an example without CLS."""
+        return self.document.content_tokens_per_example
+
+    @property
+    def cls_token(self) -> bool:
+        """Whether token 0 is a CLS token."""
+        return self.document.cls_token
+
+    @property
+    def d_model(self) -> int:
+        """Length of one vector."""
+        return self.document.d_model
+
+    @property
+    def n_examples(self) -> int:
+        """Examples in all shards together."""
+        return self.document.n_examples
+
+    @property
+    def max_tokens_per_shard(self) -> int:
+        """The budget of vectors per shard from which the capacity follows (docs/protocol.md, section 3)."""
+        return self.document.max_tokens_per_shard
+
+    @property
+    def data(self) -> object:
+        """The description of the data set: a dict, or a string that may be a pickle. Opaque; treat it as read-only."""
+        return self.document.data
+
+    @property
+    def dataset(self) -> str | None:
+        """Where the data set lay, as the writer saw it; None in documents without it."""
+        return self.document.dataset
+
+    @property
+    def pixel_agg(self) -> str | None:
+        """How pixel labels became token labels; None where it is null or absent."""
+        return self.document.pixel_agg
+
+    @property
+    def dtype(self) -> str:
+        """Always "float32"."""
+        return self.document.dtype
+
+    @property
+    def protocol(self) -> str:
+        """The protocol version, as written."""
+        return self.document.protocol
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """Keys that the version does not know, with their values."""
+        return dict(self.document.model_extra or {})
+
+    @property
+    def version(self) -> WrittenVersion:
+        """Which of the written versions this is."""
+        return next(version for version in written_versions() if version.model is type(self.document))
+
+    @property
+    def count_key(self) -> str:
+        """The key of the counts in the shards.json of this version: "n_imgs", "n_ex" or "n_examples"."""
+        return self.version.spelling.count_key
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The top-level keys, as written and in that order."""
+        return tuple(self._contents())
+
+    @cached_property
+    def hashes(self) -> dict[Recipe, str]:
+        """The hash by each recipe, of the document as it was read, unknown keys included."""
+        return content_hashes(self._contents())
+
+    @property
+    def hash(self) -> str:
+        """The name of the folder that this document belongs into, by the recipe of its version."""
+        return self.hashes[self.version.recipe]
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file: those that were read, or in the form in which the version's writers format them."""
+        return self.raw
+
+    def replace(self, **changes: object) -> Metadata:
+        """A document of the same version with other values; unknown keys and everything else stay.
+
+        Args:
+            changes: Canonical names (`n_examples=5`), whatever the keys in the file are called.
+
+        Raises:
+            ArgumentError: a name is not one that can be changed, or a value breaks a rule.
+        """
+        from saev_store.documents._write import replaced
+
+        return _checked(replaced(self._contents(), self.version, changes), self.version.spelling)
+
+    def _contents(self) -> dict[str, object]:
+        # Parsed again rather than kept: `data` is handed out and could have been changed, the bytes cannot.
+        return cast("dict[str, object]", _json.loads(self.raw, where=self.where, max_nbytes=METADATA_MAX_NBYTES))
+
+
+def parse_metadata(raw: bytes, *, where: str) -> Metadata:
+    """The metadata that a file holds, whichever of the written versions it follows.
+
+    Nothing in it is decoded further, unpickled or imported.
+
+    Args:
+        raw: The whole file.
+        where: Its name, for messages.
+
+    Raises:
+        UnknownProtocolError: it follows another major version, or holds another dtype; a BreakingProtocolWarning is
+            given first.
+        DocumentError: it breaks a rule of docs/protocol.md; all problems are in `problems`.
+
+    Warns:
+        SaevStoreWarning: a minor version that is not known; it is read like the one before.
+    """
+    contents = _json.loads(raw, where=where, max_nbytes=METADATA_MAX_NBYTES)
+    findings = Findings(where)
+    if not isinstance(contents, dict):
+        findings.add("wrong_type", f"it is {shown(contents)}; it must be an object")
+        findings.raise_if_bad(remedy="Check that this is the metadata.json of a store.")
+    document = cast("dict[str, object]", contents)
+    refuse_unversioned(document, findings)
+    refuse_breaking(document, findings)
+    version = choose_version(document, findings)
+    model = _validate(document, version, findings)
+    layout = _layout(model, version, findings) if model else None
+    findings.raise_if_bad(remedy=f"The rules are those of {version.title}.")
+    if model is None or layout is None:  # Not reached: both leave a finding behind.
+        raise DocumentError("it cannot be read", where=where)
+    _find_oddities(model, version, findings)
+    return Metadata(model, raw, layout, findings.warnings, where)
+
+
+def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
+    """The recipe by which `dirname` is the right name for this document's folder, None if none is.
+
+    >>> meta = new_metadata(family="clip", ckpt="b", layers=[0], content_tokens_per_example=4, cls_token=False,
+    ...                     d_model=8, n_examples=7, max_tokens_per_shard=50)
+    >>> match_hash(meta, meta.hash), match_hash(meta, "renamed")
+    ('sorted-ascii', None)
+    """
+    return next((recipe for recipe in RECIPES if meta.hashes[recipe] == dirname), None)
+
+
+def depth_order(layers: tuple[int, ...]) -> bool | None:
+    """Whether layers are listed in the order in which a model runs them; None if that depends on its depth.
+
+    Negative labels count from the end, and the depth is not in the document.
+
+    >>> depth_order((2, 5, 11)), depth_order((11, 2)), depth_order((3, -1)), depth_order((3, -2))
+    (True, False, True, None)
+    """
+    for part in ([layer for layer in layers if layer >= 0], [layer for layer in layers if layer < 0]):
+        if any(a > b for a, b in pairwise(part)):
+            return False
+    certain: bool | None = True
+    for a, b in pairwise(layers):
+        if a == -1 and b >= 0:  # The last layer cannot come before one counted from the start.
+            return False
+        if (a >= 0) != (b >= 0) and b != -1:
+            certain = None
+    return certain
+
+
+def _validate(document: dict[str, object], version: WrittenVersion, findings: Findings) -> Document | None:
+    from pydantic import ValidationError
+
+    try:
+        return version.model.model_validate(document)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            _add_error(error, version, findings)
+    return None
+
+
+def _add_error(error: ErrorDetails, version: WrittenVersion, findings: Findings) -> None:
+    if not error["loc"]:
+        findings.add("wrong_type", "a key is not Unicode text (it holds half a surrogate pair)")
+        return
+    key = str(error["loc"][0])
+    if error["type"] == "missing":
+        findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it', loc=(key,))
+    elif error["type"] == "bad_layers":
+        bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
+        for i, label, rule in bad:
+            findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
+    else:
+        rules = {version.spelling.key(name): info.description for name, info in version.model.model_fields.items()}
+        findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rules[key]}', loc=(key,))
+
+
+def _layout(model: Document, version: WrittenVersion, findings: Findings) -> Layout | None:
+    try:
+        return Layout.from_budget(
+            n_examples=model.n_examples,
+            layers=model.layers,
+            content_tokens_per_example=model.content_tokens_per_example,
+            cls_token=model.cls_token,
+            d_model=model.d_model,
+            max_tokens_per_shard=model.max_tokens_per_shard,
+        )
+    except ArgumentError as exc:
+        name = exc.where or ""
+        key = version.spelling.key(name)
+        text = exc.message.replace(name, key) if name else exc.message
+        findings.add("layout", f"{text}. {exc.remedy}" if exc.remedy else text, loc=(key,) if key != "layout" else ())
+    return None
+
+
+def _find_oddities(model: Document, version: WrittenVersion, findings: Findings) -> None:
+    """What deserves a look although every vector can be read."""
+    if model.protocol not in protocols():
+        message = (
+            f'"protocol" is {shown(model.protocol)}, a minor version that is not known; it is read like {version.protocol}, '
+            "which minor versions must allow"
+        )
+        findings.add("unknown_minor", message, loc=("protocol",), severity="warning")
+    elif model.protocol != version.protocol:
+        findings.add(
+            "unusual_protocol",
+            f'"protocol" is {shown(model.protocol)}, but no writer is known that used it with the keys of '
+            f"{version.spelling.name}",
+            loc=("protocol",),
+            severity="warning",
+        )
+    kind = "string" if isinstance(model.data, str) else "object"
+    if version.data not in {kind, "either"}:
+        findings.add(
+            "unusual_data",
+            f'"data" is {"a string" if kind == "string" else "an object"}; writers of {version.title} make it '
+            f"{'an object' if kind == 'string' else 'a string'}",
+            loc=("data",),
+            severity="warning",
+        )
+    _find_layer_order(model.layers, findings)
+    if model.protocol not in protocols():
+        warnings.warn(f"{findings.where}: {findings.warnings[0].message}", SaevStoreWarning, stacklevel=3)
+
+
+def _find_layer_order(layers: tuple[int, ...], findings: Findings) -> None:
+    in_order = depth_order(layers)
+    if in_order:
+        return
+    some = f"{list(layers[:8])}{' and more' if len(layers) > 8 else ''}"
+    doubt = (
+        "which is not the order in which a model runs them"
+        if in_order is False
+        else "and whether that is the order in which a model runs them depends on its depth"
+    )
+    findings.add(
+        "layer_order",
+        f'"layers" is {some}, {doubt}; the reference writer stores layers in the order in which they run, so they may be '
+        "mislabelled. Compare a vector with a fresh forward pass",
+        loc=("layers",),
+        severity="warning",
+    )
+
+
+def new_metadata(
+    *,
+    protocol: str = "2.0",
+    family: str,
+    ckpt: str,
+    layers: object,
+    content_tokens_per_example: int,
+    cls_token: bool,
+    d_model: int,
+    n_examples: int,
+    max_tokens_per_shard: int,
+    data: Mapping[str, object] | str | None = None,
+    dataset: object = None,
+    pixel_agg: str | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> Metadata:
+    """The metadata of a new store, with exactly the keys that its protocol version has.
+
+    Args:
+        protocol: "2.0", "1.0.0" or "2.1".
+        family: The family of models, such as "clip".
+        ckpt: The model.
+        layers: Labels of the recorded layers, a sequence or array of distinct integers.
+        content_tokens_per_example: Tokens of an example without CLS, at least 1.
+        cls_token: Whether token 0 is a CLS token.
+        d_model: Length of one vector, at least 1.
+        n_examples: Examples in all, at least 1.
+        max_tokens_per_shard: Budget of vectors per shard; at least those of one example in all layers.
+        data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 wants a string: an
+            object is stored as its compact JSON text, a string as it is. Never pickled.
+        dataset: Where the data set lies, a string or path; "" by default. Not in 1.0.0.
+        pixel_agg: How pixel labels became token labels. "majority" by default in 2.1, left out of 2.0 unless given, not
+            in 1.0.0.
+        extra: Further keys, appended after those of the protocol. They count in the hash.
+
+    Raises:
+        ArgumentError: a value breaks a rule, or the version has no such key; all problems in one message.
+
+    >>> new_metadata(protocol="1.0.0", family="clip", ckpt="b", layers=[0], content_tokens_per_example=4, cls_token=False,
+    ...              d_model=8, n_examples=7, max_tokens_per_shard=50).keys[:4]
+    ('vit_family', 'vit_ckpt', 'layers', 'n_patches_per_img')
+    """
+    from saev_store.documents._write import composed, writable_versions
+
+    values: dict[str, object] = {
+        "family": family,
+        "ckpt": ckpt,
+        "layers": layers,
+        "content_tokens_per_example": content_tokens_per_example,
+        "cls_token": cls_token,
+        "d_model": d_model,
+        "n_examples": n_examples,
+        "max_tokens_per_shard": max_tokens_per_shard,
+        "data": data,
+        "dataset": dataset,
+        "pixel_agg": pixel_agg,
+        "dtype": "float32",
+        "protocol": protocol,
+    }
+    raw = composed(values, extra or {})
+    return _checked(raw, writable_versions()[protocol].spelling)
+
+
+def _checked(raw: bytes, spelling: Spelling) -> Metadata:
+    """The metadata of bytes that were made from arguments; what is wrong with it is wrong with them."""
+    try:
+        return parse_metadata(raw, where="metadata.json")
+    except DocumentError as exc:
+        message = exc.message
+        for name, key in spelling.keys.items():  # The caller knows the canonical names.
+            message = re.sub(rf'"{key}"|^{key}\b', name, message)
+        raise ArgumentError(message, where="metadata", remedy=exc.remedy) from None

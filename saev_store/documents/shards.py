@@ -1,0 +1,265 @@
+"""shards.json: which shards there are, and how many examples each one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from saev_store.documents import _json
+from saev_store.documents._findings import Findings, key_list, shown
+from saev_store.errors import ArgumentError, UnsafeContentError
+from saev_store.layout import IntArray, Layout, shard_name
+from saev_store.problems import Problem
+
+if TYPE_CHECKING:
+    from saev_store.documents.metadata import Metadata
+
+#: The most bytes that a shards.json may have: room for about eight million shards.
+SHARDS_MAX_NBYTES = 512 * 2**20
+#: The keys under which counts have been written, oldest first.
+COUNT_KEYS = ("n_imgs", "n_ex", "n_examples")
+
+_SHORTEST_ENTRY_NBYTES = 45
+
+
+@dataclass(frozen=True, eq=False)
+class ShardsIndex:
+    """A shards.json that agrees with the metadata beside it.
+
+    Attributes:
+        counts: Examples in each listed shard, int64, read-only, of shape (n_listed,).
+        count_key: The key they were written under.
+        layout: The layout that they agree with.
+        raw: The exact bytes of the file.
+        problems: Warnings; a list with an error is never made.
+    """
+
+    counts: IntArray
+    count_key: str
+    layout: Layout
+    raw: bytes = field(repr=False)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def n_listed(self) -> int:
+        """Entries in the file, empty ones included."""
+        return len(self.counts)
+
+    @property
+    def trailing_empty(self) -> bool:
+        """Whether shards without a single example follow the last one, as the reference writer leaves them."""
+        return self.n_listed > self.layout.n_shards
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """File names of the listed shards: computed, never read from the file."""
+        return tuple(map(shard_name, range(self.n_listed)))
+
+
+def parse_shards(raw: bytes, meta: Metadata, *, where: str) -> ShardsIndex:
+    """The index that a shards.json holds, checked against the layout of its metadata.
+
+    Args:
+        raw: The whole file.
+        meta: The metadata beside it.
+        where: The file's name, for messages.
+
+    Raises:
+        UnsafeContentError: a name leaves the folder of the store.
+        DocumentError: it is not a list of entries, or their names, order, counts or sum do not follow from the metadata;
+            all problems are in `problems`.
+    """
+    contents = _json.loads(raw, where=where, max_nbytes=SHARDS_MAX_NBYTES)
+    findings = Findings(where)
+    if not isinstance(contents, list):
+        findings.add("wrong_type", f"it is {shown(contents)}; it must be an array of shards")
+        findings.raise_if_bad(remedy="Check that this is the shards.json of a store.")
+    entries = cast("list[object]", contents)
+    key = _count_key(entries)
+    if not _is_regular(entries, key):
+        _find_irregular(entries, key, findings)
+        findings.raise_if_bad(remedy="Copy the file again from where the store was recorded.")
+    counts = _counts(cast("list[dict[str, object]]", entries), key, findings)
+    _find_bad_counts(counts, meta.layout, findings)
+    findings.raise_if_bad(
+        remedy="metadata.json and shards.json must be of the same recording: copy both again from where it was made."
+    )
+    if key != meta.count_key:
+        findings.add(
+            "count_key",
+            f'the counts are called "{key}"; beside metadata of {meta.version.title} writers call them "{meta.count_key}"',
+            severity="warning",
+        )
+    counts.flags.writeable = False
+    return ShardsIndex(counts, key, meta.layout, raw, findings.warnings)
+
+
+def shards_bytes(layout: Layout, count_key: str, *, trailing_empty: bool = False) -> bytes:
+    """The shards.json of a layout, formatted as the reference writers format it.
+
+    Args:
+        layout: The layout to list the shards of.
+        count_key: "n_imgs", "n_ex" or "n_examples": `Metadata.count_key`.
+        trailing_empty: Whether to list one more shard with no example, as the reference writers do when the last shard is
+            full.
+
+    Raises:
+        ArgumentError: the key is not known, or the list would be larger than `SHARDS_MAX_NBYTES`.
+
+    >>> print(shards_bytes(Layout(4, (0,), 4, True, 8, 3), "n_ex").decode())
+    [
+      {
+        "name": "acts000000.bin",
+        "n_ex": 3
+      },
+      {
+        "name": "acts000001.bin",
+        "n_ex": 1
+      }
+    ]
+    """
+    if count_key not in COUNT_KEYS:
+        raise ArgumentError(
+            f"count_key is {shown(count_key)}; it must be one of {key_list(COUNT_KEYS)}", where="count_key"
+        )
+    n_listed = layout.n_shards + trailing_empty
+    if n_listed * _SHORTEST_ENTRY_NBYTES > SHARDS_MAX_NBYTES:
+        raise ArgumentError(
+            f"{n_listed} shards make a shards.json of more than {SHARDS_MAX_NBYTES} bytes",
+            where="max_tokens_per_shard",
+            remedy="Use a larger budget for each shard.",
+        )
+    entries = [
+        f'  {{\n    "name": "{shard_name(i)}",\n    "{count_key}": {layout.examples_in(i)}\n  }}'
+        for i in range(n_listed)
+    ]
+    return ("[\n" + ",\n".join(entries) + "\n]").encode("ascii")
+
+
+def _count_key(entries: list[object]) -> str:
+    """The count key of the first entry that has one; the newest when none has."""
+    for entry in entries:
+        if isinstance(entry, dict):
+            for key in COUNT_KEYS:
+                if key in entry:
+                    return key
+    return COUNT_KEYS[-1]
+
+
+def _is_regular(entries: list[object], key: str) -> bool:
+    """Whether all entries are well-formed, decided at the speed of built-ins."""
+    if set(map(type, entries)) != {dict}:
+        return False
+    known = cast("list[dict[str, object]]", entries)
+    others = [other for other in COUNT_KEYS if other != key]
+    if set(map(len, known)) != {2} and any(other in entry for entry in known for other in others):
+        return False
+    try:
+        names = [entry["name"] for entry in known]
+        types = {type(entry[key]) for entry in known}
+    except KeyError:
+        return False
+    return types == {int} and all(map(_same, names, map(shard_name, range(len(names)))))
+
+
+def _same(a: object, b: object) -> bool:
+    return a == b
+
+
+def _find_irregular(entries: list[object], key: str, findings: Findings) -> None:
+    """Every way in which entries are malformed, one by one.
+
+    Raises:
+        UnsafeContentError: a name leaves the folder.
+    """
+    if not entries:
+        findings.add("no_shards", "it lists no shards; it must list at least one")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            findings.add("wrong_type", f"entry {i} is {shown(entry)}; it must be an object", loc=(i,))
+            continue
+        shard = cast("dict[str, object]", entry)
+        _find_bad_name(shard, i, findings)
+        found = [count_key for count_key in COUNT_KEYS if count_key in shard]
+        if not found:
+            findings.add("missing_key", f'entry {i} has no count; it must have "{key}"', loc=(i, key))
+        elif found != [key]:
+            findings.add(
+                "mixed_spellings",
+                f'entry {i} has {key_list(found)}; all entries of a file have one key for counts, here "{key}"',
+                loc=(i, found[-1]),
+            )
+        elif type(shard[key]) is not int:
+            findings.add(
+                "wrong_value", f'entry {i}: "{key}" is {shown(shard[key])}; it must be an integer', loc=(i, key)
+            )
+
+
+def _find_bad_name(shard: Mapping[str, object], i: int, findings: Findings) -> None:
+    if "name" not in shard:
+        findings.add("missing_key", f'entry {i} has no "name"; it must be "{shard_name(i)}"', loc=(i, "name"))
+        return
+    name = shard["name"]
+    if name == shard_name(i):
+        return
+    if isinstance(name, str) and _leaves_folder(name):
+        raise UnsafeContentError(
+            f'entry {i}: "name" is {shown(name)}, which leads out of the folder of the store; it must be '
+            f'"{shard_name(i)}"',
+            where=findings.where,
+            remedy="Do not trust this store: nobody's writer makes such names.",
+        )
+    findings.add(
+        "wrong_name",
+        f'entry {i}: "name" is {shown(name)}; shards are listed in order, each once, so it must be "{shard_name(i)}"',
+        loc=(i, "name"),
+    )
+
+
+def _leaves_folder(name: str) -> bool:
+    return name in {".", ".."} or any(mark in name for mark in "/\\\0:")
+
+
+def _counts(entries: list[dict[str, object]], key: str, findings: Findings) -> IntArray:
+    values = [cast("int", entry[key]) for entry in entries]
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        for i, value in enumerate(values):
+            if not -(2**63) <= value < 2**63:
+                findings.add(
+                    "wrong_value", f'entry {i}: "{key}" is {shown(value)}; it must fit into 63 bits', loc=(i, key)
+                )
+        return np.array([min(max(value, -(2**63)), 2**63 - 1) for value in values], dtype=np.int64)
+
+
+def _find_bad_counts(counts: IntArray, layout: Layout, findings: Findings) -> None:
+    """Counts that do not follow from the layout: all full but the last one, which holds the rest; after it, zeros."""
+    n_listed, n_shards, capacity = len(counts), layout.n_shards, layout.examples_per_shard
+    expected = np.zeros(n_listed, dtype=np.int64)
+    expected[: n_shards - 1] = capacity
+    if n_listed >= n_shards:
+        expected[n_shards - 1] = layout.examples_in(n_shards - 1)
+    wrong = np.flatnonzero(counts != expected)
+    for i, count in zip(wrong.tolist(), counts[wrong].tolist(), strict=True):
+        if count < 0:
+            rule = "a count cannot be negative"
+        elif count > capacity:
+            rule = f"a shard holds at most {capacity} examples by the budget of the metadata"
+        elif i < n_shards - 1:
+            rule = f"every shard but the last one is full, with {capacity} examples"
+        elif i == n_shards - 1:
+            rule = f"the last shard holds the remaining {int(expected[i])} of {layout.n_examples} examples"
+        else:
+            rule = f"all {layout.n_examples} examples of the metadata lie in the {n_shards} shards before it"
+        findings.add("wrong_count", f"entry {i} counts {count} examples; {rule}", loc=(i,))
+    if n_listed < n_shards:
+        findings.add(
+            "too_few_shards", f"it lists {n_listed} shards; {layout.n_examples} examples need {n_shards} of {capacity}"
+        )
+    total = int(sum(map(int, counts))) if wrong.size or n_listed < n_shards else layout.n_examples
+    if total != layout.n_examples:
+        findings.add("wrong_sum", f"its counts sum to {total}; the metadata says {layout.n_examples} examples")
