@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
 from saev_store.transport._base import FREE, Buffer, Entry, ReadCost
@@ -30,7 +30,7 @@ def local_root(root: str | os.PathLike[str]) -> str:
     Raises:
         ArgumentError: it is not a path the system could have.
     """
-    path = os.fspath(root)
+    path = cast("object", os.fspath(root))
     if not isinstance(path, str):
         raise ArgumentError(f"{path!r} is bytes: a root is a str or a path of str", where="root")
     if not path or "\0" in path:
@@ -44,6 +44,9 @@ def local_root(root: str | os.PathLike[str]) -> str:
 
 class LocalTransport(LocalWrites):
     """What both local engines share; `MmapTransport` and `PreadTransport` differ in `get_ranges` alone."""
+
+    #: Asking for a file's size costs microseconds here, so a store's sizes are checked when it is opened.
+    is_local = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = local_root(root)
@@ -97,9 +100,8 @@ class LocalTransport(LocalWrites):
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
         where = self._where(path, root_ok=True)
-        with os_errors(where, "list"):
-            with os.scandir(where) as found:
-                return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
+        with os_errors(where, "list"), os.scandir(where) as found:
+            return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
 
     def resolve(self, path: str) -> str:
         """Where a file really lies, all symbolic links followed: for reports, not for opening."""
@@ -233,5 +235,3 @@ def _entry(item: os.DirEntry[str], folder: str) -> Entry:
         return Entry(path, is_dir=False, size=item.stat().st_size)
     except OSError:  # a broken link, or gone since
         return Entry(path, is_dir=False, size=None)
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._base import FREE, Buffer, Entry
@@ -46,6 +46,7 @@ class MemoryTransport:
     name = "memory"
     cost = FREE
     pads = False
+    is_local = True
 
     def __init__(self, files: Mapping[str, Buffer] | None = None, *, label: str = "") -> None:
         self._files = _Files(files or {})
@@ -149,7 +150,7 @@ class MemoryTransport:
                     del files[name]
 
     @contextlib.contextmanager
-    def lock(self, path: str) -> Iterator[None]:
+    def lock(self, path: str) -> Generator[None]:
         """Hold a lock among the threads of this process."""
         key = self._key(path)
         with self._files.lock:

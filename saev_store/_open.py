@@ -1,0 +1,166 @@
+"""From a folder to what an opened store is made of: read the two documents, and look at what they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from saev_store.documents import (
+    METADATA_MAX_NBYTES,
+    SHARDS_MAX_NBYTES,
+    Metadata,
+    ShardsIndex,
+    match_hash,
+    parse_metadata,
+    parse_shards,
+)
+from saev_store.errors import (
+    CorruptShardError,
+    DocumentError,
+    IncompleteStoreError,
+    NotFoundError,
+    SaevStoreError,
+)
+from saev_store.inspect import quick_checks
+from saev_store.layout import Layout
+from saev_store.listing import list_stores
+from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
+from saev_store.problems import Problem
+from saev_store.transport import Lists, Transport
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What was found; picklable, as its transport is.
+
+    Attributes:
+        transport: Rooted at the store's folder.
+        name: The folder's own name.
+        metadata: What `metadata.json` says.
+        index: What `shards.json` says.
+        problems: What was found odd or wrong.
+        sizes_checked: Whether files were compared with the documents already (local stores).
+        has_labels: Whether `labels.bin` is there; None when nobody has looked yet.
+        readable: For damaged shards, how many leading examples can be read.
+    """
+
+    transport: Transport
+    name: str
+    metadata: Metadata
+    index: ShardsIndex
+    problems: tuple[Problem, ...]
+    sizes_checked: bool
+    has_labels: bool | None
+    readable: dict[int, int] = field(default_factory=dict)
+
+
+def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
+    """Read and check the documents of the store at a transport's root.
+
+    Raises:
+        NotFoundError, IncompleteStoreError, DocumentError, CorruptShardError: see `ShardStore.open`.
+    """
+    name = transport.url.rstrip("/").rsplit("/", 1)[-1]
+    try:
+        raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)
+    except NotFoundError as error:
+        raise _no_store_here(transport) from error
+    metadata = parse_metadata(raw, where=f"{transport.url}/{METADATA_NAME}")
+    try:
+        listed = transport.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES)
+    except NotFoundError as error:
+        raise IncompleteStoreError(
+            "there is a metadata.json but no shards.json: the program that wrote it stopped before its first shard was "
+            "full, or the file was purged",
+            where=transport.url,
+            remedy="Record it again; without shards.json nobody knows which examples were written.",
+        ) from error
+    index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
+    if not getattr(transport, "is_local", False):
+        problems = (*metadata.problems, *index.problems, *_check_name(metadata, name))
+        return Opened(transport, name, metadata, index, problems, sizes_checked=False, has_labels=None)
+    problems = tuple(quick_checks(transport, metadata, index, dirname=name))
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors and not damaged_ok:
+        raise _refusal(transport.url, errors)
+    return Opened(
+        transport,
+        name,
+        metadata,
+        index,
+        problems,
+        sizes_checked=True,
+        has_labels=_exists(transport, LABELS_NAME),
+        readable=_readable(metadata.layout, errors),
+    )
+
+
+def _check_name(metadata: Metadata, name: str) -> list[Problem]:
+    if match_hash(metadata, name) is not None:
+        return []
+    message = (
+        f"the folder is named {name!r}, but the content hash of metadata.json is {metadata.hash!r}; the document was changed "
+        "after recording, or the folder renamed"
+    )
+    return [Problem("hash_mismatch", message, where=METADATA_NAME, severity="warning")]
+
+
+def _refusal(url: str, errors: Sequence[Problem]) -> SaevStoreError:
+    shown = "; ".join(str(problem) for problem in errors[:_SHOWN])
+    more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
+    if all(problem.where == LABELS_NAME for problem in errors):
+        return DocumentError(f"{shown}{more}", where=url, problems=errors)
+    return CorruptShardError(
+        f"{shown}{more}",
+        where=url,
+        remedy="Open with damaged_ok=True to read the rest, and store.repair() to record what is lost again.",
+    )
+
+
+def _readable(layout: Layout, errors: Sequence[Problem]) -> dict[int, int]:
+    """Leading examples that can still be read, for each shard that lost some."""
+    readable: dict[int, int] = {}
+    for problem in errors:
+        for start, end in problem.lost:
+            for shard_idx in range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)):
+                first, _ = layout.example_range(shard_idx)
+                readable[shard_idx] = min(readable.get(shard_idx, layout.examples_per_shard), max(start - first, 0))
+    return readable
+
+
+def _exists(transport: Transport, path: str) -> bool:
+    try:
+        transport.size(path)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _no_store_here(transport: Transport) -> SaevStoreError:
+    """Why there is no metadata.json: an unfinished store, a root of stores, or nothing of ours at all."""
+    if _exists(transport, CLAIM_PATH):
+        return IncompleteStoreError(
+            "this store was never published: its writer is still at work, or crashed",
+            where=transport.url,
+            remedy="ShardStore.create(root, the same metadata, resume=True) continues it.",
+        )
+    found: list[str] = []
+    if isinstance(transport, Lists):
+        try:
+            found = [entry.name for entry in list_stores(transport)]
+        except SaevStoreError:
+            found = []
+    if found:
+        names = ", ".join(found[:_SHOWN]) + (f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        return NotFoundError(
+            f"this is no store but a folder that holds {len(found)}: {names}",
+            where=transport.url,
+            remedy="Open one of them; ShardStore.list(root) describes them.",
+        )
+    return NotFoundError(
+        "there is no metadata.json, so this is no store",
+        where=transport.url,
+        remedy="A store is a folder <root>/<HASH> with metadata.json, shards.json and acts000000.bin.",
+    )

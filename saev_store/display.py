@@ -1,0 +1,69 @@
+"""How a store shows itself, in a terminal and in a notebook: from what is known already, without IO."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from saev_store.documents import Metadata
+from saev_store.layout import Layout
+from saev_store.problems import Problem
+
+_SHOWN_PROBLEMS = 5
+
+
+def human_bytes(nbytes: int) -> str:
+    """A number of bytes for people, in powers of 1024.
+
+    >>> human_bytes(723_000_000_000)
+    '673.3 GiB'
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024 or unit == "PiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def card_rows(
+    *, url: str, engine: str, metadata: Metadata, layout: Layout, problems: Sequence[Problem], labels: str
+) -> list[tuple[str, str]]:
+    """The lines of the card as (name, text)."""
+    example, layer, token, d_model = layout.shape
+    special = f" ({layout.content_tokens_per_example} content + CLS)" if layout.cls_token else " (content)"
+    last = layout.examples_in(layout.n_shards - 1)
+    tail = "" if last == layout.examples_per_shard else f", {last:,} in the last"
+    rows = [
+        ("where", url),
+        ("model", f"{metadata.family} {metadata.ckpt}"),
+        ("shape", f"example {example:,} x layer {layer} x token {token}{special} x d_model {d_model}"),
+        ("layers", ", ".join(str(label) for label in layout.layers)),
+        ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype}"),
+        ("shards", f"{layout.n_shards:,} of {layout.examples_per_shard:,} examples{tail}"),
+        ("labels", labels),
+        ("protocol", f"{metadata.protocol}, read through {engine}"),
+    ]
+    if metadata.dataset:
+        rows.insert(2, ("dataset", metadata.dataset))
+    shown = [str(problem) for problem in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        shown.append(f"… and {len(problems) - _SHOWN_PROBLEMS} more in store.problems")
+    rows += [("problems" if number == 0 else "", text) for number, text in enumerate(shown or ["none known"])]
+    return rows
+
+
+def card_text(name: str, rows: Sequence[tuple[str, str]]) -> str:
+    """The card for a terminal."""
+    width = max(len(key) for key, _ in rows)
+    return "\n".join([f"<ShardStore {name}>", *(f"  {key:<{width}}  {text}" for key, text in rows)])
+
+
+def card_html(name: str, rows: Sequence[tuple[str, str]]) -> str:
+    """The card for a notebook; everything that comes from a file is escaped."""
+    cells = "".join(
+        f"<tr><th style='text-align:left;padding-right:1em'>{html.escape(key)}</th>"
+        f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+        for key, text in rows
+    )
+    return f"<div><strong>ShardStore</strong> <code>{html.escape(name)}</code><table>{cells}</table></div>"

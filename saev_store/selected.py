@@ -1,0 +1,172 @@
+"""What `store.sel(…)` returns: chosen vectors as the rows of a lazy (n, d_model) array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from saev_store.errors import ArgumentError, SelectionError
+from saev_store.indexing import Block, Progression, parse_axis
+from saev_store.reader import FloatArray
+from saev_store.selection import Coordinates, RowSpace
+
+if TYPE_CHECKING:
+    from saev_store.reader import Reader
+
+#: Rows are read in pieces of about this size when all of them are asked for.
+_PIECE_BYTES = 64 << 20
+
+
+class Selection:
+    """The vectors that a choice of layers, tokens, examples and labels means, as rows; nothing is read until asked.
+
+    Rows are in storage order: by example, in it by layer, in that by token. `len(selection)` is exact.
+
+    >>> from saev_store import ShardStore
+    >>> rows = ShardStore.open(SAMPLE).sel(layer=5, tokens="content")
+    >>> rows.shape, rows[0].shape, rows[[3, 1]].shape
+    ((28, 8), (8,), (2, 8))
+    >>> rows.coordinates([0, 5])
+    Coordinates(example_idx=array([0, 1]), layer=array([5, 5]), token_idx=array([0, 1]))
+    """
+
+    def __init__(self, reader: Reader, space: RowSpace) -> None:
+        self._reader = reader
+        self.space = space
+
+    def __len__(self) -> int:
+        return len(self.space)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, d_model)."""
+        return len(self.space), self.space.layout.d_model
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.space) * self.space.layout.vector_nbytes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Labels of the chosen layers, in the order of the rows."""
+        return tuple(self.space.layout.layers[position] for position in self.space.layer_idx)
+
+    def coordinates(self, rows: object = slice(None)) -> Coordinates:
+        """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations."""
+        picked = parse_axis(rows, len(self), "row")
+        return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
+
+    def rows(self, rows: object, out: FloatArray | None = None) -> FloatArray:
+        """The vectors of many rows, float32 (n, d_model), in the order asked for; repeats are fine.
+
+        Args:
+            rows: Row numbers: a list or array of integers (negative ones count from the end), a slice or a mask.
+            out: Memory to fill instead of fresh memory: float32, C order, (n, d_model).
+
+        Raises:
+            SelectionError: a row is out of range.
+            ArgumentError: `out` has another shape, dtype or memory order.
+            CorruptShardError: a shard of those rows is missing or short.
+        """
+        picked = parse_axis(rows, len(self), "row")
+        n = picked.count if isinstance(picked, Progression) else len(picked)
+        out = prepared(out, (n, self.space.layout.d_model))
+        if isinstance(picked, Progression):
+            step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
+            for start in range(0, n, step):
+                part = out[start : start + step]
+                positions = picked.start + picked.step * np.arange(start, start + len(part), dtype=np.int64)
+                self._reader.read_rows(*self.space.locate(positions), part)
+        else:
+            self._reader.read_rows(*self.space.locate(picked), out)
+        return out
+
+    def __getitem__(self, row: object) -> FloatArray:
+        """One row as (d_model,) for an integer, else `rows(…)`."""
+        if isinstance(row, tuple):
+            raise SelectionError(f"{row!r} has {len(row)} indices; rows take one, columns are always whole", where="index")
+        found = self.rows(row)
+        is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)
+        return found[0] if is_one else found
+
+    def __iter__(self) -> Iterator[FloatArray]:
+        """Row by row; for speed ask for many rows at once."""
+        step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
+        for start in range(0, len(self), step):
+            yield from self.rows(slice(start, start + step))
+
+    def as_numpy(self, *, copy: bool | None = None) -> FloatArray:
+        """All rows as one array (n, d_model).
+
+        Args:
+            copy: `True` for fresh memory, `False` for a read-only view of the mapped shard or an error where there is
+                none, `None` for a view where there is one.
+
+        Raises:
+            ArgumentError: `copy=False`, but the rows do not lie in one piece of one mapped shard.
+        """
+        if copy is not True:
+            view = self._view()
+            if view is not None:
+                return view
+            if copy is False:
+                raise ArgumentError(
+                    "these rows do not lie in one piece of mapped memory (one shard, a local file, neighbouring tokens)",
+                    where="copy=False",
+                    remedy="Use copy=None for a copy where needed, or store.as_numpy(key, copy=False) for a strided view.",
+                )
+        block = self._block()
+        if block is None:
+            return self.rows(slice(None))
+        out = np.empty(block.full_shape, dtype=np.float32)
+        self._reader.read_block(block, out)
+        return out.reshape(self.shape)
+
+    def _block(self) -> Block | None:
+        """The same vectors as a block of the tensor, where nothing is ignored and layers are evenly spaced."""
+        space = self.space
+        steps = set(np.diff(space.layer_idx).tolist())
+        if space.ends is not None or len(steps) > 1:
+            return None
+        layers = Progression(space.layer_idx[0], steps.pop() if steps else 1, len(space.layer_idx))
+        columns = Progression(0, 1, space.layout.d_model)
+        return Block((space.examples, layers, space.tokens, columns), (False,) * 4)
+
+    def _view(self) -> FloatArray | None:
+        block = self._block()
+        strided = self._reader.view(block) if block is not None else None
+        if strided is None:
+            return None
+        rows = strided.reshape(self.shape)
+        return rows if np.shares_memory(rows, strided) else None
+
+    def __repr__(self) -> str:
+        space = self.space
+        ignored = " minus ignored labels" if space.ends is not None else ""
+        return f"<Selection {self.shape[0]:,} rows x {self.shape[1]} of layers {list(self.layers)}, {space.tokens.count} tokens{ignored}>"
+
+
+def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
+    """Fresh memory of a shape, or the caller's after a check."""
+    if out is None:
+        try:
+            return np.empty(shape, dtype=np.float32)
+        except (MemoryError, ValueError) as error:
+            nbytes = 4 * int(np.prod(np.array(shape, dtype=object)))
+            raise ArgumentError(
+                f"a result of shape {shape} needs {nbytes:,} bytes, which this machine does not give",
+                where="index",
+                remedy="Ask for less at once, or use a lazy view.",
+            ) from error
+    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+        found = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+        raise ArgumentError(f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out")
+    return out
+
+

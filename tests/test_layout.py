@@ -1,0 +1,139 @@
+"""The geometry against the words of the protocol, and against dense NumPy."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError
+from saev_store.layout import Layout, shard_name
+
+layer_lists = st.lists(st.integers(-50, 50), min_size=1, max_size=5, unique=True).map(tuple)
+small_layouts = st.builds(
+    Layout,
+    n_examples=st.integers(1, 40),
+    layers=layer_lists,
+    content_tokens_per_example=st.integers(1, 6),
+    cls_token=st.booleans(),
+    d_model=st.integers(1, 5),
+    examples_per_shard=st.integers(1, 12),
+)
+
+
+@given(small_layouts)
+def test_every_vector_lies_where_a_dense_tensor_cut_into_files_has_it(layout: Layout) -> None:
+    dense = np.arange(np.prod(layout.shape), dtype=np.float32).reshape(layout.shape)
+    step = layout.examples_per_shard
+    files = {shard_name(i): dense[i * step : (i + 1) * step].tobytes() for i in range(layout.n_shards)}
+    for example, layer_idx, token in np.ndindex(layout.shape[:3]):
+        where = layout.locate(example, layout.layers[layer_idx], token)
+        found = np.frombuffer(files[where.path][where.start : where.end], dtype="<f4")
+        np.testing.assert_array_equal(found, dense[example, layer_idx, token])
+        shard_idx, start = layout.locate_many(example, layer_idx, token)
+        assert (shard_name(int(shard_idx)), int(start)) == (where.path, where.start)
+    assert sum(map(len, files.values())) == layout.nbytes == dense.nbytes
+    assert [len(files[shard_name(i)]) for i in range(layout.n_shards)] == [
+        layout.used_nbytes(i) for i in range(layout.n_shards)
+    ]
+
+
+big = st.integers(1, 2**62)
+
+
+@given(big, st.integers(1, 2**20), st.integers(1, 2**20), big, st.booleans(), st.data())
+def test_coordinates_are_exact_up_to_63_bits(
+    n_examples: int, tokens: int, d_model: int, capacity: int, cls_token: bool, data: st.DataObject
+) -> None:
+    layers = (7, -2, 0)
+    try:
+        layout = Layout(n_examples, layers, tokens, cls_token, d_model, capacity)
+    except ArgumentError:
+        padded = -(-n_examples // capacity) * capacity * 3 * (tokens + cls_token) * d_model * 4
+        assert padded > 2**63 - 1
+        return
+    example = data.draw(st.integers(0, n_examples - 1))
+    token = data.draw(st.integers(0, tokens + cls_token - 1))
+    for layer_idx, layer in enumerate(layers):
+        where = layout.locate(example, layer, token)
+        # Section 4.2, word by word, in Python's unbounded integers.
+        shard_idx, in_shard = example // capacity, example % capacity
+        n_tokens = tokens + (1 if cls_token else 0)
+        offset = ((in_shard * len(layers) * n_tokens) + (layer_idx * n_tokens) + token) * d_model * 4
+        assert (where.path, where.start, where.end) == (f"acts{shard_idx:06d}.bin", offset, offset + 4 * d_model)
+        many = layout.locate_many([example], [layer_idx], [token])
+        assert (int(many[0][0]), int(many[1][0])) == (shard_idx, offset)
+
+
+@given(layer_lists, st.integers(1, 300), st.booleans(), st.integers(1, 10**6), st.integers(1, 1000))
+def test_capacity_is_the_budget_divided_down(
+    layers: tuple[int, ...], tokens: int, cls_token: bool, budget: int, n_examples: int
+) -> None:
+    kwargs = {
+        "n_examples": n_examples,
+        "layers": layers,
+        "content_tokens_per_example": tokens,
+        "cls_token": cls_token,
+        "d_model": 3,
+        "max_tokens_per_shard": budget,
+    }
+    expected = int(budget / ((tokens + int(cls_token)) * len(layers)))
+    if expected < 1:
+        with pytest.raises(ArgumentError, match="must hold at least one example"):
+            Layout.from_budget(**kwargs)
+        return
+    layout = Layout.from_budget(**kwargs)
+    assert layout.examples_per_shard == expected
+    assert sum(layout.examples_in(i) for i in range(layout.n_shards)) == n_examples
+    assert layout.examples_in(layout.n_shards) == 0
+
+
+def test_labels_match_literally() -> None:
+    layout = Layout(3, (-2, 5), 4, True, 8, 2)
+    assert [layout.layer_index(-2), layout.layer_index(np.int64(5))] == [0, 1]
+    for wrong in (-1, 0, 1, True, "5", 5.0, None):
+        with pytest.raises(LayerNotFoundError, match=r"holds the layers \[-2, 5\]"):
+            layout.layer_index(wrong)
+
+
+@pytest.mark.parametrize(("example", "token"), [(-1, 0), (3, 0), (0, -1), (0, 5)])
+def test_locate_refuses_what_lies_outside(example: int, token: int) -> None:
+    with pytest.raises(SelectionError, match=r"must be from 0 to"):
+        Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_examples": 0},
+        {"n_examples": True},
+        {"d_model": -1},
+        {"d_model": 2**63},
+        {"content_tokens_per_example": 0},
+        {"examples_per_shard": 0},
+        {"layers": ()},
+        {"layers": (1, 1)},
+        {"n_examples": 2**60},
+    ],
+)
+def test_impossible_geometries_are_refused(change: dict[str, object]) -> None:
+    good: dict[str, object] = {
+        "n_examples": 3,
+        "layers": (5,),
+        "content_tokens_per_example": 4,
+        "cls_token": True,
+        "d_model": 8,
+        "examples_per_shard": 2,
+    }
+    with pytest.raises(ArgumentError):
+        Layout(**{**good, **change})  # type: ignore[arg-type]
+
+
+def test_layouts_are_values() -> None:
+    one, other = (Layout(3, (5,), 4, True, 8, 2) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301 - our own bytes

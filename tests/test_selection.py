@@ -1,0 +1,100 @@
+"""Row spaces against a dull enumeration: count, order, coordinates, for every layer x tokens x examples x labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saev_store.errors import LayerNotFoundError, SelectionError
+from saev_store.layout import Layout
+from saev_store.selection import row_space
+
+LAYERS = (11, -2, 5)
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[Layout, dict[str, object], np.ndarray, list[tuple[int, int, int]]]:
+    n_examples, n_content = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    layout = Layout(n_examples, LAYERS, n_content, draw(st.booleans()), 2, draw(st.integers(1, 4)))
+    layer = draw(
+        st.one_of(
+            st.sampled_from(LAYERS), st.just("all"), st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3, unique=True)
+        )
+    )
+    tokens = draw(st.sampled_from(["content", "special", "all"] if layout.cls_token else ["content", "all"]))
+    positions = np.arange(n_examples)
+    examples = draw(
+        st.one_of(
+            st.none(),
+            st.integers(-n_examples, n_examples - 1),
+            st.builds(slice, st.integers(-9, 9), st.integers(-9, 9), st.sampled_from([None, 1, 2, -1, -3])),
+            st.lists(st.integers(-n_examples, n_examples - 1), max_size=7),
+            st.lists(st.booleans(), min_size=n_examples, max_size=n_examples).map(np.array),
+        )
+    )
+    ignore = draw(st.one_of(st.none(), st.lists(st.integers(0, 3), max_size=3)))
+    if tokens == "special":
+        ignore = None
+    labels = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 4, (n_examples, n_content), dtype=np.uint8)
+
+    chosen = positions if examples is None else np.atleast_1d(positions[examples])
+    labelled = LAYERS if layer == "all" else layer if isinstance(layer, list) else [layer]
+    n_special = int(layout.cls_token)
+    rows = [
+        (int(example), label, token - n_special if token >= n_special else -1)
+        for example in chosen
+        for label in labelled
+        for token in range(layout.tokens_per_example)
+        if (tokens == "all" or (token < n_special) == (tokens == "special"))
+        and not (ignore and token >= n_special and labels[example, token - n_special] in ignore)
+    ]
+    kwargs = {"layer": layer, "tokens": tokens, "examples": examples, "ignore_labels": ignore, "labels": labels}
+    return layout, kwargs, labels, rows
+
+
+@given(selections(), st.randoms(use_true_random=False))
+def test_rows_equal_the_dull_enumeration(
+    case: tuple[Layout, dict[str, object], np.ndarray, list[tuple[int, int, int]]], random: object
+) -> None:
+    layout, kwargs, _, rows = case
+    space = row_space(layout, **kwargs)  # type: ignore[arg-type]
+    assert len(space) == len(rows)
+    picks = list(range(len(rows))) + [random.randrange(len(rows)) for _ in range(5) if rows]  # type: ignore[attr-defined]
+    found = space.coordinates(np.array(picks, dtype=np.int64))
+    assert list(zip(*(column.tolist() for column in found), strict=True)) == [rows[pick] for pick in picks]
+
+
+def test_a_huge_space_is_counted_without_memory() -> None:
+    layout = Layout(2**40, (3,), 256, True, 16, 1000)
+    space = row_space(layout, layer=3, tokens="content", examples=slice(None, None, 2))
+    assert len(space) == 2**39 * 256
+    last = space.coordinates(len(space) - 1)
+    assert [int(value) for value in last] == [2**40 - 2, 3, 255]
+
+
+LAYOUT = Layout(4, (-2, 5), 3, False, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"layer": 4}, LayerNotFoundError, r"layer 4 was not recorded; the store holds the layers \[-2, 5\]"),
+        ({"layer": "last"}, SelectionError, "'last'; it must be a label"),
+        ({"layer": []}, SelectionError, "no layer was chosen"),
+        ({"layer": [5, 5]}, SelectionError, "names a layer twice"),
+        ({"layer": 5.0}, LayerNotFoundError, "5.0 was not recorded"),
+        ({"tokens": "cls"}, SelectionError, "'cls'; it must be"),
+        ({"tokens": ["content"]}, SelectionError, "it must be"),
+        ({"tokens": "special"}, SelectionError, "no special tokens"),
+        ({"examples": 4}, SelectionError, "example 4 is out of range"),
+        ({"examples": [[0]]}, SelectionError, "2 dimensions"),
+        ({"ignore_labels": [0]}, SelectionError, "no labels.bin"),
+        ({"ignore_labels": [256]}, SelectionError, "from 0 to 255"),
+        ({"ignore_labels": ["sky"]}, SelectionError, "from 0 to 255"),
+    ],
+)
+def test_what_the_store_does_not_hold_is_an_error(kwargs: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        row_space(LAYOUT, **kwargs)  # type: ignore[arg-type]
