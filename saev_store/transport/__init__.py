@@ -17,15 +17,21 @@ from saev_store.transport._base import (
     Transport,
     Writes,
 )
+from saev_store.transport._counting import Counters, CountingTransport
+from saev_store.transport._latency import LatencyTransport
 from saev_store.transport._local import MmapTransport, PreadTransport
 from saev_store.transport._memory import MemoryTransport
 from saev_store.transport._open import Engine, child, open_transport
+from saev_store.transport._retry import RetryTransport
 
 __all__ = [
     "FREE",
     "Buffer",
+    "Counters",
+    "CountingTransport",
     "Engine",
     "Entry",
+    "LatencyTransport",
     "Lists",
     "MemoryTransport",
     "MmapTransport",
@@ -33,6 +39,7 @@ __all__ = [
     "PreadTransport",
     "ReadCost",
     "ReadsInto",
+    "RetryTransport",
     "Sink",
     "Transport",
     "Writes",

@@ -76,7 +76,9 @@ class FsspecTransport:
         end = None if max_bytes is None else max_bytes + 1
         try:
             with self._client.errors("read", below):
-                data = self._client.fs().cat_file(self._full(below), start=0, end=end, **self._client.deadline(end or 0))
+                data = self._client.fs().cat_file(
+                    self._full(below), start=0, end=end, **self._client.deadline(end or 0)
+                )
         except TransportError:
             # Servers refuse any range of an empty file.
             if self.size(path) == 0:
@@ -172,7 +174,9 @@ class FsspecTransport:
             relative = f"{path}/{name.rpartition('/')[2]}" if path else name.rpartition("/")[2]
             size = info.get("size")
             is_dir = info.get("type") == "directory" or (str(info["name"]).endswith("/") and not size)
-            entries[relative] = Entry(relative, is_dir=is_dir, size=None if is_dir or not isinstance(size, int) else size)
+            entries[relative] = Entry(
+                relative, is_dir=is_dir, size=None if is_dir or not isinstance(size, int) else size
+            )
         return [entries[name] for name in sorted(entries)]
 
     def close(self) -> None:
@@ -194,7 +198,10 @@ class FsspecTransport:
         """
         below = self._below(path)
         full = self._full(below)
-        with self._client.errors("create", below), _CREATE_LOCK if not self._client.is_async else contextlib.nullcontext():
+        with (
+            self._client.errors("create", below),
+            _CREATE_LOCK if not self._client.is_async else contextlib.nullcontext(),
+        ):
             fs = self._client.fs()
             self._make_parent(below)
             if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode

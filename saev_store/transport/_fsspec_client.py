@@ -7,8 +7,9 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import BinaryIO, Protocol, cast
 
 from saev_store.errors import (
@@ -23,7 +24,6 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport._checks import from_os_error
-
 
 #: Protocols whose listings fsspec caches for ever unless it is told not to, and that accept being told.
 _LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
@@ -46,7 +46,7 @@ class FileSystem(Protocol):
     ) -> list[bytes]: ...
     def info(self, path: str, **options: object) -> Mapping[str, object]: ...
     def ls(self, path: str, detail: bool, **options: object) -> list[Mapping[str, object]]: ...
-    def pipe_file(self, path: str, value: bytes, mode: str = ..., **options: object) -> object: ...
+    def pipe_file(self, path: str, value: bytes, **options: object) -> object: ...
     def put_file(self, lpath: str, rpath: str, **options: object) -> object: ...
     def rm(self, path: str, recursive: bool, **options: object) -> object: ...
     def makedirs(self, path: str, exist_ok: bool) -> None: ...
@@ -97,9 +97,8 @@ class Client:
             return self._fs
 
     def _open(self, *, fresh: bool) -> FileSystem:
-        import fsspec.asyn
-        import fsspec.core
-
+        # By name, for neither module has types; `FileSystem` above is what we rely on.
+        core, asyn = import_module("fsspec.core"), import_module("fsspec.asyn")
         options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
         if len(self.protocols) == 1:
             options |= {"use_listings_cache": False} if self.protocols[0] in _LISTING_PROTOCOLS else {}
@@ -111,7 +110,7 @@ class Client:
                 options[protocol] = {"use_listings_cache": False, **inner}
         with self.errors("open"):
             try:
-                found = fsspec.core.url_to_fs(self.url, **options)  # pyright: ignore
+                found = core.url_to_fs(self.url, **options)
             except ImportError as error:
                 raise self._missing(str(error)) from error
             except (TypeError, ValueError) as error:
@@ -124,13 +123,15 @@ class Client:
         fs, root = cast("tuple[FileSystem, str]", found)
         self.root = root.rstrip("/") if root.strip("/") else root
         # By type: a caching file system pretends to have the attributes of the one it wraps.
-        self.is_async = issubclass(type(fs), cast("type", fsspec.asyn.AsyncFileSystem))
+        self.is_async = issubclass(type(fs), cast("type", asyn.AsyncFileSystem))
         return fs
 
     def _missing(self, text: str) -> MissingDependencyError:
         extras = sorted({_EXTRAS[protocol] for protocol in self.protocols if protocol in _EXTRAS})
         remedy = f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Install the package that serves it."
-        return MissingDependencyError(f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy)
+        return MissingDependencyError(
+            f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy
+        )
 
     def deadline(self, nbytes: int = 0) -> dict[str, object]:
         """The keyword that gives an operation its deadline: only asynchronous file systems can be given up on."""
@@ -143,7 +144,7 @@ class Client:
         return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
 
     @contextlib.contextmanager
-    def errors(self, doing: str, path: str = "") -> Iterator[None]:
+    def errors(self, doing: str, path: str = "") -> Generator[None]:
         """A block whose errors become ours."""
         try:
             yield
@@ -153,7 +154,9 @@ class Client:
             text = str(error)
             # A traceback shows the cause as well, so one that tells a secret is left out.
             cause = error if self.redact(text) == text[:400] else None
-            raise self._translate(error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url) from cause
+            raise self._translate(
+                error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url
+            ) from cause
 
     def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         text = self.redact(str(error)).strip()
@@ -163,7 +166,9 @@ class Client:
         if isinstance(error, FileNotFoundError) or status == 404:
             return NotFoundError(message, where=where)
         if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind:
-            return AccessError(message, where=where, remedy="Check the credentials in storage_options or the environment.")
+            return AccessError(
+                message, where=where, remedy="Check the credentials in storage_options or the environment."
+            )
         if isinstance(error, FileExistsError):
             return StoreExistsError(message, where=where)
         if isinstance(error, TimeoutError) or "Timeout" in kind:
@@ -172,7 +177,9 @@ class Client:
             return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
         if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and status is None:
             return from_os_error(OSError(error.errno, text), where=where, doing=doing)
-        transient = not isinstance(error, (TypeError, ValueError)) and (status is None or status >= 500 or status in {408, 429})
+        transient = not isinstance(error, (TypeError, ValueError)) and (
+            status is None or status >= 500 or status in {408, 429}
+        )
         return TransportError(message, where=where, transient=transient)
 
 
@@ -233,5 +240,3 @@ def _strings(value: object) -> set[str]:
 
 def _reopen(url: str, options: Mapping[str, object], timeout_s: float) -> Client:
     return Client(url, options, timeout_s=timeout_s)
-
-

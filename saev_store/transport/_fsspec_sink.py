@@ -86,9 +86,7 @@ class SpooledSink:
             fs.invalidate_cache(self._full)
             size = fs.info(self._full, **self._client.deadline()).get("size")
         if size != self._file_nbytes:
-            raise TransportError(
-                f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where, transient=True
-            )
+            raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where, transient=True)
         self.abort()
 
     def abort(self) -> None:

@@ -47,7 +47,7 @@ def map_file(fd: int, nbytes: int) -> memoryview:
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     # At exit the kernel unmaps; doing it earlier could pull memory from under an array that outlives us.
     weakref.finalize(memory, _LIBC.munmap, address, nbytes).atexit = False
-    return memoryview(np.frombuffer(memory, np.uint8)).toreadonly()
+    return np.frombuffer(memoryview(memory), np.uint8).data.toreadonly()
 
 
 def preallocate(fd: int, nbytes: int) -> None:

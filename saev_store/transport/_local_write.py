@@ -11,7 +11,7 @@ import shutil
 import socket
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictError
 from saev_store.transport._base import Buffer
@@ -86,7 +86,7 @@ class LocalWrites:
         return LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
 
     @contextlib.contextmanager
-    def lock(self, path: str) -> Iterator[None]:
+    def lock(self, path: str) -> Generator[None]:
         """Hold `flock` on a file, which is created and stays; the system releases it when this process ends."""
         where = self._where(path)
         with os_errors(where, "lock"):
@@ -159,7 +159,7 @@ def _is_same(fd: int, where: str) -> bool:
 
 
 @contextlib.contextmanager
-def _temporary(where: str, data: Buffer) -> Iterator[str]:
+def _temporary(where: str, data: Buffer) -> Generator[str]:
     """A durable file with that content next to `where`; gone afterwards unless it was renamed."""
     folder = os.path.dirname(where)
     make_folders(folder)

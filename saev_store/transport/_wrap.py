@@ -1,0 +1,171 @@
+"""What all wrappers share: they can exactly what the wrapped transport can, and see every operation pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Self, TypeVar, cast
+
+from saev_store.transport._base import (
+    Buffer,
+    Entry,
+    Lists,
+    Nests,
+    ReadCost,
+    ReadsInto,
+    Sink,
+    Transport,
+    Writes,
+)
+
+T = TypeVar("T")
+
+
+class Wrapper:
+    """A transport around another one.
+
+    `isinstance(wrapper, ReadsInto)` (or `Lists`, `Writes`, `Nests`) is true exactly if it is for `inner`. Subclasses
+    override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        abilities = tuple(kind for kind in _ABILITIES if isinstance(inner, kind))
+        self.__class__ = cast("type[Self]", _with_abilities(type(self), abilities))
+
+    @property
+    def inner(self) -> Transport:
+        """The wrapped transport."""
+        return self._inner
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def cost(self) -> ReadCost:
+        return self._inner.cost
+
+    @property
+    def name(self) -> str:
+        """The wrapper's name and, in brackets, the wrapped transport's."""
+        return f"{type(self).__name__.removesuffix('Transport').lower()}({self._inner.name})"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        kind = next(cls for cls in type(self).__mro__ if "_abilities" not in vars(cls))
+        return (kind, (self._inner, *self._arguments()))
+
+    def _arguments(self) -> tuple[object, ...]:
+        """What `__init__` takes after `inner`."""
+        return ()
+
+    def _around(self, operation: str, nbytes: int | None, call: Callable[[], T]) -> T:  # noqa: ARG002
+        """Carry out one operation, named like its method; `nbytes` is None where only the answer tells how many moved."""
+        return call()
+
+    def _create(self, writes: Writes, path: str, data: Buffer) -> Callable[[], None]:
+        """What `create` carries out."""
+        return lambda: writes.create(path, data)
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        return self._around("read", None, lambda: self._inner.read(path, max_bytes=max_bytes))
+
+    def size(self, path: str) -> int:
+        return self._around("size", 0, lambda: self._inner.size(path))
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        return self._around("get_ranges", None, lambda: self._inner.get_ranges(path, starts=starts, ends=ends))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _ReadingInto(Wrapper):
+    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+        inner = cast("ReadsInto", self._inner)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        self._around("readinto", nbytes, lambda: inner.readinto(path, start=start, buffers=buffers))
+
+
+class _Listing(Wrapper):
+    def list(self, path: str = "") -> Sequence[Entry]:
+        inner = cast("Lists", self._inner)
+        return self._around("list", 0, lambda: inner.list(path))
+
+
+class _Nesting(Wrapper):
+    def at(self, path: str) -> Transport:
+        child = object.__new__(type(self))
+        child.__dict__.update(self.__dict__, _inner=cast("Nests", self._inner).at(path))
+        return child
+
+
+class _Writing(Wrapper):
+    @property
+    def pads(self) -> bool:
+        return cast("Writes", self._inner).pads
+
+    def put(self, path: str, data: Buffer) -> None:
+        inner = cast("Writes", self._inner)
+        self._around("put", len(data), lambda: inner.put(path, data))
+
+    def create(self, path: str, data: Buffer) -> None:
+        self._around("create", len(data), self._create(cast("Writes", self._inner), path, data))
+
+    def delete(self, path: str) -> None:
+        inner = cast("Writes", self._inner)
+        self._around("delete", 0, lambda: inner.delete(path))
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+        inner = cast("Writes", self._inner)
+        return _WrappedSink(
+            self._around(
+                "open_sink",
+                0,
+                lambda: inner.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume),
+            ),
+            self,
+        )
+
+    def lock(self, path: str) -> AbstractContextManager[object]:
+        return cast("Writes", self._inner).lock(path)
+
+
+class _WrappedSink:
+    """A sink whose operations pass the wrapper as well, as `sink.write` and so on."""
+
+    def __init__(self, inner: Sink, wrapper: Wrapper) -> None:
+        self._inner = inner
+        self._around = wrapper._around  # pyright: ignore[reportPrivateUsage]
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        self._around("sink.write", nbytes, lambda: self._inner.write(offset, buffers))
+
+    def sync(self) -> int:
+        return self._around("sink.sync", 0, self._inner.sync)
+
+    def keep(self, nbytes: int) -> None:
+        self._inner.keep(nbytes)
+
+    def read_back(self, start: int, end: int) -> bytes:
+        return self._around("sink.read_back", None, lambda: self._inner.read_back(start, end))
+
+    def commit(self) -> None:
+        self._around("sink.commit", 0, self._inner.commit)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+_ABILITIES: dict[type, type[Wrapper]] = {ReadsInto: _ReadingInto, Lists: _Listing, Nests: _Nesting, Writes: _Writing}
+
+
+@cache
+def _with_abilities(cls: type[Wrapper], kinds: tuple[type, ...]) -> type[Wrapper]:
+    bases = (cls, *(_ABILITIES[kind] for kind in kinds))
+    return type(cls.__name__, bases, {"_abilities": kinds, "__module__": cls.__module__, "__doc__": cls.__doc__})
