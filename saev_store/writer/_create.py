@@ -1,0 +1,403 @@
+"""Beginning a store, or continuing one: `create_store`, and what else can be done with one that is not finished."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from saev_store.errors import (
+    ArgumentError,
+    IncompleteStoreError,
+    ResumeError,
+    SaevStoreError,
+    StoreExistsError,
+    WriterConflictError,
+)
+from saev_store.layout import Layout, shard_name
+from saev_store.transport._base import Lists, Transport
+from saev_store.writer._blocks import part_examples, part_shards
+from saev_store.writer._claim import (
+    Claim,
+    Owner,
+    ShapingOptions,
+    check_claim,
+    differences,
+    metadata_differences,
+    new_attempt,
+    read_claim,
+)
+from saev_store.writer._folder import (
+    CLAIM,
+    HIDDEN,
+    LABELLED,
+    LABELS,
+    METADATA,
+    SHARDS,
+    Folder,
+    owner_path,
+    receipt_path,
+)
+from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
+from saev_store.writer._publish import TEMPORARY, publish, published_already, remove_hidden
+from saev_store.writer._receipts import parse_receipt
+from saev_store.writer._resume import Kept, kept_of
+from saev_store.writer._shard_file import ShardPlan
+from saev_store.writer.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
+
+BLOCK_BYTES = 8 << 20
+CHECKPOINT_BYTES = 256 << 20
+_MAX_BLOCK_BYTES = 1 << 30
+
+Verify = Literal["digests", "sizes"]
+
+
+def create_store(
+    root_transport: Transport,
+    metadata: Metadata,
+    *,
+    resume: bool | Literal["auto"] = False,
+    exist_ok: bool = False,
+    part: tuple[int, int] | None = None,
+    pad: bool | None = None,
+    on_nonfinite: NonfinitePolicy = "raise",
+    block_bytes: int = BLOCK_BYTES,
+    checkpoint_bytes: int = CHECKPOINT_BYTES,
+    verify: Verify = "digests",
+    progress: bool | None = None,
+) -> ShardWriter:
+    """A writer for the store `<root>/<metadata.hash>`; nothing there is a store before it has been published.
+
+    Args:
+        root_transport: The folder that holds the store's folder; it must be able to write.
+        metadata: What will be written; `metadata.n_examples` is a promise.
+        resume: True continues an unfinished store after its last durable example, verifying what it keeps, and begins
+            one where nothing lies (but not beside unfinished stores of other metadata: that is most often a slip).
+            `"auto"` does not look at those. False begins one and never touches an unfinished one.
+        exist_ok: For a complete store, return a writer that has nothing left to do.
+        part: (rank, world): write only this part of the shards; `finalize_store` publishes when all parts are there.
+        pad: The last file at full size, its tail zeros; None does so where that costs nothing.
+        on_nonfinite: What to do with NaN and infinity: `"raise"`, `"warn"`, or `"allow"`; the bits are kept as they are.
+        block_bytes: One digest for this many bytes; also the size of a write.
+        checkpoint_bytes: Make durable, at the latest, after this many bytes.
+        verify: What resuming checks: every byte that is kept, or `"sizes"` only (and the digest of the last block).
+        progress: Show a bar; None shows one on a terminal.
+
+    Raises:
+        StoreExistsError: the store is complete, or another one lies under its name.
+        IncompleteStoreError: an unfinished store lies there and `resume` is False, or something that is not ours.
+        ResumeError: what lies there was begun with other metadata or options; each difference is named.
+        WriterConflictError: another process is writing this part.
+        ArgumentError: an option breaks its rule.
+        ReadOnlyError: the transport cannot write.
+    """
+    rank, world = _checked_part(part)
+    _check_options(resume, on_nonfinite, block_bytes, checkpoint_bytes, verify)
+    folder = Folder(root_transport, metadata.hash)
+    writes = folder.writes
+    options = ShapingOptions(bool(writes.pads if pad is None else pad), block_bytes, world)
+    shards = part_shards(metadata.layout.n_shards, rank, world)
+    owner = Owner(folder, rank, new_attempt())
+    plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
+
+    def writer(
+        kept: Kept, held: ExitStack, *, claim: Claim | None, labelled: bool | None, complete: bool = False
+    ) -> ShardWriter:
+        def publish_now() -> bool:
+            if claim is None:
+                return False
+            owner.check()
+            with folder.lock("publish"):
+                takeover = resume is not False or folder.lock_is_real("publish")
+                return publish(folder, metadata, claim, verify="sizes", takeover=takeover, progress=progress)
+
+        return ShardWriter(
+            plan,
+            metadata,
+            shards=shards,
+            shard_idx=kept.shard_idx,
+            shard_file=kept.file,
+            labelled=labelled,
+            declare_labelled=lambda value: _declare_labelled(folder, value),
+            publish=publish_now if world == 1 else None,
+            on_nonfinite=on_nonfinite,
+            progress=progress,
+            held=held,
+            already_complete=complete,
+        )
+
+    def nothing_to_do() -> ShardWriter:
+        return writer(Kept(shards.start, None, None), ExitStack(), claim=None, labelled=None, complete=True)
+
+    if _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok):
+        return nothing_to_do()
+    here = Claim.of(metadata, options)
+    _check_before(folder, metadata, here, rank, resume=resume)
+    held = ExitStack()
+    try:
+        held.enter_context(folder.lock(f"part{rank:05d}"))
+        claim = _claim(folder, here, resume=resume)
+        # Whoever published between our first look and the claim has removed its own; then ours must go as well.
+        if published_already(folder, metadata):
+            remove_hidden(folder)
+            held.close()
+            if _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok):
+                return nothing_to_do()
+        if resume is not False:
+            owner.take_over()
+        elif not owner.create():
+            raise _unfinished(folder, metadata.layout, claim)
+        kept = kept_of(plan, shards, verify=verify, progress=progress)
+        if kept.file is not None:
+            held.callback(kept.file.abort)
+        labelled = kept.labelled if kept.labelled is not None else _declared_labelled(folder)
+        return writer(kept, held, claim=claim, labelled=labelled)
+    except BaseException:
+        held.close()
+        raise
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _checked_part(part: tuple[int, int] | None) -> tuple[int, int]:
+    if part is None:
+        return 0, 1
+    try:
+        rank, world = part
+    except (TypeError, ValueError):
+        rank, world = -1, -1
+    if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world <= 99_999):
+        raise ArgumentError(f"part is {part!r}; it must be (rank, world) with 0 <= rank < world <= 99999", where="part")
+    return rank, world
+
+
+def _check_options(
+    resume: object, policy: object, block_bytes: object, checkpoint_bytes: object, verify: object
+) -> None:
+    if resume not in (True, False, "auto"):
+        raise ArgumentError(f'resume is {resume!r}; it must be True, False or "auto"', where="resume")
+    if policy not in NONFINITE_POLICIES:
+        raise ArgumentError(f"on_nonfinite is {policy!r}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite")
+    if verify not in ("digests", "sizes"):
+        raise ArgumentError(f'verify is {verify!r}; it must be "digests" or "sizes"', where="verify")
+    for name, value, most in (
+        ("block_bytes", block_bytes, _MAX_BLOCK_BYTES),
+        ("checkpoint_bytes", checkpoint_bytes, 2**63 - 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or not 4 <= value <= most or value % 4:
+            raise ArgumentError(f"{name} is {value!r}; it must be a multiple of 4, from 4 to {most}", where=name)
+
+
+# -- what lies there ---------------------------------------------------------------------------------------------------
+
+
+def _complete_already(folder: Folder, metadata: Metadata, *, resume: bool | str, exist_ok: bool) -> bool:
+    """Whether the store is complete and that is fine with the caller; a crash just after publishing is tidied up."""
+    if not published_already(folder, metadata):
+        return False
+    if not folder.exists(SHARDS):
+        raise StoreExistsError(
+            "metadata.json is there, shards.json is not: another tool's unfinished or damaged store",
+            where=folder.url,
+            remedy="This package publishes shards.json first, so it is not ours to continue; move the folder away.",
+        )
+    if resume is not False or exist_ok:
+        names = folder.names()
+        if names is None or any(name == HIDDEN or name.startswith(TEMPORARY) for name in names):
+            remove_hidden(folder)
+    if not exist_ok:
+        raise StoreExistsError(
+            "the store is complete", where=folder.url, remedy="Open it, or pass exist_ok=True to have nothing to do."
+        )
+    return True
+
+
+def _check_before(folder: Folder, metadata: Metadata, here: Claim, rank: int, *, resume: bool | str) -> None:
+    """Refuse before anything is created."""
+    there = read_claim(folder)
+    if there is None:
+        _check_no_foreigner(folder)
+        if resume is True:
+            _check_siblings(folder.transport, metadata)
+        return
+    begun = folder.exists(owner_path(rank))
+    if resume is False and (begun or (here.options.world == 1 and differences(there, here))):
+        raise _unfinished(folder, metadata.layout, there)
+    check_claim(folder, there, here)
+
+
+def _check_no_foreigner(folder: Folder) -> None:
+    names = folder.names()
+    if names is None:  # a back end that does not list: look for what a store of any tool begins with
+        names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
+    found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
+    if found:
+        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
+        raise IncompleteStoreError(
+            f"the folder holds {shown}, but neither metadata.json nor a claim of this package: "
+            "most likely another tool's dump that was cut short",
+            where=folder.url,
+            remedy="It cannot be resumed, and is never overwritten: move it away, or write elsewhere.",
+        )
+
+
+def _check_siblings(root: Transport, metadata: Metadata) -> None:
+    here = Claim.of(metadata, ShapingOptions(pad=False, block_bytes=1, world=1))
+    found = [
+        f"{other.name}: {'; '.join(metadata_differences(other.metadata, here.metadata))}"
+        for other in unfinished(root)
+        if other.name != metadata.hash
+    ]
+    if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise ResumeError(
+            f"there is nothing to resume at {metadata.hash}, but other unfinished stores lie beside it: "
+            f"{' | '.join(found[:3])}{more}",
+            where=root.url,
+            remedy='Use the metadata of the one you mean, or resume="auto" to begin a new store beside them.',
+        )
+
+
+def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> Claim:
+    """Our claim, or the equal one of another part or an earlier attempt."""
+    if folder.create(CLAIM, here.to_bytes()):
+        return here
+    there = read_claim(folder)
+    if there is None:
+        raise WriterConflictError(
+            "another process has just published or discarded this store",
+            where=folder.url,
+            remedy="Look, then try again.",
+        )
+    if resume is False and here.options.world == 1 and differences(there, here):
+        raise IncompleteStoreError(
+            "another process has just begun this store", where=folder.url, remedy="Let only one writer live."
+        )
+    check_claim(folder, there, here)
+    return there
+
+
+def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
+    n_durable = _n_durable(folder, layout, claim.options)
+    return IncompleteStoreError(
+        f"an unfinished store lies there, with {n_durable} of {layout.n_examples} examples",
+        where=folder.url,
+        remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
+    )
+
+
+def _n_durable(folder: Folder, layout: Layout, options: ShapingOptions) -> int:
+    n_examples = 0
+    for rank in range(options.world):
+        for shard_idx in part_shards(layout.n_shards, rank, options.world):
+            raw = folder.read_or_none(receipt_path(shard_idx))
+            receipt = parse_receipt(raw, layout, shard_idx, options.block_bytes) if raw is not None else None
+            if receipt is not None:
+                n_examples += receipt.used_nbytes // layout.example_nbytes
+            if receipt is None or not receipt.complete:
+                break
+    return n_examples
+
+
+# -- labels: all or none, over all parts ---------------------------------------------------------------------------------
+
+
+def _declare_labelled(folder: Folder, labelled: bool) -> None:
+    if not folder.create(LABELLED, b"true" if labelled else b"false"):
+        raise ArgumentError(
+            f"this part has {'labels' if labelled else 'no labels'}, another one has {'none' if labelled else 'some'}",
+            where="labels",
+            remedy="Give labels for every example of a store, or for none.",
+        )
+
+
+def _declared_labelled(folder: Folder) -> bool | None:
+    raw = folder.read_or_none(LABELLED, max_bytes=16)
+    return None if raw is None else bytes(raw) == b"true"
+
+
+# -- unfinished stores ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A store below some root that was begun by this package and never published.
+
+    Attributes:
+        name: Its folder.
+        metadata: The text of the metadata.json that it will have.
+    """
+
+    name: str
+    metadata: str
+
+
+def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
+    """The unfinished stores below a root, by name; empty where the back end cannot list."""
+    if not isinstance(root_transport, Lists):
+        return ()
+    found: list[Unfinished] = []
+    try:
+        entries = root_transport.list()
+    except SaevStoreError:  # no such folder yet
+        return ()
+    for entry in entries:
+        name = entry.path.strip("/")
+        if not entry.is_dir or name.startswith("."):
+            continue
+        folder = Folder(root_transport, name)
+        try:
+            claim = read_claim(folder)
+            if claim is not None and not folder.exists(METADATA):
+                found.append(Unfinished(name, claim.metadata))
+        except SaevStoreError as error:
+            warnings.warn(f"{folder.url}: {error.message}", stacklevel=2)
+    return tuple(found)
+
+
+def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
+    """Delete what was written of a store that is not published. Fine if there is nothing.
+
+    Raises:
+        StoreExistsError: it is published.
+        IncompleteStoreError: what lies there was not begun by this package.
+        WriterConflictError: a process is still writing it.
+    """
+    folder = Folder(root_transport, metadata.hash)
+    if folder.exists(METADATA):
+        raise StoreExistsError(
+            "the store is complete; only unfinished ones are discarded",
+            where=folder.url,
+            remedy="Delete the folder yourself if that is what you want.",
+        )
+    claim = read_claim(folder)
+    if claim is None:
+        _check_no_foreigner(folder)
+        folder.delete(HIDDEN)
+        return
+    with ExitStack() as held:
+        for rank in range(claim.options.world):
+            held.enter_context(folder.lock(f"part{rank:05d}"))
+        held.enter_context(folder.lock("publish"))
+        # The hidden files go last: a crash in between leaves something that can still be discarded.
+        names = folder.names()
+        if names is None:
+            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), LABELS, SHARDS, "digests.json"]
+        for name in names:
+            if name != HIDDEN:
+                folder.delete(name)
+        folder.delete(HIDDEN)
+    folder.writes.delete(folder.name)
+
+
+def progress_of(root_transport: Transport, metadata: Metadata) -> tuple[int, int]:
+    """How many examples of an unfinished store are durable, and how many it promises."""
+    folder = Folder(root_transport, metadata.hash)
+    claim = read_claim(folder)
+    layout = metadata.layout
+    return (_n_durable(folder, layout, claim.options) if claim is not None else 0), layout.n_examples

@@ -1,0 +1,150 @@
+"""One store's folder below a transport's root, and the names that exist in it only while it is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError, WriterConflictError
+from saev_store.layout import shard_name
+from saev_store.transport._base import Buffer, Lists, Sink, Transport, Writes
+
+METADATA = "metadata.json"
+SHARDS = "shards.json"
+LABELS = "labels.bin"
+DIGESTS = "digests.json"
+
+#: Everything a writer needs only until the store is published. Readers ignore it; the last step removes it.
+HIDDEN = ".saev_store"
+CLAIM = f"{HIDDEN}/claim.json"
+LABELLED = f"{HIDDEN}/labelled.json"
+PUBLISHER = f"{HIDDEN}/publisher.json"
+REPAIR = f"{HIDDEN}/repair"
+
+#: Our own small documents are never longer than this: nobody can make us load more by replacing one.
+MAX_DOCUMENT_BYTES = 256 << 20
+
+
+def receipt_path(shard_idx: int) -> str:
+    return f"{HIDDEN}/receipts/acts{shard_idx:06d}.json"
+
+
+def label_part_path(shard_idx: int) -> str:
+    return f"{HIDDEN}/labels/{shard_name(shard_idx)}"
+
+
+def owner_path(rank: int) -> str:
+    return f"{HIDDEN}/owners/part{rank:05d}.json"
+
+
+def lock_path(what: str) -> str:
+    return f"{HIDDEN}/locks/{what}.lock"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A store's folder: a transport plus the folder's name below the root (`""` where the root is the store)."""
+
+    transport: Transport
+    name: str
+
+    @property
+    def writes(self) -> Writes:
+        """The transport's write half.
+
+        Raises:
+            ReadOnlyError: it has none.
+        """
+        if not isinstance(self.transport, Writes):
+            raise ReadOnlyError(
+                f"the engine {self.transport.name!r} only reads",
+                where=self.transport.url,
+                remedy="Write to a local folder, or to a bucket through fsspec.",
+            )
+        return self.transport
+
+    @property
+    def url(self) -> str:
+        return f"{self.transport.url}/{self.name}" if self.name else self.transport.url
+
+    def path(self, path: str) -> str:
+        return f"{self.name}/{path}" if self.name else path
+
+    def where(self, path: str) -> str:
+        """The full address of a file, for messages."""
+        return f"{self.url}/{path}"
+
+    def read(self, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+        return self.transport.read(self.path(path), max_bytes=max_bytes)
+
+    def read_or_none(self, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+        try:
+            return self.read(path, max_bytes=max_bytes)
+        except NotFoundError:
+            return None
+
+    def size(self, path: str) -> int | None:
+        """The size of a file, or None where there is none."""
+        try:
+            return self.transport.size(self.path(path))
+        except NotFoundError:
+            return None
+
+    def exists(self, path: str) -> bool:
+        return self.size(path) is not None
+
+    def get_range(self, path: str, start: int, end: int) -> Buffer:
+        return self.transport.get_ranges(self.path(path), starts=[start], ends=[end])[0]
+
+    def put(self, path: str, data: Buffer) -> None:
+        self.writes.put(self.path(path), data)
+
+    def create(self, path: str, data: Buffer) -> bool:
+        """Create a small file; False where somebody else has it, or might have it, under that name already.
+
+        A lost response must not count as a defeat: where creating fails, what lies there is read back, and our own
+        bytes mean that it was us. Callers put an attempt's identity into `data` where that matters.
+        """
+        try:
+            self.writes.create(self.path(path), data)
+        except (StoreExistsError, TransportError, NotFoundError):
+            found = self.read_or_none(path)
+            if found is None:
+                raise
+            return found == bytes(data)
+        return True
+
+    def delete(self, path: str) -> None:
+        self.writes.delete(self.path(path))
+
+    def new_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+        """A large file from scratch; what an earlier, crashed attempt left under that name is thrown away."""
+        try:
+            return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        except StoreExistsError:
+            self.delete(path)
+            return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+    def resumed_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+        return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
+
+    def lock(self, what: str) -> AbstractContextManager[object]:
+        return self.writes.lock(self.path(lock_path(what)))
+
+    def lock_is_real(self, what: str) -> bool:
+        """Whether a lock that we hold now would stop anybody: taking it once more must fail."""
+        try:
+            with self.lock(what):
+                return False
+        except WriterConflictError:
+            return True
+
+    def names(self) -> Sequence[str] | None:
+        """What lies directly in the folder, or None where the back end does not list."""
+        if not isinstance(self.transport, Lists):
+            return None
+        try:
+            entries = self.transport.list(self.name)
+        except NotFoundError:
+            return ()
+        return [entry.path.rstrip("/").rsplit("/", 1)[-1] for entry in entries]

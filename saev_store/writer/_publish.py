@@ -1,0 +1,286 @@
+"""The last step: check every receipt, write the small documents, and `metadata.json` last of all.
+
+Until `metadata.json` exists there is no store. It is created, never replaced, so that of several publishers one wins;
+which one is settled before, by a document that only one attempt can create.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+
+from saev_store.documents import shards_bytes
+from saev_store.errors import (
+    CorruptShardError,
+    IncompleteStoreError,
+    SaevStoreError,
+    StoreExistsError,
+    WriterConflictError,
+)
+from saev_store.layout import Layout, shard_name
+from saev_store.transport._base import Transport
+from saev_store.writer._blocks import BlockDigester, block_ranges, digest, part_examples, part_shards
+from saev_store.writer._claim import Claim, check_claim, new_attempt, read_claim
+from saev_store.writer._digests import Digests, FileDigests
+from saev_store.writer._folder import (
+    DIGESTS,
+    HIDDEN,
+    LABELS,
+    METADATA,
+    PUBLISHER,
+    REPAIR,
+    SHARDS,
+    Folder,
+    label_part_path,
+    receipt_path,
+)
+from saev_store.writer._progress import Progress
+from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
+
+#: Temporary files of a crashed process start with this; once the store is published nobody needs them.
+TEMPORARY = ".saev_store.tmp-"
+
+
+def finalize_store(
+    root_transport: Transport,
+    metadata: Metadata,
+    *,
+    verify: Literal["digests", "sizes"] = "sizes",
+    takeover: bool = False,
+    progress: bool | None = None,
+) -> bool:
+    """Publish a store whose parts are all written; True if this call did it, False if it was published before.
+
+    Any process may call it, several at once too: one of them publishes.
+
+    Args:
+        root_transport: The folder that holds the store's folder.
+        metadata: The metadata that the parts were written with.
+        verify: `"digests"` reads every shard once more before publishing; `"sizes"` trusts what the parts have synced.
+        takeover: Publish even though another publisher has begun: only for back ends without locks, where nobody can
+            tell a slow publisher from one that has crashed.
+        progress: Show a bar; None shows one on a terminal.
+
+    Raises:
+        IncompleteStoreError: parts are missing; the message says which examples.
+        WriterConflictError: another publisher is at work, or was quicker.
+        CorruptShardError: a shard is not what its receipt says.
+        ResumeError: the parts there were written for other metadata.
+    """
+    folder = Folder(root_transport, metadata.hash)
+    if published_already(folder, metadata):
+        return False
+    claim = read_claim(folder)
+    if claim is None:
+        raise IncompleteStoreError(
+            "nothing has been written there by this package", where=folder.url, remedy="Create the store first."
+        )
+    check_claim(folder, claim, Claim.of(metadata, claim.options))
+    with folder.lock("publish"):
+        locked = folder.lock_is_real("publish")
+        return publish(folder, metadata, claim, verify=verify, takeover=takeover or locked, progress=progress)
+
+
+def published_already(folder: Folder, metadata: Metadata) -> bool:
+    """Whether metadata.json is there with these very bytes.
+
+    Raises:
+        StoreExistsError: it is there with other bytes.
+    """
+    there = folder.read_or_none(METADATA)
+    if there is not None and bytes(there) != metadata.to_bytes():
+        raise StoreExistsError(
+            "a store of that name with other metadata lies there",
+            where=folder.where(METADATA),
+            remedy="Open it to see what it is; write elsewhere, or change the metadata.",
+        )
+    return there is not None
+
+
+def publish(
+    folder: Folder,
+    metadata: Metadata,
+    claim: Claim,
+    *,
+    verify: str,
+    takeover: bool,
+    progress: bool | None,
+) -> bool:
+    """Publish what all receipts together say is whole. See `finalize_store`."""
+    attempt = new_attempt()
+    entered = False
+    try:
+        receipts = _receipts(folder, metadata.layout, claim)
+        _enter(folder, attempt, takeover=takeover)
+        entered = True
+        # Whoever published between our first look and the line above has removed its traces: ours must go as well.
+        if published_already(folder, metadata):
+            remove_hidden(folder)
+            return False
+        _check_shards(folder, metadata.layout, claim, receipts, verify=verify, progress=progress)
+        _write_documents(folder, metadata, claim, receipts)
+        _check_still_ours(folder, attempt)
+    except SaevStoreError:
+        if published_already(folder, metadata):
+            remove_hidden(folder)
+            raise _lost(folder) from None
+        if entered:
+            with contextlib.suppress(SaevStoreError):
+                folder.delete(PUBLISHER)
+        raise
+    if not folder.create(METADATA, metadata.to_bytes()):
+        raise _lost(folder)
+    # Equal bytes may also be another's, if both took over: the publisher's document says whose they are.
+    _check_still_ours(folder, attempt)
+    remove_hidden(folder)
+    return True
+
+
+def _write_documents(folder: Folder, metadata: Metadata, claim: Claim, receipts: list[Receipt]) -> None:
+    """Everything but metadata.json; the same bytes whoever writes them."""
+    files = {shard_name(i): FileDigests(receipt.used_nbytes, receipt.digests) for i, receipt in enumerate(receipts)}
+    if receipts[0].labels is not None:
+        files[LABELS] = _write_labels(folder, metadata.layout, claim, receipts)
+    folder.put(DIGESTS, Digests(claim.options.block_bytes, files).to_bytes())
+    folder.put(SHARDS, shards_bytes(metadata.layout, metadata.count_key))
+
+
+def _lost(folder: Folder) -> WriterConflictError:
+    return WriterConflictError(
+        "another publisher was quicker", where=folder.url, remedy="Open the store: it is published."
+    )
+
+
+def _enter(folder: Folder, attempt: str, *, takeover: bool) -> None:
+    document = json.dumps({"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}).encode()
+    if folder.create(PUBLISHER, document):
+        return
+    if not takeover:
+        raise WriterConflictError(
+            "another process has begun to publish this store",
+            where=folder.where(PUBLISHER),
+            remedy="Wait for it; if it has crashed, finalize with takeover=True.",
+        )
+    folder.put(PUBLISHER, document)
+
+
+def _check_still_ours(folder: Folder, attempt: str) -> None:
+    raw = folder.read_or_none(PUBLISHER)
+    try:
+        document = cast("dict[str, object]", json.loads(raw)) if raw is not None else {}
+    except ValueError:
+        document = {}
+    if document.get("attempt") != attempt:
+        raise WriterConflictError(
+            "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
+        )
+
+
+def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
+    receipts: list[Receipt] = []
+    missing: list[str] = []
+    labelled: dict[bool, int] = {}
+    for rank in range(claim.options.world):
+        shards = part_shards(layout.n_shards, rank, claim.options.world)
+        n_lacking = 0
+        for shard_idx in shards:
+            raw = folder.read_or_none(receipt_path(shard_idx))
+            receipt = parse_receipt(raw, layout, shard_idx, claim.options.block_bytes) if raw is not None else None
+            if receipt is None or not receipt.complete:
+                n_lacking += 1
+                continue
+            receipts.append(receipt)
+            labelled.setdefault(receipt.labels is not None, shard_idx)
+        if n_lacking:
+            start, end = part_examples(layout, shards)
+            missing.append(f"part {rank} (examples {start}:{end}) lacks {n_lacking} of {len(shards)} shards")
+    if missing:
+        more = f", and {len(missing) - 5} more parts" if len(missing) > 5 else ""
+        raise IncompleteStoreError(
+            f"not all parts are written: {'; '.join(missing[:5])}{more}",
+            where=folder.url,
+            remedy="Write those parts with resume=True, then finalize.",
+        )
+    if len(labelled) == 2:
+        raise IncompleteStoreError(
+            f"{shard_name(labelled[True])} has labels, {shard_name(labelled[False])} has none; all must have them, or none",
+            where=folder.url,
+            remedy="Throw it away with `discard_unfinished` and write all parts alike.",
+        )
+    return receipts
+
+
+def _check_shards(
+    folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt], *, verify: str, progress: bool | None
+) -> None:
+    folder.transport.close()  # a map of an earlier, shorter file must not answer for the finished one
+    reading = verify == "digests"
+    with Progress(layout.nbytes, "checking", shown=progress if reading else False) as bar:
+        for shard_idx, receipt in enumerate(receipts):
+            name = shard_name(shard_idx)
+            expected = layout.shard_nbytes if claim.options.pad else receipt.used_nbytes
+            size = folder.size(name)
+            if size != expected:
+                raise CorruptShardError(
+                    f"{'it is gone' if size is None else f'it has {size} bytes'}; its receipt says {expected} bytes",
+                    where=folder.where(name),
+                    remedy="Resume the part that wrote it, then finalize.",
+                )
+            if not reading:
+                continue
+            blocks = block_ranges(receipt.used_nbytes, claim.options.block_bytes)
+            for (start, end), expected_digest in zip(blocks, receipt.digests, strict=True):
+                if digest(memoryview(folder.get_range(name, start, end))) != expected_digest:
+                    raise CorruptShardError(
+                        f"bytes {start}:{end} are not what was written",
+                        where=folder.where(name),
+                        remedy="Resume the part that wrote it, then finalize.",
+                    )
+                bar.advance(end - start)
+
+
+def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
+    nbytes = layout.n_examples * layout.content_tokens_per_example
+    sink = folder.new_sink(LABELS, used_nbytes=nbytes, file_nbytes=nbytes)
+    try:
+        digester = BlockDigester(claim.options.block_bytes)
+        for rows in _label_parts(folder, layout, receipts):
+            sink.write(digester.nbytes, [memoryview(rows)])
+            digester.update(rows)
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise
+    return FileDigests(nbytes, tuple(digester.digests()))
+
+
+def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Iterator[bytes]:
+    for shard_idx, receipt in enumerate(receipts):
+        rows = read_label_part(folder, layout, shard_idx, receipt)
+        if rows is None:
+            raise CorruptShardError(
+                "the labels of a shard are gone, or are not what was written",
+                where=folder.where(label_part_path(shard_idx)),
+                remedy="Resume the part that wrote it, then finalize.",
+            )
+        if np.frombuffer(rows, np.uint8).size:
+            yield rows
+
+
+def remove_hidden(folder: Folder) -> None:
+    """Remove what only the writing needed from a published store, and what a crashed process left unfinished."""
+    if folder.exists(f"{REPAIR}/journal.json"):  # a repair that was interrupted: `open_repair` finishes it
+        return
+    folder.delete(HIDDEN)
+    for name in folder.names() or ():
+        if name.startswith(TEMPORARY):
+            folder.delete(name)

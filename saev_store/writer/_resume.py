@@ -1,0 +1,168 @@
+"""Continuing after a crash: what of a part can be trusted, checked block by block."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from saev_store.errors import SaevStoreError, SaevStoreWarning
+from saev_store.layout import shard_name
+from saev_store.transport._base import Buffer, Sink
+from saev_store.writer._blocks import BlockDigester, block_ranges, digest
+from saev_store.writer._folder import receipt_path
+from saev_store.writer._progress import Progress
+from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part, write_receipt
+from saev_store.writer._shard_file import ShardFile, ShardPlan
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a resumed part goes on.
+
+    Attributes:
+        shard_idx: The shard of the next example.
+        file: That shard with what is kept of it, None where it begins anew.
+        labelled: Whether what is kept has labels; None where nothing is kept.
+    """
+
+    shard_idx: int
+    file: ShardFile | None
+    labelled: bool | None
+
+
+def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | None) -> Kept:
+    """Check what an interrupted attempt left of a part, and drop what cannot be trusted.
+
+    Shards are written in order, so everything after the first damage goes: what follows could only be kept if the
+    caller appended examples out of order.
+    """
+    receipts = _receipts(plan, shards)
+    labelled = receipts[0].labels is not None if receipts else None
+    total = sum(receipt.used_nbytes for receipt in receipts) if verify == "digests" else 0
+    with Progress(total, "verifying", shown=progress if total else False) as bar:
+        for shard_idx, receipt in zip(shards, receipts, strict=False):
+            if receipt.complete and _complete_is_whole(plan, shard_idx, receipt, verify, bar):
+                continue
+            file = _continued(plan, shard_idx, receipt, verify, bar)
+            _drop_receipts(plan, range(shard_idx + 1, shards.start + len(receipts)))
+            kept_nbytes = file.nbytes if file is not None else 0
+            if receipt.complete or kept_nbytes < _whole_examples(plan, receipt):
+                _warn(plan, shard_idx, kept_nbytes, n_dropped=len(receipts) - (shard_idx - shards.start) - 1)
+            if file is None:
+                plan.folder.delete(receipt_path(shard_idx))
+                nothing = kept_nbytes == 0 and shard_idx == shards.start
+                return Kept(shard_idx, None, None if nothing else labelled)
+            return Kept(shard_idx, file, labelled)
+    return Kept(shards.start + len(receipts), None, labelled)
+
+
+def _receipts(plan: ShardPlan, shards: range) -> list[Receipt]:
+    """The receipts up to the first shard that is not complete."""
+    receipts: list[Receipt] = []
+    for shard_idx in shards:
+        raw = plan.folder.read_or_none(receipt_path(shard_idx))
+        receipt = parse_receipt(raw, plan.layout, shard_idx, plan.block_bytes) if raw is not None else None
+        if receipt is None:
+            break
+        receipts.append(receipt)
+        if not receipt.complete:
+            break
+    return receipts
+
+
+def _whole_examples(plan: ShardPlan, receipt: Receipt) -> int:
+    return receipt.used_nbytes // plan.layout.example_nbytes * plan.layout.example_nbytes
+
+
+def _labels_are_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
+    return receipt.labels is None or read_label_part(plan.folder, plan.layout, shard_idx, receipt) is not None
+
+
+def _complete_is_whole(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, bar: Progress) -> bool:
+    name = shard_name(shard_idx)
+    if plan.folder.size(name) != plan.file_nbytes(shard_idx) or not _labels_are_there(plan, shard_idx, receipt):
+        return False
+    if verify == "sizes":
+        return True
+    for (start, end), expected in zip(
+        block_ranges(receipt.used_nbytes, plan.block_bytes), receipt.digests, strict=True
+    ):
+        try:
+            block: Buffer = plan.folder.get_range(name, start, end)
+        except SaevStoreError:
+            return False
+        if digest(memoryview(block)) != expected:
+            return False
+        bar.advance(end - start)
+    return True
+
+
+def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, bar: Progress) -> ShardFile | None:
+    """A shard that goes on after its last whole, undamaged example; None if nothing of it can be kept."""
+    labels = None
+    if receipt.labels is not None:
+        labels = read_label_part(plan.folder, plan.layout, shard_idx, receipt)
+        if labels is None:
+            return None
+    sink = plan.resumed_sink(shard_idx)
+    try:
+        digester = _kept_digests(plan, sink, receipt, verify, bar)
+        if digester.nbytes == 0:
+            sink.abort()
+            return None
+        sink.keep(digester.nbytes)
+    except BaseException:
+        sink.abort()
+        raise
+    n_rows = digester.nbytes // plan.layout.example_nbytes
+    labels = labels[: n_rows * plan.layout.content_tokens_per_example] if labels is not None else None
+    # From here on the receipt must not promise more than is kept: those bytes are about to be written once more.
+    kept = Receipt(
+        digester.nbytes,
+        complete=False,
+        digests=tuple(digester.digests()),
+        labels=digest(labels) if labels is not None else None,
+    )
+    if kept != receipt:
+        write_receipt(plan.folder, shard_idx, kept, labels)
+    return ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
+
+
+def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, bar: Progress) -> BlockDigester:
+    """The digests of the whole, undamaged examples at the start of a file."""
+    good = 0
+    blocks = list(block_ranges(receipt.used_nbytes, plan.block_bytes))
+    last = len(blocks) - 1
+    for i, (start, end) in enumerate(blocks):
+        # Where only sizes are to be checked, the last block is read all the same: its digest has to go on growing.
+        if verify == "digests" or i == last:
+            block = sink.read_back(start, end)
+            if len(block) != end - start or digest(block) != receipt.digests[i]:
+                break
+            bar.advance(end - start)
+        good = end
+    good = good // plan.layout.example_nbytes * plan.layout.example_nbytes
+    n_whole, rest = divmod(good, plan.block_bytes)
+    digester = BlockDigester(plan.block_bytes, receipt.digests[:n_whole])
+    if rest:
+        digester.update(sink.read_back(good - rest, good))
+    return digester if digester.nbytes == good else BlockDigester(plan.block_bytes)
+
+
+def _drop_receipts(plan: ShardPlan, shards: Sequence[int]) -> None:
+    # From the last one down: a crash in between leaves no gap that a later resume could not see.
+    for shard_idx in reversed(shards):
+        plan.folder.delete(receipt_path(shard_idx))
+
+
+def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) -> None:
+    first, _ = plan.layout.example_range(shard_idx)
+    after = f" and the {n_dropped} shards after it" if n_dropped > 0 else ""
+    warnings.warn(
+        f"{plan.folder.where(shard_name(shard_idx))}: not what was written (its file, its digests or its labels); "
+        f"{kept_nbytes // plan.layout.example_nbytes} of its examples are kept, the rest of it{after} has to be appended "
+        f"again, from example {first + kept_nbytes // plan.layout.example_nbytes} on.",
+        SaevStoreWarning,
+        stacklevel=4,
+    )
