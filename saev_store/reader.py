@@ -125,7 +125,7 @@ class Reader:
         """One vector, a fresh array; the three positions are inside the tensor. The shortest way there is."""
         shard_idx, in_shard = divmod(example, self.layout.examples_per_shard)
         mapped = self._maps.get(shard_idx)
-        if mapped is not None:
+        if mapped is not None and in_shard < len(mapped):
             return mapped[in_shard, layer_idx, token].copy()
         out = np.empty((1, self.layout.d_model), dtype=np.float32)
         self.read_rows(np.array([example]), np.array([layer_idx]), np.array([token]), out)
