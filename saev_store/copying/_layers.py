@@ -1,0 +1,68 @@
+"""Some layers of a store, as a new store."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from saev_store._open import open_documents
+from saev_store.copying._space import check_space
+from saev_store.copying._whole import PROVENANCE_NAME
+from saev_store.documents import Metadata
+from saev_store.transport import Transport, child
+from saev_store.writer import create_store
+from saev_store.writer._folder import Folder
+
+if TYPE_CHECKING:
+    from saev_store.store import ShardStore
+
+#: How much is read, and kept in memory, at a time.
+_BATCH_BYTES = 64 << 20
+
+
+def copy_layers(store: ShardStore, metadata: Metadata, root: Transport, *, resume: bool, progress: bool | None) -> None:
+    """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
+    layout = metadata.layout
+    positions = [store.layout.layer_index(layer) for layer in layout.layers]
+    folder = Folder(root, metadata.hash)
+    writer = create_store(
+        root,
+        metadata,
+        resume="auto" if resume else False,
+        exist_ok=resume,
+        on_nonfinite="allow",  # a copy does not judge what was recorded
+        progress=progress,
+    )
+    if writer.complete:
+        return
+    check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
+    labels = store.labels
+    step = max(1, _BATCH_BYTES // layout.example_nbytes)
+    with writer:
+        folder.put(PROVENANCE_NAME, _provenance(store, layout.layers))
+        for start in range(writer.next_example, layout.n_examples, step):
+            end = min(start + step, layout.n_examples)
+            batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=np.float32)
+            for into, layer_idx in zip(batch, positions, strict=True):
+                store.read((slice(start, end), layer_idx), out=into)
+            writer.append(batch.swapaxes(0, 1), labels=None if labels is None else labels[start:end])
+    from saev_store.store import ShardStore
+
+    root.close()  # a map of a shorter file must not answer for the finished one
+    ShardStore(open_documents(child(root, metadata.hash))).validate(deep=True, progress=progress).raise_if_bad()
+
+
+def _provenance(store: ShardStore, layers: tuple[int, ...]) -> bytes:
+    """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
+    document = {
+        "version": 1,
+        "made_by": "saev_store.copying",
+        "source": store.url,
+        "source_hash": store.metadata.hash,
+        "source_layers": list(store.layers),
+        "layers": list(layers),
+        "source_metadata": json.loads(store.metadata.raw),
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()
