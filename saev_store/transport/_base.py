@@ -177,3 +177,12 @@ class Writes(Protocol):
     def pads(self) -> bool:
         """True where a zero tail costs nothing (POSIX): the last shard is then written at full size by default."""
         ...
+
+
+@runtime_checkable
+class Moves(Protocol):
+    """Renames files atomically; object stores cannot, but there a large file appears only when it is complete anyway."""
+
+    def move(self, source: str, target: str) -> None:
+        """Give a finished file another name, durably; a file of that name is replaced, and readers see one or the other."""
+        ...

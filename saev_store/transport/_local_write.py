@@ -74,6 +74,16 @@ class LocalWrites:
             fsync_folder(os.path.dirname(where))
         DESCRIPTORS.forget(where)
 
+    def move(self, source: str, target: str) -> None:
+        """Rename a file over another one: rename, fsync of both folders."""
+        old, new = self._where(source), self._where(target)
+        with os_errors(new, f"move {source} to"):
+            os.replace(old, new)
+            fsync_folder(os.path.dirname(new))
+            fsync_folder(os.path.dirname(old))
+        DESCRIPTORS.forget(old)
+        DESCRIPTORS.forget(new)
+
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> LocalSink:
         """A file that is written in place, its space reserved first.
 

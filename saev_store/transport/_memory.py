@@ -149,6 +149,13 @@ class MemoryTransport:
                 for name in [name for name in files if name == key or name.startswith(f"{key}/")]:
                     del files[name]
 
+    def move(self, source: str, target: str) -> None:
+        """Rename a file, replacing another one."""
+        old, new = self._key(source), self._key(target)
+        self._content(source)
+        with self._files.lock:
+            self._files.content[new] = self._files.content.pop(old)
+
     @contextlib.contextmanager
     def lock(self, path: str) -> Generator[None]:
         """Hold a lock among the threads of this process."""

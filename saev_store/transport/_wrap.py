@@ -11,6 +11,7 @@ from saev_store.transport._base import (
     Buffer,
     Entry,
     Lists,
+    Moves,
     Nests,
     ReadCost,
     ReadsInto,
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, ReadsInto)` (or `Lists`, `Writes`, `Nests`) is true exactly if it is for `inner`. Subclasses
+    `isinstance(wrapper, ReadsInto)` (or `Lists`, `Writes`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
     override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
@@ -135,6 +136,12 @@ class _Writing(Wrapper):
         return cast("Writes", self._inner).lock(path)
 
 
+class _Moving(Wrapper):
+    def move(self, source: str, target: str) -> None:
+        inner = cast("Moves", self._inner)
+        self._around("move", 0, lambda: inner.move(source, target))
+
+
 class _WrappedSink:
     """A sink whose operations pass the wrapper as well, as `sink.write` and so on."""
 
@@ -162,7 +169,13 @@ class _WrappedSink:
         self._inner.abort()
 
 
-_ABILITIES: dict[type, type[Wrapper]] = {ReadsInto: _ReadingInto, Lists: _Listing, Nests: _Nesting, Writes: _Writing}
+_ABILITIES: dict[type, type[Wrapper]] = {
+    ReadsInto: _ReadingInto,
+    Lists: _Listing,
+    Nests: _Nesting,
+    Writes: _Writing,
+    Moves: _Moving,
+}
 
 
 @cache
