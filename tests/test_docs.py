@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -105,5 +106,10 @@ def test_public_names_are_explained(module: str, extra: str | None):
 
 def bare_members(cls: type) -> list[str]:
     """Public methods that `cls` defines and nobody explains; properties, whose name and type often say it all, may be."""
-    return [name for name, member in vars(cls).items() if not name.startswith("_") and inspect.isroutine(member)
-            and not inspect.getdoc(getattr(cls, name))]  # fmt: skip
+    return [
+        name
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and isinstance(member, (FunctionType, classmethod, staticmethod))
+        and not inspect.getdoc(getattr(cls, name))
+    ]
