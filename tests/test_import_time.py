@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SAMPLE = ROOT / "tests/data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 
 HEAVY = {
     "aiobotocore", "aiohttp", "boto3", "botocore", "dask", "fsspec", "gcsfs", "IPython", "matplotlib", "obstore",
@@ -29,6 +30,12 @@ def test_importing_the_package_loads_nothing_heavy():
     assert not loaded & HEAVY
 
 
-def test_opening_a_local_store_loads_no_client_of_anything():
-    loaded = loaded_by("import saev_store; saev_store.ShardStore")
+def test_looking_at_a_local_store_loads_nothing_heavy_either():
+    """Opening, the card, reading, selecting and a deep validation need no client, no framework and no Zarr."""
+    loaded = loaded_by(
+        "from saev_store import ShardStore\n"
+        f"store = ShardStore.open({str(SAMPLE)!r})\n"
+        "repr(store), store._repr_html_(), store[0, 0, 0], store.sel(layer=5)[:4], store.labels\n"
+        "store.validate(deep=True, progress=False)"
+    )
     assert not loaded & HEAVY
