@@ -10,16 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import SelectionError
-from saev_store.layout import DIMS, IntArray
+from saev_store.layout import DIMS, MAX_INT64, IntArray
 
-IndexItem = SupportsIndex | slice | Sequence[int] | Sequence[bool] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
-#: What may stand between the brackets of a store.
+#: What may stand between the brackets of a store: anything; what makes no sense is a `SelectionError`.
 Key = object
 
 
@@ -44,6 +43,17 @@ class Progression:
 
 
 Axis = Progression | IntArray
+
+
+#: One component of a key, for one axis.
+Item: TypeAlias = "int | slice[object, object, object] | IntArray"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """A boolean array; it stands for as many axes as it has dimensions."""
+
+    values: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +98,18 @@ def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
         SelectionError: an index is out of range, of a wrong type or of a wrong length, or there are too many.
 
     >>> parse_key((slice(None, 8), 0, slice(1, None)), (20, 3, 5, 768)).shape
-    (8, 5, 768)
+    (8, 4, 768)
     """
     items, empty_ellipsis_at = _expand(key, shape)
-    arrays = [axis for axis, item in enumerate(items) if isinstance(item, np.ndarray)]
+    arrays = {axis: item for axis, item in enumerate(items) if isinstance(item, np.ndarray)}
     if not arrays:
         return Block(*_outer(items, shape))
+    first, index = next(iter(arrays.items()))
     advanced = [axis for axis, item in enumerate(items) if not isinstance(item, slice)]
     # NumPy counts an ellipsis between two lists as a slice even where it stands for no axis at all.
     split = empty_ellipsis_at is not None and advanced[0] < empty_ellipsis_at <= advanced[-1]
     together = advanced[-1] - advanced[0] + 1 == len(advanced) and not split
-    if len(arrays) == 1 and items[arrays[0]].ndim == 1 and (together or advanced[0] == arrays[0] == 0):  # type: ignore[union-attr]
+    if len(arrays) == 1 and index.ndim == 1 and (together or advanced[0] == first == 0):
         return Block(*_outer(items, shape))
     return _points(items, shape, advanced, at_front=not together)
 
@@ -112,41 +123,43 @@ def parse_axis(item: object, n: int, name: str) -> Progression | IntArray:
     if isinstance(item, Progression):
         return item
     component = _component(item, name)
-    if isinstance(component, np.ndarray) and component.dtype == np.bool_:
+    if isinstance(component, _Mask):
         component = _mask_positions(component, (n,), (name,))[0]
     if isinstance(component, np.ndarray) and component.ndim != 1:
         raise SelectionError(f"{name} has {component.ndim} dimensions; a list of positions has one", where=name)
     return _axis(component, n, name)
 
 
-def _expand(key: Key, shape: Sequence[int]) -> tuple[list[int | slice | IntArray], int | None]:
+def _expand(key: Key, shape: Sequence[int]) -> tuple[list[Item], int | None]:
     """One component per axis: ellipsis and masks are resolved, missing axes are full.
 
     The second result is the axis before which an ellipsis stood that covers no axis.
     """
     names = DIMS if len(shape) == len(DIMS) else tuple(f"axis {axis}" for axis in range(len(shape)))
-    given = list(key) if isinstance(key, tuple) else [key]
-    if sum(item is Ellipsis for item in given) > 1:
+    given = list(cast("tuple[object, ...]", key)) if isinstance(key, tuple) else [key]
+    n_ellipses = sum(item is Ellipsis for item in given)
+    if n_ellipses > 1:
         raise SelectionError("an index can have only one ellipsis ('...')", where="index")
-    parts = [item if item is Ellipsis else _component(item, "index") for item in given]
-    used = sum(part.ndim if _is_mask(part) else 0 if part is Ellipsis else 1 for part in parts)
+    parts = [None if item is Ellipsis else _component(item, "index") for item in given]  # None: the ellipsis
+    used = sum(part.values.ndim if isinstance(part, _Mask) else part is not None for part in parts)
     if used > len(shape):
         raise SelectionError(
             f"{used} indices for an array of {len(shape)} dimensions {tuple(names)}", where="index", remedy="Drop some."
         )
-    if Ellipsis not in [part for part in parts if not isinstance(part, np.ndarray)]:
-        parts.append(Ellipsis)
-    items: list[int | slice | IntArray] = []
+    if not n_ellipses:
+        parts.append(None)
+    items: list[Item] = []
     empty_ellipsis_at: int | None = None
     for part in parts:
         axis = len(items)
-        if part is Ellipsis:
+        if part is None:
             items += [slice(None)] * (len(shape) - used)
             empty_ellipsis_at = axis if used == len(shape) else None
-        elif _is_mask(part):
-            items += _mask_positions(part, shape[axis : axis + part.ndim], names[axis : axis + part.ndim])
+        elif isinstance(part, _Mask):
+            n_axes = part.values.ndim
+            items += _mask_positions(part, shape[axis : axis + n_axes], names[axis : axis + n_axes])
         else:
-            items.append(part)  # type: ignore[arg-type]
+            items.append(part)
     checked = [
         _checked(item, n, name) if isinstance(item, np.ndarray) else item
         for item, n, name in zip(items, shape, names, strict=True)
@@ -154,55 +167,56 @@ def _expand(key: Key, shape: Sequence[int]) -> tuple[list[int | slice | IntArray
     return checked, empty_ellipsis_at
 
 
-def _is_mask(part: object) -> bool:
-    return isinstance(part, np.ndarray) and part.dtype == np.bool_
-
-
-def _component(item: object, name: str) -> int | slice | npt.NDArray[np.generic]:
-    """An integer, a slice, or an array of integers or booleans; everything else is refused."""
+def _component(item: object, name: str) -> Item | _Mask:
+    """An integer, a slice, a list of positions or a mask; everything else is refused."""
     if isinstance(item, slice):
-        return item
+        return cast("slice[object, object, object]", item)
     if item is None or isinstance(item, (bool, np.bool_, str, bytes)):
         raise SelectionError(
             f"{item!r} cannot index a store; use integers, slices, lists, boolean masks or '...'", where=name
         )
     try:
-        return operator.index(item)  # type: ignore[arg-type]
+        return operator.index(cast("SupportsIndex", item))
     except TypeError:
         pass
     try:
         array = np.asarray(item)
     except (ValueError, TypeError) as error:
         raise SelectionError(f"{type(item).__name__} is not a list of positions ({error})", where=name) from None
-    if array.size == 0 and array.dtype != np.bool_:
-        array = array.astype(np.int64)
     if array.dtype == np.bool_ and array.ndim > 0:
-        return array
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1):
+        return _Mask(array.astype(np.bool_, copy=False))
+    if array.size == 0:
+        return np.zeros(array.shape, dtype=np.int64)
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) > MAX_INT64):
         raise SelectionError(
             f"{item!r:.80} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
         )
-    return int(array) if array.ndim == 0 else array.astype(np.int64, copy=False)
+    return array.astype(np.int64, copy=False)
 
 
-def _mask_positions(
-    mask: npt.NDArray[np.generic], shape: Sequence[int], names: Sequence[str]
-) -> list[int | slice | IntArray]:
-    if mask.shape != tuple(shape):
+def _mask_positions(mask: _Mask, shape: Sequence[int], names: Sequence[str]) -> list[IntArray]:
+    if mask.values.shape != tuple(shape):
         raise SelectionError(
-            f"a mask of shape {mask.shape} does not fit {tuple(names)} of shape {tuple(shape)}", where="index"
+            f"a mask of shape {mask.values.shape} does not fit {tuple(names)} of shape {tuple(shape)}", where="index"
         )
-    return list(np.nonzero(mask))
+    return [positions.astype(np.int64, copy=False) for positions in np.nonzero(mask.values)]
 
 
-def _checked(index: npt.NDArray[np.integer], n: int, name: str) -> IntArray:
-    if index.size and (int(index.max()) >= n or int(index.min()) < -n):
-        worst = int(index.max()) if int(index.max()) >= n else int(index.min())
-        raise SelectionError(f"{name} {worst} is out of range; the axis has {n} positions, from {-n} to {n - 1}", where=name)
-    return np.where(index < 0, index + n, index) if index.size and int(index.min()) < 0 else index
+def _checked(index: IntArray, n: int, name: str) -> IntArray:
+    if index.size == 0:
+        return index
+    lowest, highest = int(index.min()), int(index.max())
+    if highest >= n or lowest < -n:
+        raise _out_of_range(highest if highest >= n else lowest, n, name)
+    return np.where(index < 0, index + n, index) if lowest < 0 else index
 
 
-def _axis(item: int | slice | npt.NDArray[np.generic], n: int, name: str) -> Progression | IntArray:
+def _out_of_range(position: int, n: int, name: str) -> SelectionError:
+    held = f"{n} positions, from {-n} to {n - 1}" if n else "no positions"
+    return SelectionError(f"{name} {position} is out of range; the axis has {held}", where=name)
+
+
+def _axis(item: Item, n: int, name: str) -> Progression | IntArray:
     if isinstance(item, slice):
         try:
             start, stop, step = item.indices(n)
@@ -210,21 +224,19 @@ def _axis(item: int | slice | npt.NDArray[np.generic], n: int, name: str) -> Pro
             raise SelectionError(f"{item!r} is not a slice of integers ({error})", where=name) from None
         return Progression(start, step, len(range(start, stop, step)))
     if isinstance(item, np.ndarray):
-        return _checked(item.astype(np.int64, copy=False), n, name)
+        return _checked(item, n, name)
     if not -n <= item < n:
-        raise SelectionError(f"{name} {item} is out of range; the axis has {n} positions, from {-n} to {n - 1}", where=name)
+        raise _out_of_range(item, n, name)
     return Progression(item % n, 1, 1)
 
 
-def _outer(items: Sequence[int | slice | IntArray], shape: Sequence[int]) -> tuple[tuple[Axis, ...], tuple[bool, ...]]:
+def _outer(items: Sequence[Item], shape: Sequence[int]) -> tuple[tuple[Axis, ...], tuple[bool, ...]]:
     names = DIMS if len(shape) == len(DIMS) else ("axis",) * len(shape)
     axes = tuple(_axis(item, n, name) for item, n, name in zip(items, shape, names, strict=True))
     return axes, tuple(isinstance(item, int) for item in items)
 
 
-def _points(
-    items: Sequence[int | slice | IntArray], shape: Sequence[int], advanced: Sequence[int], *, at_front: bool
-) -> Points:
+def _points(items: Sequence[Item], shape: Sequence[int], advanced: Sequence[int], *, at_front: bool) -> Points:
     """NumPy's rule: lists and integers broadcast; their dimensions stand where the first one stood, or in front."""
     sliced: dict[int, Progression] = {}
     lists: dict[int, IntArray] = {}
@@ -238,7 +250,9 @@ def _points(
         broadcast = np.broadcast_shapes(*(index.shape for index in lists.values()))
     except ValueError:
         shapes = ", ".join(str(index.shape) for index in lists.values())
-        raise SelectionError(f"lists of positions of the shapes {shapes} do not broadcast together", where="index") from None
+        raise SelectionError(
+            f"lists of positions of the shapes {shapes} do not broadcast together", where="index"
+        ) from None
     dims: list[tuple[int, ...] | int] = []  # the broadcast dimensions, or the axis a dimension runs along
     for axis in range(len(items)):
         if axis in lists:

@@ -6,10 +6,11 @@ int64 and are exact because a layout refuses sizes whose byte offsets would not 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +83,9 @@ class Layout:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer from 1 to 2^63 - 1", where=name)
         if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise ArgumentError(f"layers is {self.layers!r}; it must hold at least one label, and none twice", where="layers")
+            raise ArgumentError(
+                f"layers is {self.layers!r}; it must hold at least one label, and none twice", where="layers"
+            )
         # The padded tensor: every offset into every shard, and every global row, then fits into int64.
         if self.n_shards * self.shard_nbytes > MAX_INT64:
             raise ArgumentError(
@@ -181,17 +184,17 @@ class Layout:
 
     # -- coordinates ---------------------------------------------------------------------------------------------------
 
-    def layer_index(self, layer: int) -> int:
+    def layer_index(self, layer: object) -> int:
         """Position of a layer label on the layer axis (section 4.2): literal match only.
 
         Raises:
             LayerNotFoundError: the label is not in `layers`.
         """
-        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
-            try:
-                return self.layers.index(int(layer))
-            except ValueError:
-                pass
+        try:
+            if not isinstance(layer, (bool, np.bool_)):
+                return self.layers.index(operator.index(cast("SupportsIndex", layer)))
+        except (TypeError, ValueError):
+            pass
         raise LayerNotFoundError(
             f"layer {layer!r} was not recorded; the store holds the layers {list(self.layers)}",
             where="layer",

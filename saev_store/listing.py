@@ -110,7 +110,9 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
             metadata = parse_metadata(raw, where=f"{url}/{METADATA_NAME}")
         root.size(f"{name}/{SHARDS_NAME}")
     except NotFoundError:
-        return StoreEntry(name, url, "broken", None, "metadata.json without shards.json: the dump crashed, or was purged")
+        return StoreEntry(
+            name, url, "broken", None, "metadata.json without shards.json: the dump crashed, or was purged"
+        )
     except SaevStoreError as error:
         return StoreEntry(name, url, "broken", None, str(error))
     return StoreEntry(name, url, "complete", metadata)

@@ -33,7 +33,11 @@ class Problem:
 
     def __str__(self) -> str:
         place = self.where + "".join(f"[{part!r}]" for part in self.loc)
-        text = f"{self.severity} {self.kind} {place}: {self.message}" if place else f"{self.severity} {self.kind}: {self.message}"
+        text = (
+            f"{self.severity} {self.kind} {place}: {self.message}"
+            if place
+            else f"{self.severity} {self.kind}: {self.message}"
+        )
         if self.lost:
             shown = ", ".join(f"{start}:{end}" for start, end in self.lost[:8])
             more = f", … {len(self.lost) - 8} more" if len(self.lost) > 8 else ""

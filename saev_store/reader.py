@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,9 @@ class _Piece:
     place: slice | IntArray
 
 
+_Box: TypeAlias = tuple[Progression, Progression, Progression, Axis]
+
+
 class Reader:
     """Reads vectors of one store; safe to share between threads.
 
@@ -53,7 +57,12 @@ class Reader:
     """
 
     def __init__(
-        self, transport: Transport, layout: Layout, *, readable: Mapping[int, int] | None = None, check_sizes: bool = False
+        self,
+        transport: Transport,
+        layout: Layout,
+        *,
+        readable: Mapping[int, int] | None = None,
+        check_sizes: bool = False,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -76,12 +85,12 @@ class Reader:
         for piece in self._pieces(examples):
             self._touch(piece)
             if self._resident and isinstance(piece.examples, Progression):
-                self._copy_mapped(piece.shard_idx, piece.examples, layers, tokens, columns, out[piece.place])
+                self._copy_mapped(piece.shard_idx, (piece.examples, layers, tokens, columns), out[piece.place])
             elif self._resident:
                 self._read_outer_rows(block, out)
                 return
             else:
-                self._read_units(piece, layers, tokens, columns, out)
+                self._read_units(piece, layers, tokens, columns, out=out)
 
     def read_points(self, points: Points, out: FloatArray) -> None:
         """Fill `out` (shape `points.shape`) as NumPy's advanced indexing would."""
@@ -137,7 +146,9 @@ class Reader:
         if not self._resident or len(pieces) != 1 or not all(isinstance(axis, Progression) for axis in block.axes):
             return None
         self._touch(pieces[0])
-        index = tuple(_as_slice(axis) for axis in (pieces[0].examples, *block.axes[1:]) if isinstance(axis, Progression))
+        index = tuple(
+            _as_slice(axis) for axis in (pieces[0].examples, *block.axes[1:]) if isinstance(axis, Progression)
+        )
         return self._mapped(pieces[0].shard_idx)[index].reshape(block.shape)
 
     # -- shards --------------------------------------------------------------------------------------------------------
@@ -217,20 +228,20 @@ class Reader:
 
     # -- memory that is mapped -----------------------------------------------------------------------------------------
 
-    def _copy_mapped(
-        self, shard_idx: int, examples: Progression, layers: Progression, tokens: Progression, columns: Axis, target: FloatArray
-    ) -> None:
-        if self._read_direct(shard_idx, examples, layers, tokens, columns, target):
+    def _copy_mapped(self, shard_idx: int, box: _Box, target: FloatArray) -> None:
+        if self._read_direct(shard_idx, box, target):
             return
+        examples, layers, tokens, columns = box
         source = self._mapped(shard_idx)[_as_slice(examples), _as_slice(layers), _as_slice(tokens)]
         np.copyto(target, source[..., _as_slice(columns) if isinstance(columns, Progression) else columns])
 
-    def _read_direct(
-        self, shard_idx: int, examples: Progression, layers: Progression, tokens: Progression, columns: Axis, target: FloatArray
-    ) -> bool:
+    def _read_direct(self, shard_idx: int, box: _Box, target: FloatArray) -> bool:
         """Explicit reads into the result, where the bytes are contiguous in the file and in memory, and many."""
         layout = self.layout
-        if self._direct is None or not (isinstance(columns, Progression) and columns == Progression(0, 1, layout.d_model)):
+        examples, layers, tokens, columns = box
+        if self._direct is None or not (
+            isinstance(columns, Progression) and columns == Progression(0, 1, layout.d_model)
+        ):
             return False
         if tokens.step != 1 or not target.flags.c_contiguous:
             return False
@@ -239,15 +250,13 @@ class Reader:
         first = (examples.start * layout.n_layers + layers.start) * layout.tokens_per_example + tokens.start
         if whole_examples and examples.step == 1:
             runs, stride = 1, 0
-        elif whole_layers and layers.step == 1:
-            runs, stride = examples.count, examples.step * layout.vectors_per_example
-        elif layers.count == 1:
+        elif layers.count == 1 or (whole_layers and layers.step == 1):
             runs, stride = examples.count, examples.step * layout.vectors_per_example
         else:
             return False
         if target.nbytes // runs < _DIRECT_BYTES:
             return False  # small reads are cheaper as copies out of the map
-        raw, run_nbytes = memoryview(target.reshape(-1).view(np.uint8)), target.nbytes // runs
+        raw, run_nbytes = target.reshape(-1).view(np.uint8).data, target.nbytes // runs
         for run in range(runs):
             start = (first + run * stride) * layout.vector_nbytes
             memory = raw[run * run_nbytes : (run + 1) * run_nbytes]
@@ -302,7 +311,9 @@ class Reader:
 
     # -- memory that has to be fetched ---------------------------------------------------------------------------------
 
-    def _fetch(self, shard_idx: int, starts: IntArray, ends: IntArray) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
+    def _fetch(
+        self, shard_idx: int, starts: IntArray, ends: IntArray
+    ) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
         """Fetch sorted ranges; yields (first range, one past the last, first byte, the numbers) per merged request."""
         cost = self.transport.cost
         spans = coalesce(starts, ends, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
@@ -335,7 +346,9 @@ class Reader:
             first = begin // self.layout.vector_nbytes
             out[target[lo:hi]] = rows[ordered[lo:hi] - first]
 
-    def _read_units(self, piece: _Piece, layers: Progression, tokens: Progression, columns: Axis, out: FloatArray) -> None:
+    def _read_units(
+        self, piece: _Piece, layers: Progression, tokens: Progression, columns: Axis, *, out: FloatArray
+    ) -> None:
         """Fetch whole examples, or whole planes of a layer, or runs of vectors: the largest that wastes little."""
         layout, cost = self.layout, self.transport.cost
         v, per_layer = layout.vector_nbytes, layout.tokens_per_example

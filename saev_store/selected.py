@@ -90,7 +90,9 @@ class Selection:
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""
         if isinstance(row, tuple):
-            raise SelectionError(f"{row!r} has {len(row)} indices; rows take one, columns are always whole", where="index")
+            raise SelectionError(
+                f"{row!r} has {len(row)} indices; rows take one, columns are always whole", where="index"
+            )
         found = self.rows(row)
         is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)
         return found[0] if is_one else found
@@ -164,9 +166,15 @@ def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
                 where="index",
                 remedy="Ask for less at once, or use a lazy view.",
             ) from error
-    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+    if (
+        not isinstance(out, np.ndarray)
+        or out.dtype != np.float32
+        or out.shape != shape
+        or not out.flags.c_contiguous
+        or not out.flags.writeable
+    ):
         found = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
-        raise ArgumentError(f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out")
+        raise ArgumentError(
+            f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out"
+        )
     return out
-
-

@@ -102,7 +102,11 @@ class RowSpace:
         return np.asarray(self.layer_idx, dtype=np.int64)[ordinal]
 
     def _locate_kept(self, row: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        ends, labels, kept = cast("IntArray", self.ends), cast("Labels", self.labels), cast("npt.NDArray[np.bool_]", self.kept)
+        ends, labels, kept = (
+            cast("IntArray", self.ends),
+            cast("Labels", self.labels),
+            cast("npt.NDArray[np.bool_]", self.kept),
+        )
         flat = row.reshape(-1)
         ordinal = np.searchsorted(ends, flat, side="right")
         rows_before = np.where(ordinal > 0, ends[ordinal - 1], 0)
@@ -153,10 +157,14 @@ def row_space(
         return space
     kept = _kept_table(ignore_labels)
     if tokens == "special":
-        raise SelectionError("special tokens have no labels to ignore", where="ignore_labels", remedy="Drop one of the two.")
+        raise SelectionError(
+            "special tokens have no labels to ignore", where="ignore_labels", remedy="Drop one of the two."
+        )
     if labels is None:
         raise SelectionError(
-            "the store has no labels.bin, so no label can be ignored", where="ignore_labels", remedy="Drop ignore_labels."
+            "the store has no labels.bin, so no label can be ignored",
+            where="ignore_labels",
+            remedy="Drop ignore_labels.",
         )
     ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(len(space.layer_idx)))
     return RowSpace(layout, space.examples, space.layer_idx, space.tokens, ends, labels, kept)
@@ -172,7 +180,8 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     if isinstance(layer, str):
         if layer != "all":
             raise SelectionError(
-                f"layer is {layer!r}; it must be a label out of {list(layout.layers)}, a list of them, or 'all'", where="layer"
+                f"layer is {layer!r}; it must be a label out of {list(layout.layers)}, a list of them, or 'all'",
+                where="layer",
             )
         return tuple(range(layout.n_layers))
     wanted: list[int] = list(layer) if isinstance(layer, (Sequence, np.ndarray)) else [layer]
@@ -200,8 +209,14 @@ def _tokens(tokens: Tokens, layout: Layout) -> Progression:
 
 def _kept_table(ignore_labels: Sequence[int]) -> npt.NDArray[np.bool_]:
     values = np.atleast_1d(np.asarray(ignore_labels))
-    if values.dtype.kind not in "iu" or values.ndim != 1 or (values.size and not 0 <= int(values.min()) <= int(values.max()) < 256):
-        raise SelectionError(f"ignore_labels is {ignore_labels!r}; labels are integers from 0 to 255", where="ignore_labels")
+    if (
+        values.dtype.kind not in "iu"
+        or values.ndim != 1
+        or (values.size and not 0 <= int(values.min()) <= int(values.max()) < 256)
+    ):
+        raise SelectionError(
+            f"ignore_labels is {ignore_labels!r}; labels are integers from 0 to 255", where="ignore_labels"
+        )
     kept = np.ones(256, dtype=np.bool_)
     kept[values] = False
     return kept
@@ -217,7 +232,11 @@ def _kept_per_example(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool
             first = space.examples.start + start
             piece = labels[first : first + len(ordinals)]
         else:
-            picked = space.examples.positions()[ordinals] if isinstance(space.examples, Progression) else space.examples[ordinals]
+            picked = (
+                space.examples.positions()[ordinals]
+                if isinstance(space.examples, Progression)
+                else space.examples[ordinals]
+            )
             piece = labels[picked]
         counts[start : start + len(ordinals)] = np.count_nonzero(kept[piece], axis=1)
     return counts + (space.tokens.count - space.layout.content_tokens_per_example)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
@@ -387,7 +387,7 @@ class ShardStore:
         self._labels = None
         self.transport.close()
 
-    def __enter__(self) -> ShardStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

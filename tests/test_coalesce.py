@@ -27,7 +27,7 @@ def dull(wanted: list[tuple[int, int]], gap: float, request: float) -> list[tupl
         else:
             runs.append([(start, end)])
         reach = max(reach, end)
-    reach = 0
+    reach = previous = 0
     for run in runs:
         group: list[tuple[int, int]] = []
         for item in run:

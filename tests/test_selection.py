@@ -20,7 +20,9 @@ def selections(draw: st.DrawFn) -> tuple[Layout, dict[str, object], np.ndarray, 
     layout = Layout(n_examples, LAYERS, n_content, draw(st.booleans()), 2, draw(st.integers(1, 4)))
     layer = draw(
         st.one_of(
-            st.sampled_from(LAYERS), st.just("all"), st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3, unique=True)
+            st.sampled_from(LAYERS),
+            st.just("all"),
+            st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3, unique=True),
         )
     )
     tokens = draw(st.sampled_from(["content", "special", "all"] if layout.cls_token else ["content", "all"]))
@@ -95,6 +97,8 @@ LAYOUT = Layout(4, (-2, 5), 3, False, 2, 2)
         ({"ignore_labels": ["sky"]}, SelectionError, "from 0 to 255"),
     ],
 )
-def test_what_the_store_does_not_hold_is_an_error(kwargs: dict[str, object], error: type[Exception], words: str) -> None:
+def test_what_the_store_does_not_hold_is_an_error(
+    kwargs: dict[str, object], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         row_space(LAYOUT, **kwargs)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 import pickle
 import threading
 import warnings
@@ -96,22 +95,24 @@ def test_peer_written_stores_equal_their_truth_bit_for_bit(sample: Path, engine:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case["case"])
-def test_malformed_samples_are_refused_or_reported(case: dict[str, str], engine: str, tmp_path: Path) -> None:
-    folder = SAMPLES / Path(case["path"]).relative_to("malformed").name
+def test_malformed_samples_are_refused_or_reported(
+    case: dict[str, str], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = SAMPLES / "malformed" / case["case"] / case["store"]
-    os.chdir(tmp_path)  # where the hostile pickle would leave its mark
+    monkeypatch.chdir(tmp_path)  # where the hostile pickle would leave its mark
+    refused = ""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             store = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
-            acts = store[...]
+            assert store[...].shape == store.shape
         except SaevStoreError as error:
-            assert case["expect"] in {"error", "error_or_warning"}
-            assert str(folder) in str(error)
-        else:
-            assert case["expect"] in {"error_or_warning", "ok_without_executing"}, case
-            assert (case["expect"] == "error_or_warning") == any(w.category is SaevStoreWarning for w in told)
-            assert acts.shape == store.shape
+            refused = str(error)
+    if case["expect"] == "error":
+        assert str(folder) in refused
+    else:
+        assert not refused
+        assert (case["expect"] == "error_or_warning") == any(w.category is SaevStoreWarning for w in told)
     assert list(tmp_path.iterdir()) == []
     if case["case"] == "unknown_protocol":
         assert any("breaking" in str(warning.message).lower() for warning in told)
@@ -202,7 +203,9 @@ LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("tail", ["padded", "cut"])
-@pytest.mark.parametrize("key", [..., 3, (slice(1, 6), 1), ([6, 0], slice(None), [1, 1]), (slice(None, None, -2), -1, 0, 3)])
+@pytest.mark.parametrize(
+    "key", [..., 3, (slice(1, 6), 1), ([6, 0], slice(None), [1, 1]), (slice(None, None, -2), -1, 0, 3)]
+)
 def test_every_engine_on_real_files(engine: str, tail: str, key: object, tmp_path: Path) -> None:
     plain = plain_store(LAYOUT, tail=tail)  # type: ignore[arg-type]
     store = ShardStore.open(plain.write(tmp_path), engine=engine)  # type: ignore[arg-type]
@@ -213,7 +216,13 @@ def test_large_contiguous_reads_take_the_direct_way(tmp_path: Path) -> None:
     layout = Layout(9, (0, 1, 2), 40, True, 1024, 4)
     plain = plain_store(layout)
     store = ShardStore.open(plain.write(tmp_path))
-    for key in (..., slice(2, 9), (slice(1, 8), 1), (slice(None, None, 2), slice(1, 3)), (slice(0, 4), 2, slice(1, 39))):
+    for key in (
+        ...,
+        slice(2, 9),
+        (slice(1, 8), 1),
+        (slice(None, None, 2), slice(1, 3)),
+        (slice(0, 4), 2, slice(1, 39)),
+    ):
         same_bits(store[key], plain.dense[key])  # type: ignore[index]
 
 
@@ -339,7 +348,7 @@ def test_stores_work_in_other_processes(engine: str, method: str, tmp_path: Path
 
 def test_a_pickle_reopens_and_equals(tmp_path: Path) -> None:
     store = ShardStore.open(plain_store(LAYOUT).write(tmp_path))
-    again = pickle.loads(pickle.dumps(store))  # noqa: S301 - our own bytes
+    again = pickle.loads(pickle.dumps(store))
     assert again == store
     assert hash(again) == hash(store)
     assert store != "a store"
@@ -384,7 +393,7 @@ def test_what_is_lost_is_never_read_and_the_rest_is_right(engine: str, damage: s
     store = ShardStore.open(folder, engine=engine, damaged_ok=True)  # type: ignore[arg-type]
     for example in range(7):
         if example in lost or (engine == "fsspec" and example == 3):
-            with pytest.raises(CorruptShardError, match="acts000001.bin"):
+            with pytest.raises(CorruptShardError, match=r"acts000001\.bin"):
                 store[example]
             with pytest.raises(CorruptShardError):
                 store[example, 0, 0]
@@ -401,14 +410,14 @@ def test_a_shard_that_vanishes_after_opening(tmp_path: Path) -> None:
     folder = plain_store(LAYOUT).write(tmp_path)
     store = ShardStore.open(folder)
     (folder / "acts000001.bin").unlink()
-    with pytest.raises(CorruptShardError, match="acts000001.bin"):
+    with pytest.raises(CorruptShardError, match=r"acts000001\.bin"):
         store[3:6]
 
 
 def test_labels_of_a_wrong_size_are_an_error(tmp_path: Path) -> None:
     folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
     (folder / "labels.bin").write_bytes(bytes(27))
-    with pytest.raises(DocumentError, match="labels.bin"):
+    with pytest.raises(DocumentError, match=r"labels\.bin"):
         ShardStore.open(folder)
     store = ShardStore.open(folder, engine="fsspec")
     with pytest.raises(DocumentError, match="27 bytes"):
@@ -438,9 +447,9 @@ def test_a_root_lists_its_stores(tmp_path: Path) -> None:
     assert "<script>" not in found._repr_html_()
     with pytest.raises(NotFoundError, match=one.name):
         ShardStore.open(tmp_path)
-    with pytest.raises(IncompleteStoreError, match="shards.json"):
+    with pytest.raises(IncompleteStoreError, match=r"shards\.json"):
         ShardStore.open(crashed)
-    with pytest.raises(DocumentError, match="metadata.json"):
+    with pytest.raises(DocumentError, match=r"metadata\.json"):
         ShardStore.open(broken)
 
 
@@ -465,7 +474,15 @@ def test_cards_tell_and_escape(tmp_path: Path) -> None:
     with pytest.warns(SaevStoreWarning, match="no recipe|content hash"):
         store = ShardStore.open(plain.write(tmp_path))
     text, page = repr(store), store._repr_html_()
-    for words in ("example 7 x layer 3", "4 content + CLS", "2, 5, 11", "yes (labels.bin)", "1.0.0", "mmap", "hash_mismatch"):
+    for words in (
+        "example 7 x layer 3",
+        "4 content + CLS",
+        "2, 5, 11",
+        "yes (labels.bin)",
+        "1.0.0",
+        "mmap",
+        "hash_mismatch",
+    ):
         assert words in text
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
