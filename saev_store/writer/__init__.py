@@ -1,18 +1,23 @@
 """Writing stores that survive a crash: append, resume, publish, repair."""
 
-from saev_store.writer._create import Unfinished, create_store, discard_unfinished, unfinished
+from saev_store.writer._create import create_store
 from saev_store.writer._digests import Digests, FileDigests, load_digests
 from saev_store.writer._publish import finalize_store
+from saev_store.writer._unfinished import Unfinished, discard_unfinished, unfinished
+from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
 from saev_store.writer.shard_writer import ShardWriter
 
 __all__ = [
     "Digests",
     "FileDigests",
+    "RepairWriter",
+    "RepairedFile",
     "ShardWriter",
     "Unfinished",
     "create_store",
     "discard_unfinished",
     "finalize_store",
     "load_digests",
+    "open_repair",
     "unfinished",
 ]

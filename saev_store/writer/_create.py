@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from saev_store.errors import (
     ArgumentError,
     IncompleteStoreError,
     ResumeError,
-    SaevStoreError,
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.layout import Layout, shard_name
-from saev_store.transport._base import Lists, Transport
-from saev_store.writer._blocks import part_examples, part_shards
+from saev_store.layout import Layout
+from saev_store.transport._base import Transport
+from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import (
     Claim,
     Owner,
@@ -32,18 +29,16 @@ from saev_store.writer._folder import (
     CLAIM,
     HIDDEN,
     LABELLED,
-    LABELS,
-    METADATA,
     SHARDS,
+    TEMPORARY,
     Folder,
     owner_path,
-    receipt_path,
 )
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
-from saev_store.writer._publish import TEMPORARY, publish, published_already, remove_hidden
-from saev_store.writer._receipts import parse_receipt
+from saev_store.writer._publish import publish, published_already, remove_hidden
 from saev_store.writer._resume import Kept, kept_of
 from saev_store.writer._shard_file import ShardPlan
+from saev_store.writer._unfinished import check_no_foreigner, n_durable, unfinished
 from saev_store.writer.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -221,7 +216,7 @@ def _check_before(folder: Folder, metadata: Metadata, here: Claim, rank: int, *,
     """Refuse before anything is created."""
     there = read_claim(folder)
     if there is None:
-        _check_no_foreigner(folder)
+        check_no_foreigner(folder)
         if resume is True:
             _check_siblings(folder.transport, metadata)
         return
@@ -229,21 +224,6 @@ def _check_before(folder: Folder, metadata: Metadata, here: Claim, rank: int, *,
     if resume is False and (begun or (here.options.world == 1 and differences(there, here))):
         raise _unfinished(folder, metadata.layout, there)
     check_claim(folder, there, here)
-
-
-def _check_no_foreigner(folder: Folder) -> None:
-    names = folder.names()
-    if names is None:  # a back end that does not list: look for what a store of any tool begins with
-        names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
-    found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
-    if found:
-        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
-        raise IncompleteStoreError(
-            f"the folder holds {shown}, but neither metadata.json nor a claim of this package: "
-            "most likely another tool's dump that was cut short",
-            where=folder.url,
-            remedy="It cannot be resumed, and is never overwritten: move it away, or write elsewhere.",
-        )
 
 
 def _check_siblings(root: Transport, metadata: Metadata) -> None:
@@ -283,25 +263,12 @@ def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> Claim:
 
 
 def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
-    n_durable = _n_durable(folder, layout, claim.options)
+    n_durable = n_durable(folder, layout, claim.options)
     return IncompleteStoreError(
         f"an unfinished store lies there, with {n_durable} of {layout.n_examples} examples",
         where=folder.url,
         remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
     )
-
-
-def _n_durable(folder: Folder, layout: Layout, options: ShapingOptions) -> int:
-    n_examples = 0
-    for rank in range(options.world):
-        for shard_idx in part_shards(layout.n_shards, rank, options.world):
-            raw = folder.read_or_none(receipt_path(shard_idx))
-            receipt = parse_receipt(raw, layout, shard_idx, options.block_bytes) if raw is not None else None
-            if receipt is not None:
-                n_examples += receipt.used_nbytes // layout.example_nbytes
-            if receipt is None or not receipt.complete:
-                break
-    return n_examples
 
 
 # -- labels: all or none, over all parts ---------------------------------------------------------------------------------
@@ -319,85 +286,3 @@ def _declare_labelled(folder: Folder, labelled: bool) -> None:
 def _declared_labelled(folder: Folder) -> bool | None:
     raw = folder.read_or_none(LABELLED, max_bytes=16)
     return None if raw is None else bytes(raw) == b"true"
-
-
-# -- unfinished stores ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A store below some root that was begun by this package and never published.
-
-    Attributes:
-        name: Its folder.
-        metadata: The text of the metadata.json that it will have.
-    """
-
-    name: str
-    metadata: str
-
-
-def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
-    """The unfinished stores below a root, by name; empty where the back end cannot list."""
-    if not isinstance(root_transport, Lists):
-        return ()
-    found: list[Unfinished] = []
-    try:
-        entries = root_transport.list()
-    except SaevStoreError:  # no such folder yet
-        return ()
-    for entry in entries:
-        name = entry.path.strip("/")
-        if not entry.is_dir or name.startswith("."):
-            continue
-        folder = Folder(root_transport, name)
-        try:
-            claim = read_claim(folder)
-            if claim is not None and not folder.exists(METADATA):
-                found.append(Unfinished(name, claim.metadata))
-        except SaevStoreError as error:
-            warnings.warn(f"{folder.url}: {error.message}", stacklevel=2)
-    return tuple(found)
-
-
-def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
-    """Delete what was written of a store that is not published. Fine if there is nothing.
-
-    Raises:
-        StoreExistsError: it is published.
-        IncompleteStoreError: what lies there was not begun by this package.
-        WriterConflictError: a process is still writing it.
-    """
-    folder = Folder(root_transport, metadata.hash)
-    if folder.exists(METADATA):
-        raise StoreExistsError(
-            "the store is complete; only unfinished ones are discarded",
-            where=folder.url,
-            remedy="Delete the folder yourself if that is what you want.",
-        )
-    claim = read_claim(folder)
-    if claim is None:
-        _check_no_foreigner(folder)
-        folder.delete(HIDDEN)
-        return
-    with ExitStack() as held:
-        for rank in range(claim.options.world):
-            held.enter_context(folder.lock(f"part{rank:05d}"))
-        held.enter_context(folder.lock("publish"))
-        # The hidden files go last: a crash in between leaves something that can still be discarded.
-        names = folder.names()
-        if names is None:
-            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), LABELS, SHARDS, "digests.json"]
-        for name in names:
-            if name != HIDDEN:
-                folder.delete(name)
-        folder.delete(HIDDEN)
-    folder.writes.delete(folder.name)
-
-
-def progress_of(root_transport: Transport, metadata: Metadata) -> tuple[int, int]:
-    """How many examples of an unfinished store are durable, and how many it promises."""
-    folder = Folder(root_transport, metadata.hash)
-    claim = read_claim(folder)
-    layout = metadata.layout
-    return (_n_durable(folder, layout, claim.options) if claim is not None else 0), layout.n_examples

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
 from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.layout import shard_name
 from saev_store.transport._base import Buffer, Lists, Sink, Transport, Writes
@@ -20,6 +21,9 @@ CLAIM = f"{HIDDEN}/claim.json"
 LABELLED = f"{HIDDEN}/labelled.json"
 PUBLISHER = f"{HIDDEN}/publisher.json"
 REPAIR = f"{HIDDEN}/repair"
+
+#: Files that a crashed process left half-written start with this; nobody needs them.
+TEMPORARY = ".saev_store.tmp-"
 
 #: Our own small documents are never longer than this: nobody can make us load more by replacing one.
 MAX_DOCUMENT_BYTES = 256 << 20

@@ -34,20 +34,18 @@ from saev_store.writer._folder import (
     LABELS,
     METADATA,
     PUBLISHER,
-    REPAIR,
     SHARDS,
+    TEMPORARY,
     Folder,
     label_part_path,
     receipt_path,
 )
 from saev_store.writer._progress import Progress
 from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part
+from saev_store.writer._replace import JOURNAL
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
-
-#: Temporary files of a crashed process start with this; once the store is published nobody needs them.
-TEMPORARY = ".saev_store.tmp-"
 
 
 def finalize_store(
@@ -278,7 +276,7 @@ def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Ite
 
 def remove_hidden(folder: Folder) -> None:
     """Remove what only the writing needed from a published store, and what a crashed process left unfinished."""
-    if folder.exists(f"{REPAIR}/journal.json"):  # a repair that was interrupted: `open_repair` finishes it
+    if folder.exists(JOURNAL):  # a repair that was interrupted: `open_repair` finishes it
         return
     folder.delete(HIDDEN)
     for name in folder.names() or ():

@@ -312,7 +312,7 @@ class ShardWriter:
             return
 
         def job() -> None:
-            file.write(memoryview(buffer[start:end]), offset)
+            file.write(buffer[start:end].data, offset)
             if last_use:
                 background.give_back(buffer)
 

@@ -1,0 +1,96 @@
+"""Writing with digests on against a plain write of the same bytes plus fsync, in turns, in one run.
+
+    python benchmarks/writing.py [--gib 1.0] [--rounds 5] [--folder /tmp]
+
+Prints the median of each and their ratio; the goal is 0.9 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from saev_store.documents import Metadata, new_metadata
+from saev_store.transport import open_transport
+from saev_store.writer import create_store
+
+BATCH = 64
+BLOCK_BYTES = 8 << 20
+
+
+def metadata_for(gib: float) -> Metadata:
+    n_vectors = int(gib * 2**30) // (768 * 4)
+    n_examples = max(BATCH, n_vectors // 197 // BATCH * BATCH)
+    return new_metadata(
+        family="clip",
+        ckpt="benchmark",
+        layers=[11],
+        content_tokens_per_example=196,
+        cls_token=True,
+        d_model=768,
+        n_examples=n_examples,
+        max_tokens_per_shard=n_examples * 197 // 3,  # four shards, the last one short
+    )
+
+
+def plain(folder: str, metadata: Metadata, batch: np.ndarray) -> None:
+    """The same files and blocks, from memory that is ready, and one fsync per file."""
+    layout = metadata.layout
+    block = memoryview(np.resize(batch.reshape(-1).view(np.uint8), BLOCK_BYTES))
+    for shard_idx in range(layout.n_shards):
+        fd = os.open(f"{folder}/plain{shard_idx}.bin", os.O_CREAT | os.O_WRONLY | os.O_EXCL)
+        used = layout.used_nbytes(shard_idx)
+        for start in range(0, used, BLOCK_BYTES):
+            os.pwrite(fd, block[: min(BLOCK_BYTES, used - start)], start)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def ours(folder: str, metadata: Metadata, batch: np.ndarray) -> None:
+    with create_store(open_transport(folder), metadata, progress=False) as writer:
+        for _ in range(metadata.n_examples // BATCH):
+            writer.append(batch)
+
+
+def timed(write: Callable[[str, Metadata, np.ndarray], None], parent: str, metadata: Metadata, batch: np.ndarray) -> float:
+    folder = tempfile.mkdtemp(dir=parent)
+    try:
+        os.sync()
+        start = time.perf_counter()
+        write(folder, metadata, batch)
+        return time.perf_counter() - start
+    finally:
+        shutil.rmtree(folder)
+        os.sync()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir())
+    args = parser.parse_args()
+    metadata = metadata_for(args.gib)
+    batch = np.random.default_rng(0).normal(size=(BATCH, *metadata.layout.shape[1:])).astype(np.float32)
+    times: dict[str, list[float]] = {"plain": [], "ours": []}
+    timed(plain, args.folder, metadata, batch)  # the first one pays for growing the file system
+    for _ in range(args.rounds):
+        for name, write in (("plain", plain), ("ours", ours)):
+            times[name].append(timed(write, args.folder, metadata, batch))
+    gib = metadata.layout.nbytes / 2**30
+    for name, seconds in times.items():
+        each = ", ".join(f"{gib / s:.2f}" for s in seconds)
+        print(f"{name:6} {gib / statistics.median(seconds):.2f} GiB/s   (each: {each})")
+    ratio = statistics.median(times["plain"]) / statistics.median(times["ours"])
+    print(f"ratio  {ratio:.2f}   (goal: at least 0.9 of a plain write + fsync)")
+
+
+if __name__ == "__main__":
+    main()

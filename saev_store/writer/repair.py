@@ -1,0 +1,407 @@
+"""`RepairWriter`: records again just what a damaged store has lost.
+
+A damaged shard is rebuilt beside the old one, from what survives and what is appended, and takes its place in one step
+when it is whole. A crash at any instant leaves the old shard or the new one, and a journal that the next `open_repair`
+carries out, so that digests.json always ends up telling of the file that is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
+from saev_store.layout import shard_name
+from saev_store.transport._base import Sink, Transport
+from saev_store.writer._blocks import BlockDigester, block_ranges
+from saev_store.writer._digests import Digests, FileDigests, load_digests
+from saev_store.writer._folder import CLAIM, HIDDEN, LABELS, Folder
+from saev_store.writer._inputs import (
+    NONFINITE_POLICIES,
+    NonfinitePolicy,
+    as_activations,
+    as_labels,
+    check_finite,
+    rows_as_bytes,
+)
+from saev_store.writer._progress import Progress
+from saev_store.writer._repair_plan import DamagedShard, Ranges, damaged_shards, labels_state
+from saev_store.writer._replace import Journal, building_sink, carry_out, finish_journal
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
+
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class RepairedFile:
+    """What became of one file.
+
+    Attributes:
+        name: The file.
+        examples: The half-open ranges of examples that were recorded again.
+        identical: Whether the file is again what was first written; None where nobody knows (no digests).
+    """
+
+    name: str
+    examples: tuple[tuple[int, int], ...]
+    identical: bool | None
+
+
+def open_repair(
+    store_transport: Transport,
+    metadata: Metadata,
+    *,
+    lost: Sequence[tuple[int, int]] = (),
+    deep: bool = False,
+    on_nonfinite: NonfinitePolicy = "raise",
+    progress: bool | None = None,
+) -> RepairWriter:
+    """A writer that takes exactly the examples that a published store has lost.
+
+    Finds missing and short shards by itself. In those, and in every shard that `lost` touches, the rest is checked
+    against digests.json where there is one, and what does not pass counts as lost too.
+
+    Args:
+        store_transport: The store's own folder.
+        metadata: The store's document.
+        lost: Half-open ranges of examples that are known to be lost, such as `Report.lost`.
+        deep: Check all shards against their digests.
+        on_nonfinite: As for `create_store`.
+        progress: Show a bar; None shows one on a terminal.
+
+    Raises:
+        WriterConflictError: another process is repairing the store.
+        DocumentError: digests.json cannot be read.
+        ArgumentError: `lost` does not fit the store.
+        ReadOnlyError: the transport cannot write.
+    """
+    if on_nonfinite not in NONFINITE_POLICIES:
+        raise ArgumentError(
+            f"on_nonfinite is {on_nonfinite!r}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite"
+        )
+    folder = Folder(store_transport, "")
+    held = ExitStack()
+    try:
+        held.enter_context(folder.lock("repair"))
+        if not folder.exists("metadata.json"):
+            raise IncompleteStoreError(
+                "the store is not published; repair is for complete ones that were damaged later",
+                where=folder.url,
+                remedy="Continue it with resume=True.",
+            )
+        finish_journal(folder, metadata.layout)
+        store_transport.close()  # maps of files that were replaced meanwhile
+        digests = load_digests(store_transport)
+        shards = damaged_shards(folder, metadata.layout, digests, lost=lost, deep=deep, progress=progress)
+        return RepairWriter(
+            folder,
+            metadata,
+            digests,
+            shards,
+            labels=labels_state(folder, metadata.layout, digests),
+            on_nonfinite=on_nonfinite,
+            progress=progress,
+            held=held,
+        )
+    except BaseException:
+        held.close()
+        raise
+
+
+class RepairWriter:
+    """Takes the lost examples of a store, in order. Made by `open_repair`; use it as a context manager.
+
+    Attributes:
+        repaired: The files that are whole again, in the order in which they became so.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        metadata: Metadata,
+        digests: Digests | None,
+        shards: Sequence[DamagedShard],
+        *,
+        labels: str,
+        on_nonfinite: NonfinitePolicy,
+        progress: bool | None,
+        held: ExitStack,
+    ) -> None:
+        self.repaired: list[RepairedFile] = []
+        self._folder = folder
+        self._layout = metadata.layout
+        self._digests = digests
+        self._block_bytes = digests.block_bytes if digests is not None else _BLOCK_BYTES
+        self._shards = list(shards)
+        self._todo: list[Ranges] = [list(shard.lost) for shard in shards]
+        self._labels_state = labels
+        self._on_nonfinite = on_nonfinite
+        self._held = held
+        self._sink: Sink | None = None
+        self._digester = BlockDigester(self._block_bytes)
+        self._closed = False
+        self._failed = False
+        n_lost = sum(end - start for ranges in self._todo for start, end in ranges)
+        self._progress = Progress(
+            n_lost * self._layout.example_nbytes, "repairing", shown=progress if n_lost else False
+        )
+
+    @property
+    def url(self) -> str:
+        """Where the store is."""
+        return self._folder.url
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """The half-open ranges of examples that are still to be appended, in that order; empty when all are there."""
+        merged: Ranges = []
+        for ranges in self._todo:
+            for start, end in ranges:
+                if merged and merged[-1][1] == start:
+                    merged[-1] = (merged[-1][0], end)
+                else:
+                    merged.append((start, end))
+        return merged
+
+    @property
+    def n_missing(self) -> int:
+        """How many examples are still to be appended."""
+        return sum(end - start for start, end in self.missing)
+
+    @property
+    def labels_lost(self) -> bool:
+        """Whether labels.bin is known to be missing or damaged: `restore_labels` takes them."""
+        return self._labels_state == "lost"
+
+    def append(self, acts: object, labels: object = None) -> None:
+        """Add the next missing examples.
+
+        Args:
+            acts: As for `ShardWriter.append`: the examples that `missing` begins with.
+            labels: Only compared with those that the store still has.
+
+        Raises:
+            ArgumentError: wrong shape, dtype or values; more examples than are missing; other labels than the store's.
+            CorruptShardError: what had survived changes while it is being copied.
+        """
+        self._check_open()
+        batch = as_activations(acts, self._layout)
+        if len(batch) > self.n_missing:
+            raise ArgumentError(
+                f"{len(batch)} examples were appended, {self.n_missing} are missing",
+                where="acts",
+                remedy="See `missing`.",
+            )
+        pieces = list(self._next_ranges(len(batch)))
+        if labels is not None:
+            self._compare_labels(as_labels(labels, len(batch), self._layout), pieces)
+        if pieces:
+            check_finite(batch, pieces[0][0], self._on_nonfinite)
+        at = 0
+        try:
+            for start, end in pieces:
+                self._fill(batch[at : at + end - start], start)
+                at += end - start
+        except BaseException:
+            self._failed = True
+            raise
+
+    def restore_labels(self, labels: object) -> None:
+        """Write labels.bin anew.
+
+        Args:
+            labels: (n_examples, content tokens) integers from 0 to 255: all of them.
+
+        Raises:
+            ArgumentError: labels.bin is not lost, was never recorded, or these have another shape or other values.
+        """
+        self._check_open()
+        rows = as_labels(labels, self._layout.n_examples, self._layout)
+        if self._labels_state == "whole":
+            raise ArgumentError("labels.bin is whole", where="labels", remedy="Repair does not change what is there.")
+        if self._labels_state == "absent" and self._digests is not None:
+            raise ArgumentError(
+                "this store was written without labels", where="labels", remedy="Labels make another store."
+            )
+        data = rows.reshape(-1)
+        sink = building_sink(self._folder, LABELS, used_nbytes=data.nbytes, file_nbytes=data.nbytes)
+        digester = BlockDigester(self._block_bytes)
+        try:
+            sink.write(0, [data.data])
+            digester.update(data.data)
+            self._replace(LABELS, sink, digester, data.nbytes, (), self._digests and self._digests.files.get(LABELS))
+        except BaseException:
+            sink.abort()
+            raise
+        self._labels_state = "whole"
+
+    def close(self) -> None:
+        """Let go of the store; shards that are not whole yet stay as damaged as they were. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._sink is not None:
+                self._sink.abort()
+            self._progress.close()
+            if not self._folder.exists(CLAIM):  # else a writer's rests lie there, which are not ours to remove
+                self._folder.delete(HIDDEN)
+        finally:
+            self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            with contextlib.suppress(SaevStoreError):
+                self.close()
+            return
+        self.close()
+        if self._todo:
+            raise IncompleteStoreError(
+                f"{self.n_missing} examples are still missing, from example {self.missing[0][0]} on; "
+                f"{len(self.repaired)} files are whole again",
+                where=self.url,
+                remedy="Repair again with the rest.",
+            )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed or self._failed:
+            raise ArgumentError(
+                "this repair is closed" if self._closed else "an earlier append was cut short by an error",
+                where=self.url,
+                remedy="Open a new one: shards that became whole stay so.",
+            )
+
+    def _next_ranges(self, k: int) -> Sequence[tuple[int, int]]:
+        """The next `k` missing examples, cut at shards."""
+        pieces: Ranges = []
+        for ranges in self._todo:
+            for start, end in ranges:
+                n = min(k, end - start)
+                if n == 0:
+                    return pieces
+                pieces.append((start, start + n))
+                k -= n
+        return pieces
+
+    def _compare_labels(self, rows: npt.NDArray[np.uint8], pieces: Sequence[tuple[int, int]]) -> None:
+        if self._labels_state != "whole":
+            raise ArgumentError(
+                "the store has no labels to compare these with"
+                if self._labels_state == "absent"
+                else "labels.bin is lost as a whole",
+                where="labels",
+                remedy="Leave them out." if self._labels_state == "absent" else "Give all of them to `restore_labels`.",
+            )
+        content, at = self._layout.content_tokens_per_example, 0
+        for start, end in pieces:
+            there = self._folder.get_range(LABELS, start * content, end * content)
+            same = np.frombuffer(there, np.uint8).reshape(-1, content) == rows[at : at + end - start]
+            if not same.all():
+                raise ArgumentError(
+                    f"the labels of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
+                    where="labels",
+                    remedy="These are most likely other examples than the missing ones.",
+                )
+            at += end - start
+
+    def _fill(self, rows: npt.NDArray[np.generic], first: int) -> None:
+        """Write examples that lie in the first damaged shard, and what survives before them."""
+        layout, shard = self._layout, self._shards[0]
+        shard_start, _ = layout.example_range(shard.shard_idx)
+        if self._sink is None:
+            self._sink = building_sink(
+                self._folder,
+                shard_name(shard.shard_idx),
+                used_nbytes=layout.used_nbytes(shard.shard_idx),
+                file_nbytes=self._file_nbytes(shard.shard_idx),
+            )
+            self._digester = BlockDigester(self._block_bytes)
+        self._copy_until(self._sink, shard, (first - shard_start) * layout.example_nbytes)
+        step = max(1, self._block_bytes // layout.example_nbytes)
+        for i in range(0, len(rows), step):
+            self._write(self._sink, rows_as_bytes(rows[i : i + step]).data)
+        self._progress.advance(len(rows) * layout.example_nbytes)
+        _, end = self._todo[0][0]
+        if first + len(rows) < end:
+            self._todo[0][0] = (first + len(rows), end)
+            return
+        if len(self._todo[0]) > 1:
+            del self._todo[0][0]
+            return
+        used = layout.used_nbytes(shard.shard_idx)
+        self._copy_until(self._sink, shard, used)
+        self._check_survivors(shard)
+        sink, self._sink = self._sink, None
+        try:
+            self._replace(shard_name(shard.shard_idx), sink, self._digester, used, tuple(shard.lost), shard.promised)
+        except BaseException:
+            sink.abort()
+            raise
+        del self._todo[0], self._shards[0]
+
+    def _write(self, sink: Sink, data: memoryview) -> None:
+        sink.write(self._digester.nbytes, [data])
+        self._digester.update(data)
+
+    def _copy_until(self, sink: Sink, shard: DamagedShard, end: int) -> None:
+        """Copy what survives between the last byte written and `end`."""
+        while (start := self._digester.nbytes) < end:
+            stop = min(end, start + self._block_bytes)
+            self._write(sink, memoryview(self._folder.get_range(shard_name(shard.shard_idx), start, stop)))
+
+    def _check_survivors(self, shard: DamagedShard) -> None:
+        """Blocks without a lost example must still have their old digests."""
+        if shard.promised is None:
+            return
+        shard_start, _ = self._layout.example_range(shard.shard_idx)
+        nbytes = self._layout.example_nbytes
+        gone = [((start - shard_start) * nbytes, (end - shard_start) * nbytes) for start, end in shard.lost]
+        for (start, end), old, new in zip(
+            block_ranges(shard.promised.nbytes, self._block_bytes),
+            shard.promised.digests,
+            self._digester.digests(),
+            strict=True,
+        ):
+            if old != new and not any(low < end and start < high for low, high in gone):
+                raise CorruptShardError(
+                    f"bytes {start}:{end} changed while they were copied",
+                    where=self._folder.where(shard_name(shard.shard_idx)),
+                    remedy="Is the disk failing? Repair again.",
+                )
+
+    def _file_nbytes(self, shard_idx: int) -> int:
+        """As long as the file was; where it is gone, as this back end would have written it."""
+        size, full = self._folder.size(shard_name(shard_idx)), self._layout.shard_nbytes
+        padded = (
+            size == full
+            if size is not None and size >= self._layout.used_nbytes(shard_idx)
+            else self._folder.writes.pads
+        )
+        return full if padded else self._layout.used_nbytes(shard_idx)
+
+    def _replace(
+        self,
+        name: str,
+        sink: Sink,
+        digester: BlockDigester,
+        nbytes: int,
+        examples: tuple[tuple[int, int], ...],
+        promised: FileDigests | None,
+    ) -> None:
+        new = FileDigests(nbytes, tuple(digester.digests()))
+        carry_out(self._folder, Journal(name, self._block_bytes, new), sink)
+        self.repaired.append(RepairedFile(name, examples, None if promised is None else promised == new))
