@@ -263,9 +263,9 @@ def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> Claim:
 
 
 def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
-    n_durable = n_durable(folder, layout, claim.options)
+    there = n_durable(folder, layout, claim.options)
     return IncompleteStoreError(
-        f"an unfinished store lies there, with {n_durable} of {layout.n_examples} examples",
+        f"an unfinished store lies there, with {there} of {layout.n_examples} examples",
         where=folder.url,
         remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
     )
