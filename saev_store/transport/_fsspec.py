@@ -138,7 +138,10 @@ class FsspecTransport:
                 nbytes = sum(ends) - sum(starts)
                 found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
             else:
-                with fs.open(full, "rb") as file:
+                # Caches download when they open, and two threads that do would write into the same file.
+                with client.opening:
+                    opened = fs.open(full, "rb")
+                with opened as file:
                     found = [_read_range(file, start, end) for start, end in zip(starts, ends, strict=True)]
         for start, end, part in zip(starts, ends, found, strict=True):
             # fsspec can hand out exceptions as data, and servers may ignore ranges.

@@ -73,6 +73,7 @@ class Client:
         self.safe_url = safe_url(url)
         self._secrets = sorted(_strings(self.options), key=len, reverse=True)
         self._lock = threading.Lock()
+        self.opening = threading.Lock()
         self._pid = -1
         self._fs: FileSystem | None = None
         self.root = ""
@@ -89,7 +90,8 @@ class Client:
             return self._fs
         if self._pid not in {-1, pid}:
             _INHERITED.append(self._fs)
-            self._lock = threading.Lock()  # whoever held it stayed in the parent
+            # Whoever held them stayed in the parent.
+            self._lock, self.opening = threading.Lock(), threading.Lock()
         with self._lock:
             if self._fs is None or self._pid != pid:
                 self._fs = self._open(fresh=self._pid != -1)

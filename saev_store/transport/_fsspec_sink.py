@@ -18,13 +18,13 @@ class SpooledSink:
     """A file under construction in `$TMPDIR`, where it needs `used_nbytes` of space until it is committed."""
 
     def __init__(self, client: Client, path: str, full: str, *, used_nbytes: int, file_nbytes: int) -> None:
+        self._fd = -1
         if not 0 <= used_nbytes <= file_nbytes:
             raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
         self._client, self._path, self._full, self._used = client, path, full, used_nbytes
         self._file_nbytes = file_nbytes
         self._where = f"{client.safe_url}/{path}"
         self._written = Written()
-        self._fd = -1
         with os_errors(tempfile.gettempdir(), f"reserve {used_nbytes:,} bytes to collect {self._where}"):
             self._fd, self._spool = tempfile.mkstemp(prefix="saev_store-")
             try:

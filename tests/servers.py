@@ -1,0 +1,35 @@
+"""Servers on this machine for tests of remote stores."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from typing import NamedTuple
+
+import pytest
+
+
+class Bucket(NamedTuple):
+    url: str
+    options: dict
+
+
+@functools.cache
+def s3_endpoint() -> str:
+    """An S3 server in this process; it ends with it."""
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    return f"http://{host}:{port}"
+
+
+@pytest.fixture
+def s3_bucket():
+    """A fresh bucket."""
+    s3fs = pytest.importorskip("s3fs")
+    options = {"key": "AKIDTESTKEY", "secret": "very-secret-key", "endpoint_url": s3_endpoint()}
+    name = f"lab-{uuid.uuid4().hex[:12]}"
+    files = s3fs.S3FileSystem(**options)
+    files.mkdir(name)
+    return Bucket(f"s3://{name}", options)

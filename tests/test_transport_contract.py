@@ -1,0 +1,186 @@
+"""Every engine and every wrapper keeps the contract that `saev_store.testing.transport` ships."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import uuid
+import zipfile
+from functools import partial
+
+import fsspec
+import pytest
+from servers import s3_bucket  # noqa: F401 (a fixture)
+
+from saev_store.testing.transport import FILES, ReadContract, WriteContract
+from saev_store.transport import (
+    CountingTransport,
+    LatencyTransport,
+    MemoryTransport,
+    RetryTransport,
+    Transport,
+    open_transport,
+)
+
+
+def fill_folder(folder) -> None:
+    for path, data in FILES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fill_folder(tmp_path / "root")
+    return tmp_path / "root"
+
+
+class TestMmap(WriteContract):
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        return open_transport(folder)
+
+
+class TestPread(WriteContract):
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        return open_transport(f"file://{folder}", engine="pread")
+
+
+class TestMemory(WriteContract):
+    @pytest.fixture
+    def transport(self) -> Transport:
+        return MemoryTransport(FILES, label="test")
+
+
+class TestFsspecFile(WriteContract):
+    resumes = False
+    locks = False
+
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        return open_transport(folder, engine="fsspec")
+
+
+class TestFsspecMemory(WriteContract):
+    resumes = False
+    locks = False
+
+    @pytest.fixture
+    def transport(self) -> Transport:
+        root = f"memory://{uuid.uuid4().hex}/store"
+        files = fsspec.filesystem("memory")
+        for path, data in FILES.items():
+            files.pipe_file(f"{root}/{path}", data)
+        yield open_transport(root)
+        files.rm(root.rpartition("/")[0], recursive=True)
+
+
+class TestS3(WriteContract):
+    resumes = False
+    locks = False
+
+    @pytest.fixture
+    def transport(self, s3_bucket) -> Transport:
+        transport = open_transport(s3_bucket.url + "/lab/shards", s3_bucket.options)
+        for path, data in FILES.items():
+            transport.put(path, data)
+        return transport
+
+
+class TestCachedS3(ReadContract):
+    @pytest.fixture
+    def transport(self, s3_bucket, tmp_path) -> Transport:
+        far = open_transport(s3_bucket.url + "/lab", s3_bucket.options)
+        for path, data in FILES.items():
+            far.put(path, data)
+        options = {"s3": s3_bucket.options, "simplecache": {"cache_storage": str(tmp_path / "cache")}}
+        return open_transport(f"simplecache::{s3_bucket.url}/lab", options)
+
+
+class TestZip(ReadContract):
+    @pytest.fixture
+    def transport(self, tmp_path) -> Transport:
+        with zipfile.ZipFile(tmp_path / "store.zip", "w") as archive:
+            for path, data in FILES.items():
+                archive.writestr(f"shards/{path}", data)
+        return open_transport(f"zip://shards::file://{tmp_path}/store.zip")
+
+
+class TestHttp(ReadContract):
+    """A server that lists folders and answers ranges, as nginx would."""
+
+    lists_sizes = False
+
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        pytest.importorskip("aiohttp")
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(RangeHandler, directory=str(folder)))
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield open_transport(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        server.server_close()
+
+
+class RangeHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        path = self.translate_path(self.path)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except (IsADirectoryError, FileNotFoundError):
+            super().do_GET()
+            return
+        status, start = 200, 0
+        if wanted:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last or len(data)) + 1, len(data))
+            if start >= len(data):
+                self.send_error(416)
+                return
+            status, whole, data = 206, len(data), data[start:end]
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{start + len(data) - 1}/{whole}")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class TestCounting(WriteContract):
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        return CountingTransport(open_transport(folder))
+
+
+class TestNestedWrappers(WriteContract):
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        inner = LatencyTransport(open_transport(folder, engine="pread"), 0.0, bytes_per_s=1e12)
+        return CountingTransport(RetryTransport(inner, attempts=2, max_wait_s=0.0))
+
+
+class TestWrapperOfReader(ReadContract):
+    @pytest.fixture
+    def transport(self, folder) -> Transport:
+        return RetryTransport(OnlyReads(str(folder)))
+
+
+class OnlyReads:
+    """The least that is a transport: what somebody else may write."""
+
+    name = "least"
+
+    def __init__(self, root: str) -> None:
+        self._inner = open_transport(root)
+        self.url, self.cost = self._inner.url, self._inner.cost
+        self.read, self.size = self._inner.read, self._inner.size
+        self.get_ranges, self.close = self._inner.get_ranges, self._inner.close
+
+    def __reduce__(self):
+        return (OnlyReads, (self.url,))
