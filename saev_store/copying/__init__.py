@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError
 from saev_store.transport import open_transport
+
+if TYPE_CHECKING:
+    from saev_store.store import ShardStore
 
 __all__ = ["copy_store"]
 

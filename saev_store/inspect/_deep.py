@@ -19,9 +19,9 @@ import numpy as np
 
 from saev_store.errors import CorruptShardError, SaevStoreError
 from saev_store.inspect._scan import is_zero, merge_runs, scan_piece
-from saev_store.inspect._sizes import LABELS
 from saev_store.inspect._survey import local_folder
 from saev_store.layout import ITEMSIZE, IntArray, Layout, shard_name
+from saev_store.names import LABELS_NAME
 from saev_store.transport import ReadsInto, Transport
 
 #: Local pieces stay in a core's cache; remote ones are one request each.
@@ -83,11 +83,11 @@ def read_labels_digests(transport: Transport, nbytes: int, block_bytes: int) -> 
         CorruptShardError: it cannot be read.
     """
     reader = _Reader(transport, 1, _piece_bytes(transport, block_bytes))
-    jobs = _blocks(-1, LABELS, 0, nbytes, block_bytes, padding=False)
+    jobs = _blocks(-1, LABELS_NAME, 0, nbytes, block_bytes, padding=False)
     seen = [reader.block(job, scan=False) for job in jobs]
     for block in seen:
         if block.error:
-            raise CorruptShardError(block.error, where=LABELS)
+            raise CorruptShardError(block.error, where=LABELS_NAME)
     return [block.digest for block in seen]
 
 

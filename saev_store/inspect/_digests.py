@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from saev_store.documents import labels_nbytes
 from saev_store.errors import SaevStoreError
-from saev_store.inspect._sizes import LABELS
 from saev_store.layout import ITEMSIZE, Layout, shard_name
+from saev_store.names import DIGESTS_NAME, LABELS_NAME
 from saev_store.problems import Problem
 from saev_store.transport import Transport
 
-DIGESTS = "digests.json"
 #: Block length where no digests.json names another one.
 DEFAULT_BLOCK_BYTES = 8 << 20
 _MAX_BLOCK_BYTES = 1 << 30
@@ -46,25 +45,29 @@ def promised_digests(transport: Transport, layout: Layout) -> Promised:
             "there is no digests.json, so a flipped bit or two exchanged shards cannot be noticed; a copy made with "
             "`saev-store copy` gets one"
         )
-        return Promised(DEFAULT_BLOCK_BYTES, {}, (Problem("digests_absent", message, where=DIGESTS, severity="info"),))
+        return Promised(
+            DEFAULT_BLOCK_BYTES, {}, (Problem("digests_absent", message, where=DIGESTS_NAME, severity="info"),)
+        )
     if digests.block_bytes % ITEMSIZE or digests.block_bytes > _MAX_BLOCK_BYTES:
         return _nothing(f"block_bytes is {digests.block_bytes}; it must be a multiple of {ITEMSIZE}, at most 1 GiB")
     expected = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
-    expected[LABELS] = labels_nbytes(layout)
+    expected[LABELS_NAME] = labels_nbytes(layout)
     files: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
     for name, nbytes in expected.items():
         entry = digests.files.get(name)
         if entry is not None and entry.nbytes == nbytes:
             files[name] = entry.digests
-        elif entry is not None or name != LABELS:
+        elif entry is not None or name != LABELS_NAME:
             what = "has no entry" if entry is None else f"has {entry.nbytes} bytes, metadata.json implies {nbytes}"
             message = f"{name} {what} in digests.json; its contents are not compared"
             problems.append(
-                Problem("digests_document", message, where=DIGESTS, loc=("files", name), severity="warning")
+                Problem("digests_document", message, where=DIGESTS_NAME, loc=("files", name), severity="warning")
             )
     return Promised(digests.block_bytes, files, tuple(problems))
 
 
 def _nothing(message: str) -> Promised:
-    return Promised(DEFAULT_BLOCK_BYTES, {}, (Problem("digests_document", message, where=DIGESTS, severity="warning"),))
+    return Promised(
+        DEFAULT_BLOCK_BYTES, {}, (Problem("digests_document", message, where=DIGESTS_NAME, severity="warning"),)
+    )

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from saev_store.documents import Metadata, ShardsIndex, labels_nbytes, match_hash
 from saev_store.inspect._survey import MISSING, Found, Survey, survey
 from saev_store.layout import Layout, shard_name
+from saev_store.names import LABELS_NAME, WORK_FOLDER
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 
-LABELS = "labels.bin"
-#: The hidden folder that a writer keeps while a store is unfinished.
-WORK_FOLDER = ".saev_store"
 _SHARD_LIKE = re.compile(r"^acts.*")
 _SHARD_NAME = re.compile(r"^acts(\d{6,})\.bin$")
 
@@ -41,7 +39,7 @@ def quick_checks(
 
 def survey_store(transport: Transport, index: ShardsIndex) -> Survey:
     """What lies where the listed shards and the labels should be."""
-    return survey(transport, [*map(shard_name, range(index.n_listed)), LABELS])
+    return survey(transport, [*map(shard_name, range(index.n_listed)), LABELS_NAME])
 
 
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
@@ -49,7 +47,7 @@ def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirnam
     layout = metadata.layout
     problems = [*metadata.problems, *index.problems, *_check_dirname(metadata, dirname)]
     problems += _check_shards(layout, index, seen)
-    problems += _check_labels(layout, seen.found.get(LABELS))
+    problems += _check_labels(layout, seen.found.get(LABELS_NAME))
     if seen.complete:
         problems += _check_other_names(layout, index, seen)
     return problems
@@ -142,19 +140,22 @@ def _check_labels(layout: Layout, found: Found | None) -> Iterator[Problem]:
     if found is None or found == MISSING:
         return  # labels are optional
     if found.size is None:
-        yield Problem("unreadable_labels", f"{LABELS} cannot be read: {found.why}", where=LABELS)
+        yield Problem("unreadable_labels", f"{LABELS_NAME} cannot be read: {found.why}", where=LABELS_NAME)
         return
     if found.link:
         yield Problem(
-            "symlinked_labels", f"{LABELS} is a symbolic link to {found.link!r}", where=LABELS, severity="info"
+            "symlinked_labels",
+            f"{LABELS_NAME} is a symbolic link to {found.link!r}",
+            where=LABELS_NAME,
+            severity="info",
         )
     expected = labels_nbytes(layout)
     if found.size != expected:
         yield Problem(
             "labels_size",
-            f"{LABELS} has {found.size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} "
+            f"{LABELS_NAME} has {found.size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} "
             f"content tokens take {expected:,}. Vectors are readable, labels are not",
-            where=LABELS,
+            where=LABELS_NAME,
         )
 
 

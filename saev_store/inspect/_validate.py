@@ -11,9 +11,10 @@ from saev_store.inspect._deep import ShardSummary, read_labels_digests, read_sha
 from saev_store.inspect._digests import Promised, promised_digests
 from saev_store.inspect._judge import judge
 from saev_store.inspect._report import Report
-from saev_store.inspect._sizes import LABELS, check_survey, survey_store
+from saev_store.inspect._sizes import check_survey, survey_store
 from saev_store.inspect._survey import Survey
 from saev_store.layout import Layout, shard_name
+from saev_store.names import LABELS_NAME
 from saev_store.problems import Problem
 from saev_store.transport import Transport
 
@@ -83,24 +84,26 @@ def _read_everything(
             if summary is not None:
                 summaries.append(summary)
     problems = [*digests.problems, *judge(layout, summaries, digests.files, digests.block_bytes)]
-    labels = seen.found.get(LABELS)
+    labels = seen.found.get(LABELS_NAME)
     if labels is not None and labels.size == labels_nbytes(layout):
         checked_bytes += labels_nbytes(layout)
         problems += _check_labels(transport, layout, digests)
-    elif labels is None and LABELS in digests.files:
+    elif labels is None and LABELS_NAME in digests.files:
         message = "labels.bin is not there, but digests.json knows it; vectors are readable, labels are lost"
-        problems.append(Problem("missing_labels", message, where=LABELS))
+        problems.append(Problem("missing_labels", message, where=LABELS_NAME))
     return problems, checked_bytes
 
 
 def _check_labels(transport: Transport, layout: Layout, digests: Promised) -> Iterator[Problem]:
-    promised = digests.files.get(LABELS)
+    promised = digests.files.get(LABELS_NAME)
     try:
         found = read_labels_digests(transport, labels_nbytes(layout), digests.block_bytes)
     except CorruptShardError as error:
-        yield Problem("unreadable_labels", f"{LABELS} cannot be read: {error.message}", where=LABELS)
+        yield Problem("unreadable_labels", f"{LABELS_NAME} cannot be read: {error.message}", where=LABELS_NAME)
         return
     if promised is not None and tuple(found) != promised:
         n_wrong = sum(a != b for a, b in zip(found, promised, strict=True))
-        message = f"{n_wrong} of the {len(found)} blocks of {LABELS} are not what was written; labels cannot be trusted"
-        yield Problem("labels_digest_mismatch", message, where=LABELS)
+        message = (
+            f"{n_wrong} of the {len(found)} blocks of {LABELS_NAME} are not what was written; labels cannot be trusted"
+        )
+        yield Problem("labels_digest_mismatch", message, where=LABELS_NAME)

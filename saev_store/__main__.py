@@ -1,0 +1,10 @@
+"""`python -m saev_store` is `saev-store`."""
+
+from __future__ import annotations
+
+import sys
+
+from saev_store.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, cast
+
+import typer
+
+from saev_store.errors import ArgumentError
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+StorageOptions = Annotated[
+    str | None, typer.Option("--storage-options", metavar="JSON", help="""For the file system: '{"anon": true}'.""")
+]
+Pairs = Annotated[
+    list[str] | None, typer.Option("-o", "--option", metavar="KEY=VALUE", help="One storage option; may be repeated.")
+]
+Progress = Annotated[
+    bool | None, typer.Option("--progress/--no-progress", help="A bar on standard error [default: on a terminal].")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def storage_options(
+    text: str | None, pairs: list[str] | None, *, name: str = "--storage-options"
+) -> dict[str, object] | None:
+    """The options for a file system, from a JSON object and `key=value` pairs; None where there are none.
+
+    A value is JSON where it can be (`anon=true`, `port=9000`), else text. Pairs win.
+
+    Raises:
+        ArgumentError: the text is no JSON object, or a pair has no `=`.
+
+    >>> storage_options('{"anon": true}', ["endpoint_url=http://127.0.0.1:9000"])
+    {'anon': True, 'endpoint_url': 'http://127.0.0.1:9000'}
+    """
+    options: dict[str, object] = {}
+    if text is not None:
+        try:
+            parsed = cast("object", json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"{text!r} is not JSON ({error})", where=name, remedy="""Quote it for the shell: '{"anon": true}'."""
+            ) from None
+        if not isinstance(parsed, dict):
+            raise ArgumentError(f"{text!r} is JSON, but no object", where=name, remedy="""Pass '{"key": value}'.""")
+        options.update(cast("dict[str, object]", parsed))
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ArgumentError(f"{pair!r} is no KEY=VALUE", where="--option", remedy="Write for example -o anon=true.")
+        try:
+            options[key] = cast("object", json.loads(value))
+        except (ValueError, RecursionError):
+            options[key] = value
+    return options or None

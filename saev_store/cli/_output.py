@@ -1,0 +1,93 @@
+"""What goes to standard output, and how errors look: in words, or as one JSON document."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+from saev_store.errors import SaevStoreError
+
+
+class PipeClosedError(Exception):
+    """Whoever read our standard output has stopped (`saev-store ls | head`)."""
+
+
+class UsageText(Exception):
+    """A mistake in the arguments, as text that names the usage."""
+
+
+def emit(text: str) -> None:
+    """Print to standard output.
+
+    Raises:
+        PipeClosedError: nobody reads it any more.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError as error:
+        raise PipeClosedError from error
+    except UnicodeEncodeError:
+        encoding = sys.stdout.encoding or "ascii"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def emit_json(value: object) -> None:
+    """Print one JSON document; numbers that JSON does not know become null."""
+    emit(json.dumps(_finite(value), indent=2, ensure_ascii=True, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def emit_error(error: Exception, *, as_json: bool) -> None:
+    """Say on standard error what went wrong."""
+    if as_json:
+        print(json.dumps({"error": error_to_dict(error)}, indent=2), file=sys.stderr)
+    elif isinstance(error, SaevStoreError | UsageText):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        print(
+            f"internal error: {type(error).__name__}: {error}\nThis is a defect; --debug shows where it happened.",
+            file=sys.stderr,
+        )
+
+
+def error_to_dict(error: Exception) -> dict[str, object]:
+    """An error as plain JSON types: `kind` is stable, `problems` lists all findings where there are several."""
+    if isinstance(error, UsageText):
+        return {"kind": "usage", "message": str(error)}
+    if not isinstance(error, SaevStoreError):
+        return {"kind": "defect", "message": f"{type(error).__name__}: {error}"}
+    from saev_store.inspect import problem_to_dict
+
+    problems = getattr(error, "problems", ())
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "where": error.where,
+        "remedy": error.remedy,
+        "problems": [problem_to_dict(problem) for problem in problems],
+    }
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns, aligned.
+
+    >>> print(table(["name", "size"], [["a", "12 B"], ["longer", "3 B"]]))
+    name    size
+    a       12 B
+    longer  3 B
+    """
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

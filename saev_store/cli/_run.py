@@ -1,0 +1,66 @@
+"""From arguments to an exit code: how commands fail, and how their output ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+
+from saev_store.cli._output import PipeClosedError, emit_error
+from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning
+
+OK, REFUSED, USAGE, DEFECT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
+
+
+def run(argv: list[str]) -> int:
+    """Run a command; see `saev_store.cli`."""
+    from saev_store.cli._app import app, usage_text
+
+    debug = "--debug" in argv
+    as_json = "--json" in argv
+    argv = [argument for argument in argv if argument != "--debug"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", SaevStoreWarning)
+            warnings.showwarning = _show_warning
+            code = app()(args=argv, prog_name="saev-store", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _interrupted()
+    except (PipeClosedError, BrokenPipeError):
+        return _pipe_closed()
+    except SaevStoreError as error:
+        if debug:
+            traceback.print_exc()
+        emit_error(error, as_json=as_json)
+        return USAGE if isinstance(error, ArgumentError) else REFUSED
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else REFUSED
+    except Exception as error:
+        usage = usage_text(error)
+        if usage is not None:
+            emit_error(usage, as_json=as_json)
+            return USAGE
+        if type(error).__name__ == "Abort":  # what the command line library makes of Ctrl-C
+            return _interrupted()
+        if debug:
+            traceback.print_exc()
+        emit_error(error, as_json=as_json)
+        return DEFECT
+    return code if isinstance(code, int) else OK
+
+
+def _interrupted() -> int:
+    print("\ninterrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _pipe_closed() -> int:
+    # Python flushes standard output once more at exit; let that go nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PIPE_CLOSED
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)

@@ -1,0 +1,56 @@
+"""`saev-store copy`: a checked copy, or some layers as a new store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
+from saev_store.cli._output import emit, emit_json
+from saev_store.errors import ArgumentError
+
+
+def copy(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy: a path, or any fsspec URL.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is made.")],
+    layers: Annotated[str | None, typer.Option(metavar="2,5", help="Only these layers, as a new store.")] = None,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    dst_options: Annotated[
+        str | None, typer.Option("--dst-storage-options", metavar="JSON", help="For the destination's file system.")
+    ] = None,
+    dst_option: Annotated[
+        list[str] | None, typer.Option("--dst-option", metavar="KEY=VALUE", help="One of those; may be repeated.")
+    ] = None,
+    progress: Progress = None,
+) -> None:
+    """Copy a store to anywhere, checking every byte; an interrupted copy continues where it stopped."""
+    from saev_store.copying import copy_store
+
+    url = copy_store(
+        src,
+        dst,
+        layers=None if layers is None else parse_layers(layers),
+        storage_options=storage_options(options, option),
+        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        resume=resume,
+        progress=progress,
+    )
+    emit_json({"url": url}) if as_json else emit(url)
+
+
+def parse_layers(text: str) -> list[int]:
+    """Labels from a list with commas.
+
+    >>> parse_layers("2,-1")
+    [2, -1]
+    """
+    try:
+        return [int(label) for label in text.split(",")]
+    except ValueError:
+        raise ArgumentError(
+            f"{text!r} is no list of layers", where="--layers", remedy="Write labels with commas: --layers 2,5."
+        ) from None

@@ -1,0 +1,58 @@
+"""`saev-store info`: what a store holds, without reading an activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
+from saev_store.cli._output import emit, emit_json
+
+if TYPE_CHECKING:
+    from saev_store.store import ShardStore
+
+
+def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
+    """Show what a store holds. Opens damaged ones as well, and says what is lost."""
+    from saev_store.store import ShardStore
+
+    with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
+        emit_json(describe(store)) if as_json else emit(repr(store))
+
+
+def describe(store: ShardStore) -> dict[str, object]:
+    """A store as plain JSON types."""
+    from saev_store.inspect import problem_to_dict
+
+    layout, metadata = store.layout, store.metadata
+    return {
+        "url": store.url,
+        "name": store.name,
+        "hash": metadata.hash,
+        "protocol": metadata.protocol,
+        "family": metadata.family,
+        "ckpt": metadata.ckpt,
+        "dataset": metadata.dataset,
+        "dims": list(store.dims),
+        "shape": list(store.shape),
+        "dtype": metadata.dtype,
+        "layers": list(store.layers),
+        "content_tokens_per_example": layout.content_tokens_per_example,
+        "cls_token": layout.cls_token,
+        "n_shards": layout.n_shards,
+        "examples_per_shard": layout.examples_per_shard,
+        "nbytes": store.nbytes,
+        "labels": _has_labels(store),
+        "engine": store.transport.name,
+        "problems": [problem_to_dict(problem) for problem in store.problems],
+    }
+
+
+def _has_labels(store: ShardStore) -> bool:
+    from saev_store.errors import NotFoundError
+    from saev_store.names import LABELS_NAME
+
+    try:
+        store.transport.size(LABELS_NAME)
+    except NotFoundError:
+        return False
+    return True

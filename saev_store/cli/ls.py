@@ -1,0 +1,103 @@
+"""`saev-store ls`: the stores below a folder."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from saev_store.cli._options import AsJson, Pairs, StorageOptions, storage_options
+from saev_store.cli._output import emit, emit_json, table
+from saev_store.errors import SaevStoreError
+from saev_store.names import METADATA_NAME, WORK_FOLDER
+from saev_store.transport import Lists, Transport, open_transport
+
+if TYPE_CHECKING:
+    from saev_store.listing import StoreEntry
+
+_N_THREADS = 16
+_MAX_RECEIPT_BYTES = 64 << 20
+
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder in which stores lie: a path, or any fsspec URL.")]
+
+
+def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
+    """List the stores in a folder, unfinished and broken ones too."""
+    from saev_store.display import human_bytes
+    from saev_store.store import ShardStore
+
+    stores = ShardStore.list(root, storage_options(options, option))
+    transport = open_transport(root, storage_options(options, option))
+    notes = [how_far(transport, entry) if entry.state == "unfinished" else entry.note for entry in stores]
+    if as_json:
+        emit_json({"root": stores.root, "stores": [describe(*entry) for entry in zip(stores, notes, strict=True)]})
+        return
+    rows: list[tuple[str, ...]] = []
+    for entry, note in zip(stores, notes, strict=True):
+        state = f"{entry.state}: {note}" if note else entry.state
+        if entry.metadata is None:
+            rows.append((entry.name, "", "", "", "", "", state))
+            continue
+        layout = entry.metadata.layout
+        rows.append((
+            entry.name,
+            " x ".join(str(n) for n in layout.shape),
+            ",".join(map(str, layout.layers)),
+            human_bytes(layout.nbytes),
+            entry.metadata.protocol,
+            entry.metadata.ckpt,
+            state,
+        ))  # fmt: skip
+    if rows:
+        emit(table(("store", "shape", "layers", "size", "protocol", "model", "state"), rows))
+    elif _is_store(transport):
+        emit(f"{stores.root} is a store itself; look at it with: saev-store info {stores.root}")
+    else:
+        emit(f"no stores in {stores.root}")
+
+
+def _is_store(transport: Transport) -> bool:
+    try:
+        return transport.size(METADATA_NAME) >= 0
+    except SaevStoreError:
+        return False
+
+
+def how_far(root: Transport, entry: StoreEntry) -> str:
+    """How many examples of an unfinished store or copy are safe, by its writer's receipts."""
+    if entry.metadata is None or not isinstance(root, Lists):
+        return entry.note
+    layout = entry.metadata.layout
+
+    def n_safe(path: str) -> int:
+        try:
+            used = json.loads(root.read(path, max_bytes=_MAX_RECEIPT_BYTES))["used_nbytes"]
+            return min(int(used), layout.shard_nbytes) // layout.example_nbytes
+        except (SaevStoreError, ValueError, TypeError, KeyError, RecursionError):
+            return 0  # a receipt that is being replaced, or damaged: resuming judges it, not a listing
+
+    try:
+        paths = [found.path for found in root.list(f"{entry.name}/{WORK_FOLDER}/receipts") if not found.is_dir]
+    except SaevStoreError:
+        paths = []
+    with ThreadPoolExecutor(_N_THREADS) as pool:
+        n_examples = sum(pool.map(n_safe, paths))
+    return f"{min(n_examples, layout.n_examples):,} of {layout.n_examples:,} examples"
+
+
+def describe(entry: StoreEntry, note: str) -> dict[str, object]:
+    """A line of the list as plain JSON types."""
+    found: dict[str, object] = {"name": entry.name, "url": entry.url, "state": entry.state, "note": note}
+    if entry.metadata is not None:
+        layout = entry.metadata.layout
+        found |= {
+            "protocol": entry.metadata.protocol,
+            "family": entry.metadata.family,
+            "ckpt": entry.metadata.ckpt,
+            "shape": list(layout.shape),
+            "layers": list(layout.layers),
+            "nbytes": layout.nbytes,
+        }
+    return found
