@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.(?:0|[1-9][0-9]{0,8})){1,3}", re.ASCII)
 #: Keys that only documents from before protocol 1.0.0 have.
-_UNVERSIONED_KEYS = frozenset({"n_patches_per_shard", "model", "model_org", "model_ckpt", "seed"})
+_UNVERSIONED_KEYS = frozenset({"n_patches_per_shard", "model", "model_org", "model_ckpt"})
 
 
 def protocols() -> tuple[str, ...]:

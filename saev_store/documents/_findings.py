@@ -62,12 +62,22 @@ class Findings:
         self.where = where
         self._kept: dict[Severity, list[Problem]] = {"error": [], "warning": [], "info": []}
         self._counted: dict[Severity, int] = {"error": 0, "warning": 0, "info": 0}
+        self._unchecked = ""
 
     def add(self, kind: str, message: str, *, loc: tuple[str | int, ...] = (), severity: Severity = "error") -> None:
         """Remember one problem; beyond `MAX_PROBLEMS` only its number."""
         self._counted[severity] += 1
         if len(self._kept[severity]) < MAX_PROBLEMS:
             self._kept[severity].append(Problem(kind, message, where=self.where, loc=loc, severity=severity))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further errors would only be counted: time to stop looking."""
+        return self._counted["error"] >= MAX_PROBLEMS
+
+    def stop(self, n: int, what: str) -> None:
+        """Note that `n` things were not looked at any more."""
+        self._unchecked = f"; {n} more {what} were not looked at"
 
     @property
     def n_errors(self) -> int:
@@ -87,12 +97,13 @@ class Findings:
         if not n:
             return
         problems = list(self._kept["error"])
-        if n > len(problems):
-            problems.append(Problem("more_problems", f"and {n - len(problems)} more", where=self.where))
+        if n > len(problems) or self._unchecked:
+            more = f"and {n - len(problems)} more" if n > len(problems) else f"the first {n} problems are listed"
+            problems.append(Problem("more_problems", more + self._unchecked, where=self.where))
         if n == 1:
             message = problems[0].message
         else:
             listed = "; ".join(f"({i}) {p.message}" for i, p in enumerate(problems[:_MAX_IN_MESSAGE], 1))
             more = f"; and {n - _MAX_IN_MESSAGE} more" if n > _MAX_IN_MESSAGE else ""
-            message = f"{n} problems: {listed}{more}"
+            message = f"{n} problems: {listed}{more}{self._unchecked}"
         raise error(message, where=self.where, remedy=remedy, problems=problems)

@@ -1,3 +1,4 @@
+# pyright: reportUnnecessaryIsInstance=false
 """JSON from strangers: bounded in size and depth, strict UTF-8, no duplicate keys, only `DocumentError` comes out."""
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from saev_store.errors import DocumentError
+from saev_store.errors import ArgumentError, DocumentError
 from saev_store.problems import Problem
 
 #: Levels of nesting a document may have. Real ones have three; the interpreter's own limit depends on the machine.
@@ -15,11 +16,9 @@ MAX_DEPTH = 64
 #: Digits of one number. Beyond it, conversion to an integer takes quadratic time.
 MAX_DIGITS = 4300
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_PLAIN_STRING = re.compile(rb'"[^"]*+(?:"|\Z)')
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_NOT_BRACKETS_OR_QUOTES = bytes(set(_NOT_BRACKETS) - set(b'"'))
+_NOT_BRACKETS_OR_QUOTES = bytes(set(range(256)) - set(b'[]{}"'))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 _REMEDY_CUT = "It may be a partial copy, or its writer was stopped: copy it again, or record the store again."
 
@@ -36,8 +35,11 @@ def loads(raw: bytes, *, where: str, max_nbytes: int) -> object:
         max_nbytes: The most bytes that such a document may have.
 
     Raises:
+        ArgumentError: `raw` is not bytes.
         DocumentError: it is too large, too deep, not UTF-8, not JSON, or repeats a key; the message has the position.
     """
+    if not isinstance(raw, bytes):
+        raise ArgumentError(f"it is a {type(raw).__name__}; pass the bytes of the file", where=where)
     if len(raw) > max_nbytes:
         raise _error(
             f"it has {len(raw)} bytes; such a document has at most {max_nbytes}",
@@ -117,25 +119,21 @@ def _bounded_int(digits: str) -> int:
 def _too_deep(raw: bytes) -> bool:
     """Whether a parser would nest deeper than `MAX_DEPTH`, decided without recursion and at the speed of `bytes` methods.
 
-    Strings are removed, then everything but brackets, then innermost pairs, once per allowed level. A pair that still
-    closes after that lay too deep. What is left otherwise never closes, or closes wrongly: a parser sees its leading
-    opening brackets and stops at the first closing one.
+    Everything but brackets is removed, then innermost pairs, once per allowed level. A pair that still closes after that
+    lay too deep. What is left otherwise never closes: a parser sees its leading opening brackets and stops at the first
+    closing one. Brackets that close the wrong kind are a syntax error, found later, at no greater depth.
     """
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return False
-    if b"\\" in raw:
-        brackets = _STRING.sub(b"", raw)
-    else:
-        # Two quotes that meet can go without changing what is inside a string and what is not, so most strings
-        # vanish without a regular expression.
-        brackets = _PLAIN_STRING.sub(b"", raw.translate(None, _NOT_BRACKETS_OR_QUOTES).replace(b'""', b""))
-    brackets = brackets.translate(None, _NOT_BRACKETS)
+    # Escaped backslashes first: what precedes a quote then escapes it. Two quotes that meet can go, too, without changing
+    # what is inside a string and what is not, so most strings are gone before the rest is cut at its quotes.
+    unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    marks = unescaped.translate(_ONE_KIND, _NOT_BRACKETS_OR_QUOTES).replace(b'""', b"")
+    brackets = b"".join(marks.split(b'"')[::2])
     for _ in range(MAX_DEPTH):
-        left = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        left = brackets.replace(b"[]", b"")
         if len(left) == len(brackets):
             break
         brackets = left
-    if b"[]" in brackets or b"{}" in brackets:
-        return True
     head = brackets[: MAX_DEPTH + 1]
-    return len(head) > MAX_DEPTH and b"]" not in head and b"}" not in head
+    return b"[]" in brackets or (len(head) > MAX_DEPTH and b"]" not in head)

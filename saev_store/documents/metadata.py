@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +17,7 @@ from saev_store.documents._findings import Findings, shown
 from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
 from saev_store.documents.versions import written_versions
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning
-from saev_store.layout import Layout
+from saev_store.layout import IntArray, Layout
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:
@@ -251,7 +252,8 @@ def _add_error(error: ErrorDetails, version: WrittenVersion, findings: Findings)
         return
     key = str(error["loc"][0])
     if error["type"] == "missing":
-        findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it', loc=(key,))
+        why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
+        findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
     elif error["type"] == "bad_layers":
         bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
         for i, label, rule in bad:
@@ -333,14 +335,14 @@ def new_metadata(
     protocol: str = "2.0",
     family: str,
     ckpt: str,
-    layers: object,
+    layers: Sequence[int] | IntArray,
     content_tokens_per_example: int,
     cls_token: bool,
     d_model: int,
     n_examples: int,
     max_tokens_per_shard: int,
     data: Mapping[str, object] | str | None = None,
-    dataset: object = None,
+    dataset: str | os.PathLike[str] | None = None,
     pixel_agg: str | None = None,
     extra: Mapping[str, object] | None = None,
 ) -> Metadata:

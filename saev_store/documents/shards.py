@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,9 @@ SHARDS_MAX_NBYTES = 512 * 2**20
 COUNT_KEYS = ("n_imgs", "n_ex", "n_examples")
 
 _SHORTEST_ENTRY_NBYTES = 45
+#: What an entry may take, and all entries that the metadata does not ask for: the metadata bounds the list beside it.
+_LONGEST_ENTRY_NBYTES = 1024
+_SLACK_NBYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +76,8 @@ def parse_shards(raw: bytes, meta: Metadata, *, where: str) -> ShardsIndex:
         DocumentError: it is not a list of entries, or their names, order, counts or sum do not follow from the metadata;
             all problems are in `problems`.
     """
-    contents = _json.loads(raw, where=where, max_nbytes=SHARDS_MAX_NBYTES)
+    max_nbytes = min(SHARDS_MAX_NBYTES, _SLACK_NBYTES + meta.layout.n_shards * _LONGEST_ENTRY_NBYTES)
+    contents = _json.loads(raw, where=where, max_nbytes=max_nbytes)
     findings = Findings(where)
     if not isinstance(contents, list):
         findings.add("wrong_type", f"it is {shown(contents)}; it must be an array of shards")
@@ -162,11 +167,7 @@ def _is_regular(entries: list[object], key: str) -> bool:
         types = {type(entry[key]) for entry in known}
     except KeyError:
         return False
-    return types == {int} and all(map(_same, names, map(shard_name, range(len(names)))))
-
-
-def _same(a: object, b: object) -> bool:
-    return a == b
+    return types == {int} and all(map(operator.eq, names, map(shard_name, range(len(names)))))
 
 
 def _find_irregular(entries: list[object], key: str, findings: Findings) -> None:
@@ -178,6 +179,9 @@ def _find_irregular(entries: list[object], key: str, findings: Findings) -> None
     if not entries:
         findings.add("no_shards", "it lists no shards; it must list at least one")
     for i, entry in enumerate(entries):
+        if findings.is_full:
+            findings.stop(len(entries) - i, "entries")
+            break
         if not isinstance(entry, dict):
             findings.add("wrong_type", f"entry {i} is {shown(entry)}; it must be an object", loc=(i,))
             continue
@@ -229,6 +233,9 @@ def _counts(entries: list[dict[str, object]], key: str, findings: Findings) -> I
         return np.array(values, dtype=np.int64)
     except OverflowError:
         for i, value in enumerate(values):
+            if findings.is_full:
+                findings.stop(len(values) - i, "entries")
+                break
             if not -(2**63) <= value < 2**63:
                 findings.add(
                     "wrong_value", f'entry {i}: "{key}" is {shown(value)}; it must fit into 63 bits', loc=(i, key)
@@ -244,7 +251,11 @@ def _find_bad_counts(counts: IntArray, layout: Layout, findings: Findings) -> No
     if n_listed >= n_shards:
         expected[n_shards - 1] = layout.examples_in(n_shards - 1)
     wrong = np.flatnonzero(counts != expected)
-    for i, count in zip(wrong.tolist(), counts[wrong].tolist(), strict=True):
+    for i in wrong.tolist():
+        if findings.is_full:
+            findings.stop(int(np.count_nonzero(wrong >= i)), "wrong counts")
+            break
+        count = int(counts[i])
         if count < 0:
             rule = "a count cannot be negative"
         elif count > capacity:
@@ -260,6 +271,6 @@ def _find_bad_counts(counts: IntArray, layout: Layout, findings: Findings) -> No
         findings.add(
             "too_few_shards", f"it lists {n_listed} shards; {layout.n_examples} examples need {n_shards} of {capacity}"
         )
-    total = int(sum(map(int, counts))) if wrong.size or n_listed < n_shards else layout.n_examples
+    total = sum(counts.tolist()) if wrong.size or n_listed < n_shards else layout.n_examples
     if total != layout.n_examples:
         findings.add("wrong_sum", f"its counts sum to {total}; the metadata says {layout.n_examples} examples")

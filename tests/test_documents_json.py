@@ -1,0 +1,158 @@
+"""JSON from strangers: what is refused, with which words, and that refusing is cheap."""
+
+import json
+import sys
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saev_store.documents import _json
+from saev_store.errors import DocumentError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def loads(raw):
+    return _json.loads(raw, where="x.json", max_nbytes=1 << 20)
+
+
+def refused(raw, match):
+    with pytest.raises(DocumentError, match=match) as caught:
+        loads(raw)
+    assert caught.value.where == "x.json"
+    assert caught.value.remedy
+    assert caught.value.problems
+
+
+@given(JSON, st.booleans(), st.sampled_from([None, 2]))
+def test_json_round_trips(value, ascii_only, indent):
+    raw = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    assert loads(raw) == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        (b"", "it is empty"),
+        (b" \n\t", "it is empty"),
+        (bytes(401), "nothing but 401 zero bytes"),
+        (b'{"a": 1', r"line 1, column 8 \(character 7 of 7\); it looks cut off.*copy it again"),
+        (b'{"a": 1}}', r"Extra data at line 1, column 9"),
+        (b'{"a": 1,}', r"not JSON.*line 1"),
+        (b"{'a': 1}", r"not JSON.*column 2"),
+        (b'{"a": "x\ny"}', r"Invalid control character"),
+        (b'{"a": "\\u12"}', r"not JSON"),
+        (b'{"a": \xff}', r"byte 6 \(0xff\) is not UTF-8"),
+        (b"\xff\xfe{\0}\0", r"byte 0 \(0xff\) is not UTF-8.*save it as UTF-8"),
+        ('{"a": "\ud800"}'.encode("utf-8", "surrogatepass"), "is not UTF-8"),
+        (b'{"a": 1, "b": 2, "a": 3}', r"'a' occurs twice.*Remove the value"),
+        (b'{"x": {"b": 1, "b": 1}}', r"'b' occurs twice"),
+        (b'{"a": 1, "\\u0061": 3}', r"'a' occurs twice"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"more than 4300 digits"),
+        (b'{"a": -' + b"9" * 5000 + b"}", r"more than 4300 digits"),
+        (b"[" * 65 + b"]" * 65, r"more than 64 levels"),
+        (b"[" * 500_000, r"more than 64 levels"),
+        (b'{"a":' * 100_000, r"more than 64 levels"),
+        (b'{"a":[' * 40 + b"]}" * 40, r"more than 64 levels"),
+        (b" " * (1 << 20) + b"1", r"has 1048577 bytes; such a document has at most 1048576"),
+        (b"nul", "not JSON"),
+        (b"[1 2]", "not JSON"),
+        (b"NaNs", "not JSON"),
+    ],
+)
+def test_each_kind_of_broken_json_has_its_message(raw, match):
+    refused(raw, match)
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b"\xef\xbb\xbf[1]", [1]),
+        (b"[" * 64 + b"]" * 64, None),
+        (b'["' + b"[" * 1000 + b'"]', ["[" * 1000]),
+        (b'["\\"' + b"[" * 1000 + b'"]', ['"' + "[" * 1000]),
+        (b'["' + b"[" * 100 + b'","' + b"]" * 100 + b'"]', ["[" * 100, "]" * 100]),
+        (b'["\\\\", "' + b"{" * 99 + b'"]', ["\\", "{" * 99]),
+        (b"[" + b"[]," * 1000 + b"{}]", [[]] * 1000 + [{}]),
+        (b"[Infinity, -Infinity, 1e999]", [float("inf"), -float("inf"), float("inf")]),
+        (b"[" + b"9" * 4300 + b"]", [10**4300 - 1]),
+        (b'["' + b"9" * 5000 + b'"]', ["9" * 5000]),
+    ],
+)
+def test_odd_but_valid_json_is_read(raw, value):
+    found = loads(raw)
+    assert value is None or found == value
+
+
+@pytest.mark.parametrize("raw", [b"[}" * 500, b"[" * 64 + b"}" * 10, b"]" * 500, b'{"a": "' + b"[" * 500, b'["\\'])
+def test_brackets_that_do_not_match_are_a_syntax_error_not_a_deep_document(raw):
+    refused(raw, "it is not JSON")
+
+
+def nesting(value):
+    if isinstance(value, dict | list):
+        return 1 + max(map(nesting, value.values() if isinstance(value, dict) else value), default=0)
+    return 0
+
+
+@given(
+    JSON | st.recursive(st.just([]), lambda x: st.builds(lambda v: [v], x) | st.builds(lambda v: {'"]': v}, x)),
+    st.integers(1, 6),
+)
+def test_the_depth_is_measured_exactly(value, limit):
+    raw = json.dumps([value] * 7).encode()
+    before, _json.MAX_DEPTH = _json.MAX_DEPTH, limit
+    try:
+        assert _json._too_deep(raw) == (nesting([value]) > limit)
+    finally:
+        _json.MAX_DEPTH = before
+
+
+def test_depth_does_not_rest_on_the_limits_of_the_interpreter():
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        refused(b"[" * 1_000_000, "64 levels")
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_numbers_are_bounded_even_where_the_interpreter_does_not_bound_them():
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        refused(b"[" + b"9" * 1_000_000 + b"]", "more than 4300 digits")
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 900_000,
+        b"{" * 900_000,
+        b'"' * 900_000,
+        b'"\\' * 450_000,
+        b'["\\"' * 200_000,
+        b'["["' * 200_000,
+        b'["[\\"]"]' * 100_000,
+        b"[}" * 450_000,
+    ]
+    + [b'{"a":0' + b',"a":0' * 150_000 + b"}", b"9" * 900_000, b"\\" * 900_000, b"[" + b"[]," * 300_000],
+    ids=lambda raw: repr(raw[:8]),
+)
+def test_refusing_a_hostile_document_takes_memory_in_proportion_to_it(raw):
+    tracemalloc.start()
+    try:
+        with pytest.raises(DocumentError):
+            loads(raw)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(raw) + (1 << 16)
