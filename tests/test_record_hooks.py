@@ -11,7 +11,14 @@ from saev_store.record import Recorder
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-TINY = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
 #: name of the model class: (configuration class, special tokens before the patches, the kept one among them).
 FAMILIES = {
     "ViTModel": ("ViTConfig", 1, True),
@@ -76,7 +83,9 @@ def test_without_cls_the_patches_are_all_there_is() -> None:
 def test_half_precision_comes_out_as_its_exact_float32(dtype: str) -> None:
     model, batch = tiny("Dinov2Model").to(getattr(torch, dtype)), pixels()
     with torch.no_grad():
-        states = model(pixel_values=torch.from_numpy(batch).to(getattr(torch, dtype)), output_hidden_states=True).hidden_states
+        states = model(
+            pixel_values=torch.from_numpy(batch).to(getattr(torch, dtype)), output_hidden_states=True
+        ).hidden_states
     with Recorder(model, layers=(0, 3)) as recorder:
         acts = recorder(batch)
     assert acts.dtype == np.float32
@@ -117,11 +126,13 @@ def test_a_foreign_forward_pass_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("layers", [(4,), (-5,), (1.0,), (True,), ("1",), (None,)])
 def test_labels_that_are_no_block(layers: tuple) -> None:
-    with pytest.raises(LayerNotFoundError, match="model with 4 of them.*from 0 to 3"):
+    with pytest.raises(LayerNotFoundError, match=r"model with 4 of them.*from 0 to 3"):
         Recorder(tiny("ViTModel"), layers=layers)
 
 
-@pytest.mark.parametrize(("layers", "match"), [((), "at least one block"), ((3, -1), "same block"), ((1, 1), "same block")])
+@pytest.mark.parametrize(
+    ("layers", "match"), [((), "at least one block"), ((3, -1), "same block"), ((1, 1), "same block")]
+)
 def test_labels_that_cannot_be_an_axis(layers: tuple, match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         Recorder(tiny("ViTModel"), layers=layers)

@@ -60,7 +60,7 @@ class Recorder:
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], *, cls_token: bool | None = None) -> None:
         need("torch", package="torch", extra="record")
-        self._model = model
+        self.model = model
         self._blocks = find_blocks(model)
         self.n_blocks = len(self._blocks)
         self.layers = tuple(layers)
@@ -69,7 +69,9 @@ class Recorder:
         self.cls_token = model_has_cls(model) if cls_token is None else cls_token
         if self.cls_token and not model_has_cls(model):
             raise ArgumentError(
-                f"{type(model).__name__} has no CLS token, so there is none to keep", where="cls_token", remedy="Use False or None."
+                f"{type(model).__name__} has no CLS token, so there is none to keep",
+                where="cls_token",
+                remedy="Use False or None.",
             )
         self._was_training = False
         self._handles: list[_Handle] = []
@@ -80,8 +82,8 @@ class Recorder:
     def __enter__(self) -> Self:
         if self._handles:
             raise ArgumentError("this recorder is already entered; it hooks its model once", where="Recorder")
-        self._was_training = self._model.training
-        self._model.eval()
+        self._was_training = self.model.training
+        self.model.eval()
         self._handles = [
             self._blocks[depth].register_forward_hook(self._hook(slot)) for slot, depth in enumerate(self.depths)
         ]
@@ -94,7 +96,7 @@ class Recorder:
             handle.remove()
         self._handles = []
         self._out = None
-        self._model.train(self._was_training)
+        self.model.train(self._was_training)
 
     def __call__(self, pixel_values: PixelBatch) -> npt.NDArray[np.float32]:
         """The activations of one batch, computed without gradients.
@@ -110,29 +112,33 @@ class Recorder:
         Raises:
             ArgumentError: the pixels have another shape, or the blocks did not run once each on them.
         """
-        import torch  # noqa: PLC0415 - heavy, and only this room needs it
+        import torch
 
         if not self._handles:
-            raise ArgumentError("the hooks are not in place", where="Recorder", remedy="Call it inside `with Recorder(…) as recorder:`.")
+            raise ArgumentError(
+                "the hooks are not in place", where="Recorder", remedy="Call it inside `with Recorder(…) as recorder:`."
+            )
         try:
             pixels = torch.as_tensor(pixel_values)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ArgumentError(f"this is no array of pixels: {error}", where="pixel_values") from error
         n_content = self.content_tokens(tuple(pixels.shape))
-        parameter = next(self._model.parameters())
+        parameter = next(self.model.parameters())
         pixels = pixels.to(device=parameter.device, dtype=parameter.dtype)
-        self._n_special = n_special_tokens(self._model)
+        self._n_special = n_special_tokens(self.model)
         n_tokens = n_content + int(self.cls_token)
         self._fired = set()
         self._out = torch.empty((len(pixels), len(self.layers), n_tokens, self.d_model), dtype=torch.float32)
         try:
             with torch.inference_mode():
-                self._model(pixel_values=pixels)
+                self.model(pixel_values=pixels)
             out = self._out
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"the model refuses a batch of shape {tuple(pixels.shape)}: {error}", where="pixel_values") from error
+            raise ArgumentError(
+                f"the model refuses a batch of shape {tuple(pixels.shape)}: {error}", where="pixel_values"
+            ) from error
         finally:
             self._out = None
         if len(self._fired) != len(self.layers):
@@ -146,8 +152,8 @@ class Recorder:
         Raises:
             ArgumentError: not (batch, channels, height, width), or smaller than one patch.
         """
-        patch_height, patch_width = patch_size(self._model)
-        n_channels = _config_int(self._model, "num_channels")
+        patch_height, patch_width = patch_size(self.model)
+        n_channels = _config_int(self.model, "num_channels")
         if len(shape) != 4 or shape[0] < 1 or shape[1] != n_channels:
             raise ArgumentError(
                 f"the shape is {shape}; it must be (batch, {n_channels}, height, width) with at least one example",
@@ -194,13 +200,15 @@ def find_blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
     Raises:
         ArgumentError: no such list, or more than one.
     """
-    import torch  # noqa: PLC0415 - heavy, and only this room needs it
+    import torch
 
     depth = _config_int(model, "num_hidden_layers")
     found = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == depth and len({type(block) for block in module}) == 1
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) == depth
+        and len({type(block) for block in module}) == 1
     }
     if len(found) != 1:
         raise ArgumentError(
@@ -246,14 +254,14 @@ def patch_size(model: torch.nn.Module) -> tuple[int, int]:
         ArgumentError: the configuration does not say.
     """
     value = getattr(getattr(model, "config", None), "patch_size", None)
-    sides = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+    sides = [side for side in (value if isinstance(value, (list, tuple)) else (value, value)) if isinstance(side, int)]
+    if len(sides) != 2 or min(sides) < 1:
         raise ArgumentError(
             f"model.config.patch_size is {value!r}; it must be one or two positive integers",
             where="model",
             remedy="Pass a vision transformer of transformers.",
         )
-    return int(sides[0]), int(sides[1])
+    return sides[0], sides[1]
 
 
 def model_has_cls(model: torch.nn.Module) -> bool:

@@ -23,10 +23,10 @@ PHOTOGRAPHS = (
     ("chelsea.png", "Chelsea the cat"),
     ("astronaut.png", "Eileen Collins"),
     ("coffee.png", "A cup of coffee"),
-    ("motorcycle_left.png", "Motorcycle"),
-    ("rocket.jpg", "Falcon 9 on its pad"),
-    ("hubble_deep_field.jpg", "Hubble deep field"),
     ("retina.jpg", "Retina"),
+    ("rocket.jpg", "Falcon 9 on its pad"),
+    ("motorcycle_left.png", "Motorcycle"),
+    ("hubble_deep_field.jpg", "Hubble deep field"),
     ("camera.png", "Cameraman"),
 )
 #: Tiles of a photograph: rows, columns.
@@ -61,7 +61,7 @@ class Photographs:
     def examples(self) -> npt.NDArray[np.float32]:
         """(example, 3, tile_px, tile_px): the tiles as a model wants them, channels first and normalised."""
         normal = (self.tiles().astype(np.float32) / 255 - MEAN) / STD
-        return np.ascontiguousarray(normal.transpose(0, 3, 1, 2))
+        return np.ascontiguousarray(normal.transpose(0, 3, 1, 2), dtype=np.float32)
 
     def luminance_steps(self, patch_px: int) -> npt.NDArray[np.uint8]:
         """(example, patch) labels from 0, dark, to `N_LUMINANCE_STEPS - 1`, bright; patches in row-major order."""

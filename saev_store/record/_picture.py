@@ -60,7 +60,11 @@ def patch_colours(photographs: Photographs, patch_px: int) -> npt.NDArray[np.flo
     """(example, patch, 3) in 0 to 1: the mean colour of each patch."""
     tiles = photographs.tiles().astype(np.float32) / 255
     side = photographs.tile_px // patch_px
-    return tiles.reshape(len(tiles), side, patch_px, side, patch_px, 3).mean(axis=(2, 4)).reshape(len(tiles), side * side, 3)
+    return (
+        tiles.reshape(len(tiles), side, patch_px, side, patch_px, 3)
+        .mean(axis=(2, 4))
+        .reshape(len(tiles), side * side, 3)
+    )
 
 
 def draw(
@@ -102,7 +106,12 @@ def draw(
     pen.text((MARGIN_PX, MARGIN_PX - 8), title, fill=INK, font=ImageFont.load_default(30))
     heads = ["photograph", *(f"layer {layer}" for layer in maps)]
     for column, head in enumerate(heads):
-        pen.text((MARGIN_PX + column * (width_px + GAP_PX), top_px - 32), head, fill=FAINT_INK, font=ImageFont.load_default(20))
+        pen.text(
+            (MARGIN_PX + column * (width_px + GAP_PX), top_px - 32),
+            head,
+            fill=FAINT_INK,
+            font=ImageFont.load_default(20),
+        )
     for row in range(n_rows):
         cells = [photographs.pixels[row], *((layer_maps[row] * 255).astype(np.uint8) for layer_maps in maps.values())]
         for column, cell in enumerate(cells):

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 CKPT = "facebook/dinov2-small"
-#: The same architecture for random weights: 12 blocks, 384 wide, patches of 14 x 14 pixels.
-CONFIG = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "image_size": 518, "patch_size": 14}
 SEED = 17
 
 
@@ -25,6 +23,7 @@ class DemoModel:
 
     Attributes:
         model: The vision transformer, in evaluation mode.
+        title: Its name for people.
         ckpt: Its name for the metadata. Random weights carry a digest of their values, so that other random weights,
             made by another release of torch for example, never share a store.
         pretrained: Whether the weights were trained.
@@ -32,6 +31,7 @@ class DemoModel:
     """
 
     model: torch.nn.Module
+    title: str
     ckpt: str
     pretrained: bool
     note: str
@@ -67,8 +67,10 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
             except (OSError, ValueError) as error:
                 reason = "" if local_files_only else f"{CKPT} could not be loaded: {str(error).splitlines()[0]}"
                 continue
-            return DemoModel(model.eval(), CKPT, pretrained=True, note=f"pretrained weights of {CKPT}")
-    return random_model(Dinov2Config(**CONFIG), name="dinov2-small", reason=reason)
+            return DemoModel(model.eval(), CKPT, CKPT, pretrained=True, note=f"pretrained weights of {CKPT}")
+    # The same architecture as the checkpoint.
+    config = Dinov2Config(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, image_size=518, patch_size=14)
+    return random_model(config, name="dinov2-small", reason=reason)
 
 
 def random_model(config: object, *, name: str, reason: str) -> DemoModel:
@@ -83,7 +85,8 @@ def random_model(config: object, *, name: str, reason: str) -> DemoModel:
     for value in model.state_dict().values():
         digest.update(value.contiguous().numpy())
     note = f"random weights of seed {SEED} ({reason})"
-    return DemoModel(model, f"{name}-random-{digest.hexdigest()}", pretrained=False, note=note)
+    ckpt = f"{name}-random-{digest.hexdigest()}"
+    return DemoModel(model, f"{name} with random weights", ckpt, pretrained=False, note=note)
 
 
 def hub_refusal(timeout_s: float) -> str:
@@ -102,7 +105,7 @@ def hub_refusal(timeout_s: float) -> str:
     def ask() -> None:
         try:
             huggingface_hub.model_info(CKPT, timeout=timeout_s)
-        except Exception as error:  # noqa: BLE001 - whatever stops it, the demo goes on without
+        except Exception as error:  # whatever stops it, the demo goes on without
             answer.append(f"the hub cannot be reached: {type(error).__name__}")
         else:
             answer.append("")

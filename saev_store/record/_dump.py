@@ -1,0 +1,253 @@
+"""`record_to_store`: a model and its images in, a published store out; a crash in between costs a batch or so."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from saev_store.documents import new_metadata
+from saev_store.errors import ArgumentError
+from saev_store.record._batches import Batches
+from saev_store.record._hooks import Recorder
+from saev_store.store import ShardStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from saev_store.documents import Metadata
+    from saev_store.record._batches import PixelBatch
+    from saev_store.writer import ShardWriter
+
+#: What the documents call the model types of `transformers`; others keep their own name.
+FAMILIES = {
+    "clip_vision_model": "clip",
+    "siglip_vision_model": "siglip",
+    "dinov2_with_registers": "dinov2",
+    "dinov3_vit": "dinov3",
+}
+
+
+def record_to_store(
+    model: torch.nn.Module,
+    batches: Batches | Iterable[PixelBatch],
+    root: str | os.PathLike[str],
+    *,
+    layers: Sequence[int],
+    data: Mapping[str, object],
+    dataset: str | None,
+    max_tokens_per_shard: int,
+    n_examples: int | None = None,
+    cls_token: bool | None = None,
+    family: str | None = None,
+    ckpt: str | None = None,
+    protocol: str = "2.0",
+    labels: npt.NDArray[np.uint8] | None = None,
+    device: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    resume: bool | Literal["auto"] = False,
+    exist_ok: bool = False,
+    progress: bool | None = None,
+) -> ShardStore:
+    """The store of a model's activations over some images, recorded, published and opened.
+
+    Examples are filed in the order they come. With `resume=True` an interrupted call goes on after the last example that
+    is safely on disk; its result has the same bytes as an uninterrupted one, because a batch that was half written runs
+    through the model whole again. `Batches` are resumed without loading what is there; any other iterable has to start
+    from its beginning and is read past, without a forward pass.
+
+    Args:
+        model: See `Recorder`. Put into evaluation mode while recording.
+        batches: `Batches(images, batch_size)`, or any iterable of (batch, channels, height, width) pixels.
+        root: Directory or URL below which the store's own folder is made.
+        layers: Labels of the blocks to record, see `Recorder`; written into the metadata as they are given.
+        data: Description of the data set for the metadata; any JSON object.
+        dataset: Where the original images lie, for the metadata; None in protocol 1.0.0, which does not say it.
+        max_tokens_per_shard: How many vectors (tokens x layers x examples) a shard may hold.
+        n_examples: How many examples come; needed unless `batches` is a `Batches`.
+        cls_token: Whether to record the CLS token; None: if the model has one.
+        family: Name of the architecture's family for the metadata; None: what the configuration says.
+        ckpt: Name of the weights for the metadata; None: what the configuration says.
+        protocol: Version of the documents, `"1.0.0"`, `"2.0"` or `"2.1"`.
+        labels: (n_examples, content tokens) uint8 for `labels.bin`; a memory map will do.
+        device: Where to compute, such as `"cuda"`; None: where the model lies.
+        storage_options: For `root`, as `fsspec` wants them.
+        resume: True continues an unfinished store of the same metadata, `"auto"` continues one or starts anew.
+        exist_ok: Open a complete store of the same metadata instead of refusing it.
+        progress: Show a bar on standard error; None: when it is a terminal.
+
+    Raises:
+        ArgumentError: something above is not so, or another number of examples came.
+        LayerNotFoundError: a label is no block of the model.
+        StoreExistsError, ResumeError, WriterConflictError: see `ShardStore.create`.
+        MissingDependencyError: torch is not installed.
+    """
+    if n_examples is None:
+        if not isinstance(batches, Batches):
+            raise ArgumentError(
+                "n_examples is None; it can only be left out when batches is a Batches",
+                where="n_examples",
+                remedy="Say how many examples the iterable yields; the metadata needs it before the first.",
+            )
+        n_examples = batches.n_examples
+    recorder = Recorder(model if device is None else model.to(device), layers, cls_token=cls_token)
+    shape, batches = first_shape(batches)
+    metadata = describe(
+        recorder,
+        shape,
+        family=family,
+        ckpt=ckpt,
+        protocol=protocol,
+        n_examples=n_examples,
+        max_tokens_per_shard=max_tokens_per_shard,
+        data=data,
+        dataset=dataset,
+    )
+    created = ShardStore.create(
+        root, metadata, storage_options=storage_options, resume=resume, exist_ok=exist_ok, progress=progress
+    )
+    with created as writer:
+        fill(writer, recorder, batches, labels=labels)
+    return ShardStore.open(writer.url, storage_options)
+
+
+def describe(
+    recorder: Recorder,
+    shape: tuple[int, ...],
+    *,
+    n_examples: int,
+    max_tokens_per_shard: int,
+    data: Mapping[str, object],
+    dataset: str | None,
+    family: str | None = None,
+    ckpt: str | None = None,
+    protocol: str = "2.0",
+) -> Metadata:
+    """The metadata of what a recorder makes of batches of this shape. Refer to `record_to_store` for the arguments.
+
+    Raises:
+        ArgumentError: neither the argument nor the model's configuration names the family or the weights.
+    """
+    config = getattr(recorder.model, "config", None)
+    if family is None:
+        model_type = str(getattr(config, "model_type", ""))
+        family = FAMILIES.get(model_type, model_type)
+    if ckpt is None:
+        ckpt = str(getattr(config, "_name_or_path", ""))
+    for name, value in (("family", family), ("ckpt", ckpt)):
+        if not value:
+            raise ArgumentError(
+                f"{name} is not given, and the model's configuration does not say it",
+                where=name,
+                remedy=f"Pass {name}=….",
+            )
+    return new_metadata(
+        protocol=protocol,
+        family=family,
+        ckpt=ckpt,
+        layers=recorder.layers,
+        content_tokens_per_example=recorder.content_tokens(shape),
+        cls_token=recorder.cls_token,
+        d_model=recorder.d_model,
+        n_examples=n_examples,
+        max_tokens_per_shard=max_tokens_per_shard,
+        data=data,
+        dataset=dataset,
+    )
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Where the time of a recording went.
+
+    Attributes:
+        n_recorded: Examples that ran through the model now; the others were there already.
+        forward_s: Seconds in forward passes.
+        append_s: Seconds that the loop waited for the writer to take the activations.
+    """
+
+    n_recorded: int
+    forward_s: float
+    append_s: float
+
+
+def fill(
+    writer: ShardWriter,
+    recorder: Recorder,
+    batches: Batches | Iterable[PixelBatch],
+    *,
+    labels: npt.NDArray[np.uint8] | None = None,
+) -> Filled:
+    """Append what `writer` still lacks, batch by batch.
+
+    Raises:
+        ArgumentError: the batches do not hold as many examples as the metadata says, or `labels` has another shape.
+    """
+    layout = writer.metadata.layout
+    if labels is not None and labels.shape != (layout.n_examples, layout.content_tokens_per_example):
+        raise ArgumentError(
+            f"labels has the shape {labels.shape}; one per patch is {(layout.n_examples, layout.content_tokens_per_example)}",
+            where="labels",
+        )
+    if writer.complete:
+        return Filled(0, 0.0, 0.0)
+    start = writer.next_example
+    forward_s = append_s = 0.0
+    end = start
+    with recorder:
+        for first, pixels in numbered(batches, start):
+            end = first + len(pixels)
+            if end > layout.n_examples:
+                raise ArgumentError(
+                    f"more than n_examples = {layout.n_examples} examples came (at least {end})", where="batches"
+                )
+            if end <= start:
+                continue
+            begun_s = time.perf_counter()
+            acts = recorder(pixels)
+            computed_s = time.perf_counter()
+            skip = max(start - first, 0)
+            writer.append(acts[skip:], labels=None if labels is None else labels[first + skip : end])
+            forward_s += computed_s - begun_s
+            append_s += time.perf_counter() - computed_s
+    if end < layout.n_examples:
+        raise ArgumentError(
+            f"only {end} of n_examples = {layout.n_examples} examples came",
+            where="batches",
+            remedy="The store is unfinished; call again with resume=True and all of them.",
+        )
+    return Filled(layout.n_examples - start, forward_s, append_s)
+
+
+def first_shape(
+    batches: Batches | Iterable[PixelBatch],
+) -> tuple[tuple[int, ...], Batches | Iterable[PixelBatch]]:
+    """The shape of the first batch, and the batches with it still in front.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if isinstance(batches, Batches):
+        return (1, *np.shape(batches.images[0])), batches
+    iterator = iter(batches)
+    for pixels in iterator:
+        return tuple(np.shape(pixels)), itertools.chain([pixels], iterator)
+    raise ArgumentError("batches is empty; at least one must come", where="batches")
+
+
+def numbered(batches: Batches | Iterable[PixelBatch], start: int) -> Iterator[tuple[int, PixelBatch]]:
+    """(number of its first example, pixels) of each batch; `Batches` begin with the one that holds example `start`."""
+    if isinstance(batches, Batches):
+        yield from batches.starting_at(start)
+        return
+    first = 0
+    for pixels in batches:
+        yield first, pixels
+        first += len(pixels)

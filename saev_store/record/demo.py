@@ -1,0 +1,329 @@
+"""The demo: photographs through a vision transformer into a store, and the store back into a picture, checked on the way.
+
+Everything it claims it has measured on the spot: see `DemoResult`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from saev_store.record._batches import Batches
+from saev_store.record._dump import describe, fill
+from saev_store.record._hooks import Recorder, patch_size
+from saev_store.record._photos import GRID, load_photographs
+from saev_store.record._picture import draw, patch_colours, principal_colours, stitch
+from saev_store.record._weights import load_model
+from saev_store.store import ShardStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from saev_store.record._photos import Photographs
+    from saev_store.record._weights import DemoModel
+
+BATCH_SIZE = 8
+#: The store gets about this many shards, the last one shorter.
+N_SHARDS = 4
+DEFAULT_OUT = Path("saev-demo")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo made and measured.
+
+    Attributes:
+        store: Folder of the store.
+        picture: The PNG.
+        ckpt: Name of the weights in the metadata.
+        pretrained: Whether the weights were trained.
+        weights: Where the weights come from, in words.
+        n_photographs, n_examples, n_shards, nbytes: How much there is.
+        layers: The recorded blocks.
+        shape: (example, layer, token, d_model).
+        n_recorded: Examples that this run recorded; fewer than n_examples when an earlier run had done the rest.
+        forward_s: Seconds in the model.
+        wait_s: Seconds that recording waited for the writer, publication included; it writes while the model computes.
+        write_bytes_per_s: Writing the same store once more with no model in between, until all is durable and
+            published; that second store is removed again.
+        validate_s: Seconds of reading every byte against its digest.
+        problems: What validation found; empty is good.
+        read_bytes_per_s: By engine; from the page cache, as the files have just been written.
+        engines_equal: Whether every byte is the same through all engines.
+        n_checked: Vectors compared with a fresh forward pass.
+        max_abs: The largest absolute number among them.
+        max_abs_diff: The largest absolute difference; 0.0 means bit for bit.
+        seconds: All of it, imports included.
+    """
+
+    store: str
+    picture: str
+    ckpt: str
+    pretrained: bool
+    weights: str
+    n_photographs: int
+    n_examples: int
+    n_shards: int
+    nbytes: int
+    layers: tuple[int, ...]
+    shape: tuple[int, ...]
+    n_recorded: int
+    forward_s: float
+    wait_s: float
+    write_bytes_per_s: float
+    validate_s: float
+    problems: tuple[str, ...]
+    read_bytes_per_s: dict[str, float]
+    engines_equal: bool
+    n_checked: int
+    max_abs: float
+    max_abs_diff: float
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the store is sound and reads back as it was computed.
+
+        A store of an earlier run may differ from today's forward pass in the last bits (another device, number of
+        threads, release of torch); a difference above a hundredth of the largest number is an error.
+        """
+        return not self.problems and self.engines_equal and self.max_abs_diff <= 0.01 * self.max_abs
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields and `ok`, of types that JSON knows."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def run_demo(
+    out: Path | str | None = None,
+    *,
+    device: str | None = None,
+    model: DemoModel | None = None,
+    layers: Sequence[int] = (0, 5, 11),
+    n_photographs: int = 8,
+    tile_px: int = 224,
+    progress: bool | None = None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> DemoResult:
+    """The whole way once: record, publish, validate, read back, compare, draw.
+
+    Running it again with the same `out` reuses a finished store and continues an unfinished one.
+
+    Args:
+        out: Folder for the store and the picture; `./saev-demo` by default.
+        device: Where the model runs, such as `"cuda"`; the CPU by default.
+        model: A model to use instead of the demo's own.
+        layers: Labels of the blocks to record.
+        n_photographs: How many of the photographs to use.
+        tile_px: Side of an example in pixels.
+        progress: Show bars on standard error; None: when it is a terminal.
+        say: Is told each step, in a line or several.
+
+    Raises:
+        MissingDependencyError: a library of the extra `demo` is not installed.
+        SaevStoreError: anything that recording and reading may raise.
+    """
+    begun_s = time.perf_counter()
+    out = Path(DEFAULT_OUT if out is None else out)
+    photographs = load_photographs(n=n_photographs, tile_px=tile_px)
+    model = load_model() if model is None else model
+    say(f"model      {type(model.model).__name__}, {model.note}")
+    network = model.model if device is None else model.model.to(device)
+    examples = photographs.examples()
+    say(
+        f"images     {n_photographs} photographs of scikit-image, as {len(examples)} tiles of {tile_px} x {tile_px} pixels"
+    )
+
+    store, recorded = _record(network, model.ckpt, photographs, out, layers=layers, progress=progress)
+    say(recorded.sentence(store))
+    say(repr(store))
+
+    report = store.validate(deep=True, progress=progress)
+    problems = tuple(str(problem) for problem in report.problems)
+    say(
+        f"validated  {_rate(store.nbytes / report.elapsed_s)}, every byte against its digest: {'; '.join(problems) or 'no problems'}"
+    )
+
+    write_bytes_per_s = _write_again(store, out)
+    say(
+        f"written    {_rate(write_bytes_per_s)} with digests, until durable and published (once more, with no model in between)"
+    )
+
+    read_bytes_per_s, engines_equal = _read_back(store)
+    rates = ", ".join(f"{_rate(rate)} through {engine}" for engine, rate in read_bytes_per_s.items())
+    say(f"read       {rates}, from the page cache: {'the same bytes' if engines_equal else 'THE BYTES DIFFER'}")
+
+    n_checked, max_abs, max_abs_diff = _compare(store, network, examples)
+    verdict = "bit for bit" if max_abs_diff == 0 else f"up to {max_abs_diff:.3g} (largest absolute difference)"
+    say(f"checked    {n_checked:,} vectors equal those of a fresh forward pass {verdict}")
+
+    picture = out / f"patches-{store.name[:8]}.png"
+    picture.write_bytes(_draw(store, photographs, model, patch_size(network)[0]))
+    say(f"picture    {picture}")
+    return DemoResult(
+        store=store.url,
+        picture=str(picture),
+        ckpt=model.ckpt,
+        pretrained=model.pretrained,
+        weights=model.note,
+        n_photographs=n_photographs,
+        n_examples=len(store),
+        n_shards=store.layout.n_shards,
+        nbytes=store.nbytes,
+        layers=store.layers,
+        shape=store.shape,
+        n_recorded=recorded.n_recorded,
+        forward_s=recorded.forward_s,
+        wait_s=recorded.wait_s,
+        write_bytes_per_s=write_bytes_per_s,
+        validate_s=report.elapsed_s,
+        problems=problems,
+        read_bytes_per_s=read_bytes_per_s,
+        engines_equal=engines_equal,
+        n_checked=n_checked,
+        max_abs=max_abs,
+        max_abs_diff=max_abs_diff,
+        seconds=time.perf_counter() - begun_s,
+    )
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    n_recorded: int
+    forward_s: float
+    wait_s: float
+
+    def sentence(self, store: ShardStore) -> str:
+        if not self.n_recorded:
+            return "recorded   nothing: an earlier run finished this store, which is used again"
+        there = len(store) - self.n_recorded
+        after = f" after the {there} that an interrupted run had left" if there else ""
+        return (
+            f"recorded   {self.n_recorded} examples{after} in {self.forward_s + self.wait_s:.1f} s: "
+            f"{self.forward_s:.1f} s in the model, {self.wait_s:.2f} s of waiting for the writer"
+        )
+
+
+def _record(
+    network: torch.nn.Module,
+    ckpt: str,
+    photographs: Photographs,
+    out: Path,
+    *,
+    layers: Sequence[int],
+    progress: bool | None,
+) -> tuple[ShardStore, _Recorded]:
+    recorder = Recorder(network, layers)
+    examples = photographs.examples()
+    patch_px = patch_size(network)[0]
+    vectors_per_example = (recorder.content_tokens((1, *examples.shape[1:])) + int(recorder.cls_token)) * len(layers)
+    # One example more than a shard's share makes the last shard a short one, as in real stores.
+    examples_per_shard = len(examples) // N_SHARDS + 1
+    metadata = describe(
+        recorder,
+        (1, *examples.shape[1:]),
+        n_examples=len(examples),
+        max_tokens_per_shard=examples_per_shard * vectors_per_example,
+        ckpt=ckpt,
+        data={
+            "__class__": "Photographs",
+            "titles": list(photographs.titles),
+            "tile_px": photographs.tile_px,
+            "tiles": list(GRID),
+            "labels": "mean luminance of the patch in eight equal steps, 0 is dark",
+        },
+        dataset="skimage/data",
+    )
+    writer = ShardStore.create(out, metadata, resume="auto", exist_ok=True, progress=progress)
+    with writer:
+        filled = fill(writer, recorder, Batches(examples, BATCH_SIZE), labels=photographs.luminance_steps(patch_px))
+        begun_s = time.perf_counter()
+    publish_s = time.perf_counter() - begun_s
+    store = ShardStore.open(out / metadata.hash)
+    return store, _Recorded(filled.n_recorded, filled.forward_s, filled.append_s + publish_s)
+
+
+def _write_again(store: ShardStore, out: Path) -> float:
+    """Bytes per second of writing the store's activations a second time, to a folder that is removed again."""
+    acts, labels = store[:], store.labels
+    with tempfile.TemporaryDirectory(prefix=".write-again-", dir=out) as scratch:
+        begun_s = time.perf_counter()
+        with ShardStore.create(scratch, store.metadata, progress=False) as writer:
+            for start in range(0, len(acts), BATCH_SIZE):
+                batch = slice(start, start + BATCH_SIZE)
+                writer.append(acts[batch], labels=None if labels is None else labels[batch])
+        return store.nbytes / (time.perf_counter() - begun_s)
+
+
+def _read_back(store: ShardStore) -> tuple[dict[str, float], bool]:
+    """Bytes per second by engine, and whether the engines agree on every byte; a shard's examples at a time."""
+    step = store.layout.examples_per_shard
+    out = {engine: np.empty((step, *store.shape[1:]), np.float32) for engine in ("mmap", "fsspec")}
+    stores = {engine: ShardStore.open(store.url, engine=engine) for engine in ("mmap", "fsspec")}
+    seconds = dict.fromkeys(stores, 0.0)
+    equal = True
+    for start in range(0, len(store), step):
+        n = min(step, len(store) - start)
+        for engine, opened in stores.items():
+            begun_s = time.perf_counter()
+            opened.read(slice(start, start + n), out=out[engine][:n])
+            seconds[engine] += time.perf_counter() - begun_s
+        equal &= np.array_equal(out["mmap"][:n].view(np.uint32), out["fsspec"][:n].view(np.uint32))
+    return {engine: store.nbytes / seconds[engine] for engine in stores}, equal
+
+
+def _compare(
+    store: ShardStore, network: torch.nn.Module, examples: npt.NDArray[np.float32]
+) -> tuple[int, float, float]:
+    """How many vectors were compared with a fresh forward pass, the largest number in them, and the largest difference.
+
+    The numbers are absolute; the vectors are those of the first and the last batch. The batches have the shape they were recorded with: another one lets the matrix product add up in another order.
+    """
+    n_checked, largest, worst = 0, 0.0, 0.0
+    batches = Batches(examples, BATCH_SIZE)
+    last = (len(examples) - 1) // BATCH_SIZE * BATCH_SIZE
+    with Recorder(network, store.layers, cls_token=store.layout.cls_token) as recorder:
+        for start in sorted({0, last}):
+            first, pixels = next(batches.starting_at(start))
+            fresh, kept = recorder(pixels), store[first : first + len(pixels)]
+            worst = max(worst, float(np.abs(fresh - kept).max()))
+            largest = max(largest, float(np.abs(fresh).max()))
+            n_checked += len(pixels) * store.layout.vectors_per_example
+    return n_checked, largest, worst
+
+
+def _draw(store: ShardStore, photographs: Photographs, model: DemoModel, patch_px: int) -> bytes:
+    """The PNG, from what the store holds."""
+    colours = patch_colours(photographs, patch_px)
+    maps: dict[int, npt.NDArray[np.float32]] = {}
+    for layer in store.layers:
+        tokens = store.sel(layer=layer, tokens="content")[:].reshape(len(store), -1, store.shape[-1])
+        maps[layer] = stitch(principal_colours(tokens, colours))
+    n_patches = store.layout.n_examples * store.layout.content_tokens_per_example
+    how = (
+        f"First three principal components of a layer's {n_patches:,} patch tokens as red, green and blue, less the mean "
+        "of each position."
+    )
+    meaning = (
+        "Seams between tiles show what attention mixes over a whole tile."
+        if model.pretrained
+        else "Untrained weights know no cats: light, colour and edges remain, and attention tints whole tiles."
+    )
+    return draw(
+        photographs,
+        maps,
+        title=f"Patch tokens of {model.title}, read back from the store",
+        captions=[how, f"Each map is put together from {GRID[0]} x {GRID[1]} examples of the store. {meaning}"],
+    )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:,.0f} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:,.1f} GB/s"

@@ -1,0 +1,166 @@
+"""The demo from end to end on a tiny model, and the parts of it that can be wrong on their own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from saev_store import ShardStore
+from saev_store.cli.demo import demo
+from saev_store.record import run_demo
+from saev_store.record._photos import load_photographs
+from saev_store.record._picture import patch_colours, principal_colours, stitch
+from saev_store.record._weights import hub_refusal, random_model
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("skimage")
+
+
+def test_torch_random_state_of_the_caller_survives_a_random_model() -> None:
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first, second = (random_model(config, name="tiny", reason="test") for _ in range(2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert first.ckpt == second.ckpt
+    assert not first.pretrained
+    assert "random weights of seed 17" in first.note
+
+
+def test_the_hub_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    released = threading.Event()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_args, **_options: released.wait(30))
+    assert "did not answer within 0.05 s" in hub_refusal(0.05)
+    released.set()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in hub_refusal(0.05)
+
+
+def test_the_demo_on_a_tiny_model(tmp_path: Path) -> None:
+    from PIL import Image
+
+    config = transformers.Dinov2Config(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14
+    )
+    tiny = random_model(config, name="tiny", reason="test")
+    lines: list[str] = []
+    options = {"model": tiny, "layers": (0, 2), "n_photographs": 2, "tile_px": 56, "progress": False}
+    result = run_demo(tmp_path / "out", say=lines.append, **options)
+    assert result.ok
+    assert result.shape == (12, 2, 17, 32)
+    assert result.n_recorded == 12
+    assert result.max_abs_diff == 0.0
+    assert result.problems == ()
+    assert set(result.read_bytes_per_s) == {"mmap", "fsspec"}
+    store = ShardStore.open(result.store)
+    assert store.layout.n_shards == 3
+    assert store.labels is not None
+    assert int(store.labels.max()) < 8
+    with Image.open(result.picture) as picture:
+        assert picture.format == "PNG"
+        assert picture.width > picture.height // 2
+    text = "\n".join(lines)
+    for word in (
+        "random weights of seed 17",
+        "recorded",
+        "<ShardStore",
+        "validated",
+        "the same bytes",
+        "bit for bit",
+        "picture",
+    ):
+        assert word in text
+    fields = json.loads(json.dumps(result.to_dict()))
+    assert fields["ok"] is True
+    assert fields["layers"] == [0, 2]
+    assert fields["pretrained"] is False
+
+    again = run_demo(tmp_path / "out", say=lines.append, **options)
+    assert again.ok
+    assert again.n_recorded == 0
+    assert "is used again" in "\n".join(lines)
+    assert again.store == result.store
+
+
+def test_tiles_fit_together_again() -> None:
+    photographs = load_photographs(n=2, tile_px=56)
+    whole = photographs.pixels.reshape(2, 8, 14, 12, 14, 3).astype(np.float32).mean(axis=(2, 4)) / 255
+    np.testing.assert_allclose(stitch(patch_colours(photographs, 14)), whole, atol=1e-5)
+    labels = photographs.luminance_steps(14)
+    assert labels.dtype == np.uint8
+    assert labels.shape == (12, 16)
+    white = (whole @ np.array((0.2126, 0.7152, 0.0722))).max()
+    assert int(labels.max()) == int(white * 255 / 256 * 8)
+
+
+def test_components_find_what_was_put_in() -> None:
+    rng = np.random.default_rng(0)
+    colours = rng.random((6, 16, 3)).astype(np.float32)
+    strength = np.array((9.0, 3.0, 1.0))
+    basis = np.linalg.qr(rng.standard_normal((20, 3)))[0]
+    tokens = ((colours - colours.mean(axis=0)) * strength) @ basis.T + rng.standard_normal((1, 16, 20)) * 50
+    found = principal_colours(tokens.astype(np.float32), colours)
+    assert found.min() == 0.0
+    assert found.max() == 1.0
+    for channel in range(3):
+        kept = (colours - colours.mean(axis=0))[..., channel]
+        assert np.corrcoef(found[..., channel].ravel(), kept.ravel())[0, 1] > 0.9
+
+
+@pytest.fixture
+def command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(demo)
+    return app
+
+
+def test_the_command_keeps_an_interrupted_recording_and_says_how_to_go_on(
+    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import saev_store.record
+
+    def interrupted(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saev_store.record, "run_demo", interrupted)
+    result = CliRunner().invoke(command, ["--out", str(tmp_path / "with space")])
+    assert result.exit_code == 130
+    assert f"saev-store demo --out '{tmp_path}/with space'" in result.stderr
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_command_prints_json_and_exits_by_what_it_found(
+    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, damaged: bool
+) -> None:
+    import dataclasses
+
+    import saev_store.record
+
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    tiny = random_model(config, name="tiny", reason="test")
+
+    def small(out: Path, **options: object) -> object:
+        result = run_demo(out, model=tiny, layers=(-1,), n_photographs=1, tile_px=28, progress=False, **options)
+        return dataclasses.replace(result, engines_equal=not damaged)
+
+    monkeypatch.setattr(saev_store.record, "run_demo", small)
+    result = CliRunner().invoke(command, ["--out", str(tmp_path), "--json"])
+    assert result.exit_code == int(damaged)
+    fields = json.loads(result.stdout)
+    assert fields["ok"] is not damaged
+    assert fields["layers"] == [-1]
+    assert "bit for bit" in result.stderr

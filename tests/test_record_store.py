@@ -1,0 +1,157 @@
+"""`record_to_store`: what comes out equals the forward passes, also after an interruption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError, IncompleteStoreError, LayerNotFoundError, StoreExistsError
+from saev_store.record import Batches, Recorder, record_to_store
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+N = 11
+IMAGES = np.random.default_rng(3).standard_normal((N, 3, 16, 16), dtype=np.float32)
+OPTIONS = {
+    "layers": (2, -3),
+    "data": {"__class__": "Noise", "seed": 3},
+    "dataset": "/data/noise",
+    "max_tokens_per_shard": 2 * 5 * 3,
+    "ckpt": "tiny",
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    return transformers.Dinov2Model(config).eval()
+
+
+class Remembering:
+    """Images that know which of them were asked for, and may fail at one."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.asked: list[int] = []
+        self.fail_at = fail_at
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, example: int) -> np.ndarray:
+        if example == self.fail_at:
+            raise KeyboardInterrupt
+        self.asked.append(example)
+        return IMAGES[example]
+
+
+def expected(model: torch.nn.Module, layers: tuple[int, ...] = (2, -3), batch_size: int = 4) -> np.ndarray:
+    with Recorder(model, layers) as recorder:
+        return np.concatenate([recorder(IMAGES[i : i + batch_size]) for i in range(0, N, batch_size)])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_store_holds_the_forward_passes(model: torch.nn.Module, tmp_path: Path) -> None:
+    labels = np.random.default_rng(4).integers(0, 256, (N, 4), dtype=np.uint8)
+    store = record_to_store(model, Batches(IMAGES, 4), tmp_path, labels=labels, **OPTIONS)
+    assert store.shape == (N, 2, 5, 16)
+    assert store.layers == (2, -3)
+    assert store.layout.n_shards == 4
+    assert store.metadata.family == "dinov2"
+    assert store.metadata.ckpt == "tiny"
+    assert store.metadata.protocol == "2.0"
+    assert store[:].tobytes() == expected(model).tobytes()
+    np.testing.assert_array_equal(store.labels, labels)
+    assert store.validate(deep=True, progress=False).ok
+
+
+@pytest.mark.parametrize("protocol", ["1.0.0", "2.1"])
+def test_other_protocols_hold_the_same_bytes(model: torch.nn.Module, tmp_path: Path, protocol: str) -> None:
+    options = OPTIONS | ({"dataset": None} if protocol == "1.0.0" else {})
+    store = record_to_store(model, Batches(IMAGES, 4), tmp_path, protocol=protocol, **options)
+    assert store.metadata.protocol == protocol
+    assert store[:].tobytes() == expected(model).tobytes()
+
+
+def test_any_iterable_of_batches_will_do(model: torch.nn.Module, tmp_path: Path) -> None:
+    batches = (torch.from_numpy(IMAGES[i : i + 4]) for i in range(0, N, 4))
+    store = record_to_store(model, batches, tmp_path, n_examples=N, **OPTIONS)
+    assert store[:].tobytes() == expected(model).tobytes()
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 5, 8, 10])
+def test_an_interrupted_recording_goes_on_to_the_same_bytes(
+    model: torch.nn.Module, tmp_path: Path, fail_at: int
+) -> None:
+    whole = record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
+    with pytest.raises(KeyboardInterrupt):
+        record_to_store(model, Batches(Remembering(fail_at), 4), tmp_path / "cut", resume="auto", **OPTIONS)
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(tmp_path / "cut" / whole.name)
+    images = Remembering()
+    store = record_to_store(model, Batches(images, 4), tmp_path / "cut", resume="auto", **OPTIONS)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert store[:].tobytes() == whole[:].tobytes()
+    # The first image is looked at for its shape; then come the batches that are not wholly there, and no other.
+    assert min(images.asked[1:]) >= max(fail_at // 4 * 4 - 4, 0)
+
+
+def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, tmp_path: Path) -> None:
+    def batches(until: int) -> list[np.ndarray]:
+        return [IMAGES[i : i + 4] for i in range(0, until, 4)]
+
+    record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
+    with pytest.raises(ArgumentError, match="only 8 of n_examples = 11"):
+        record_to_store(model, batches(8), tmp_path / "cut", n_examples=N, **OPTIONS)
+    record_to_store(model, batches(N), tmp_path / "cut", n_examples=N, resume=True, **OPTIONS)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_path: Path) -> None:
+    first = record_to_store(model, Batches(IMAGES, 4), tmp_path, **OPTIONS)
+    with pytest.raises(StoreExistsError):
+        record_to_store(model, Batches(IMAGES, 4), tmp_path, **OPTIONS)
+    images = Remembering()
+    again = record_to_store(model, Batches(images, 4), tmp_path, exist_ok=True, **OPTIONS)
+    assert again == first
+    assert images.asked == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"layers": (3,)}, LayerNotFoundError, "no block of a model with 3"),
+        ({"ckpt": None}, ArgumentError, "ckpt is not given"),
+        ({"n_examples": 7}, ArgumentError, "more than n_examples = 7"),
+        ({"max_tokens_per_shard": 3}, ArgumentError, "at least one example"),
+        ({"labels": np.zeros((N, 5), np.uint8)}, ArgumentError, "one per patch is \\(11, 4\\)"),
+    ],
+)
+def test_bad_arguments(
+    model: torch.nn.Module, tmp_path: Path, changes: dict, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        record_to_store(model, Batches(IMAGES, 4), tmp_path, **(OPTIONS | changes))
+    assert not list(tmp_path.glob("*/metadata.json"))
+
+
+def test_bad_batches(model: torch.nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="n_examples is None"):
+        record_to_store(model, iter([IMAGES]), tmp_path, **OPTIONS)
+    with pytest.raises(ArgumentError, match="batches is empty"):
+        record_to_store(model, iter([]), tmp_path, n_examples=N, **OPTIONS)
+    with pytest.raises(ArgumentError, match="images is empty"):
+        Batches(IMAGES[:0], 4)
+    for size in (0, -1, True, 2.0):
+        with pytest.raises(ArgumentError, match="batch_size"):
+            Batches(IMAGES, size)
