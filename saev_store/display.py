@@ -18,12 +18,14 @@ def human_bytes(nbytes: int) -> str:
     >>> human_bytes(723_000_000_000)
     '673.3 GiB'
     """
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if size < 1024 or unit == "PiB":
-            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size, unit = nbytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}"
 
 
 def card_rows(
@@ -46,7 +48,7 @@ def card_rows(
     ]
     if metadata.dataset:
         rows.insert(2, ("dataset", metadata.dataset))
-    shown = [str(problem) for problem in problems[:_SHOWN_PROBLEMS]]
+    shown = [f"{problem.severity}: {problem.message}" for problem in problems[:_SHOWN_PROBLEMS]]
     if len(problems) > _SHOWN_PROBLEMS:
         shown.append(f"… and {len(problems) - _SHOWN_PROBLEMS} more in store.problems")
     rows += [("problems" if number == 0 else "", text) for number, text in enumerate(shown or ["none known"])]

@@ -11,7 +11,7 @@ import numpy as np
 
 from saev_store._open import Opened, open_documents
 from saev_store.display import card_html, card_rows, card_text
-from saev_store.documents import Metadata, labels_nbytes
+from saev_store.documents import Metadata, labels_nbytes, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreWarning
 from saev_store.indexing import Block, Key, parse_key
 from saev_store.layout import DIMS, Layout
@@ -19,7 +19,7 @@ from saev_store.names import LABELS_NAME
 from saev_store.reader import FloatArray, Reader
 from saev_store.selected import Selection, prepared
 from saev_store.selection import Labels, Layers, Tokens, row_space
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Engine, Transport, child, open_transport
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -108,7 +108,7 @@ class ShardStore:
     @staticmethod
     def create(
         root: Url,
-        metadata: Metadata,
+        metadata: Metadata | Mapping[str, object],
         *,
         storage_options: Options | None = None,
         resume: bool | Literal["auto"] = False,
@@ -122,7 +122,7 @@ class ShardStore:
 
         Args:
             root: Where stores lie; created if need be.
-            metadata: What will be written; see `saev_store.documents.new_metadata`.
+            metadata: What will be written: made by `saev_store.new_metadata`, or a mapping of its arguments.
             storage_options: What fsspec hands to the file system.
             resume: `True` continues an unfinished store of exactly this metadata, after checking what it keeps, and
                 refuses when only other unfinished stores lie there; `"auto"` continues one or starts anew.
@@ -142,7 +142,7 @@ class ShardStore:
 
         return create_store(
             open_transport(root, storage_options),
-            metadata,
+            _as_metadata(metadata),
             resume=resume,
             exist_ok=exist_ok,
             part=part,
@@ -152,7 +152,9 @@ class ShardStore:
         )
 
     @classmethod
-    def finalize(cls, root: Url, metadata: Metadata, *, storage_options: Options | None = None) -> ShardStore:
+    def finalize(
+        cls, root: Url, metadata: Metadata | Mapping[str, object], *, storage_options: Options | None = None
+    ) -> ShardStore:
         """Publish a store whose parts were written by several processes, and open it.
 
         Raises:
@@ -161,9 +163,10 @@ class ShardStore:
         """
         from saev_store.writer import finalize_store
 
+        metadata = _as_metadata(metadata)
         transport = open_transport(root, storage_options)
         finalize_store(transport, metadata)
-        return cls.open(f"{os.fspath(root).rstrip('/')}/{metadata.hash}", storage_options)
+        return cls.open(child(transport, metadata.hash))
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -422,3 +425,17 @@ class ShardStore:
 
     def _repr_html_(self) -> str:
         return card_html(self.name, self._card())
+
+
+def _as_metadata(metadata: object) -> Metadata:
+    if isinstance(metadata, Metadata):
+        return metadata
+    if not isinstance(metadata, Mapping):
+        raise ArgumentError(
+            f"is a {type(metadata).__name__}; it must come from saev_store.new_metadata(...) or be a mapping of its arguments",
+            where="metadata",
+        )
+    try:
+        return new_metadata(**metadata)
+    except TypeError as error:  # a name that new_metadata does not know, or one that it needs
+        raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
