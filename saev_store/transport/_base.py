@@ -104,7 +104,9 @@ class Nests(Protocol):
 class Lists(Protocol):
     """Lists one level of names: only for finding stores below a root, never for reading one."""
 
-    def list(self, path: str = "") -> Sequence[Entry]: ...
+    def list(self, path: str = "") -> Sequence[Entry]:
+        """The names directly in the folder `path`, in any order."""
+        ...
 
 
 class Sink(Protocol):
