@@ -380,7 +380,7 @@ class ShardStore:
         from saev_store.writer import open_repair
 
         report = report or self.validate()
-        return open_repair(self.transport, self.metadata, report.lost)
+        return open_repair(self.transport, self.metadata, lost=report.lost)
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
