@@ -23,7 +23,7 @@ from saev_store.problems import Problem
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from saev_store.documents.versions._base import Document, Spelling, WrittenVersion
+    from saev_store.documents.versions._base import Document, WrittenVersion
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
@@ -162,7 +162,7 @@ class Metadata:
         """
         from saev_store.documents._write import replaced
 
-        return _checked(replaced(self._contents(), self.version, changes), self.version.spelling)
+        return _checked(replaced(self._contents(), self.version, changes), self.version)
 
     def _contents(self) -> dict[str, object]:
         # Parsed again rather than kept: `data` is handed out and could have been changed, the bytes cannot.
@@ -390,15 +390,15 @@ def new_metadata(
         "protocol": protocol,
     }
     raw = composed(values, extra or {})
-    return _checked(raw, writable_versions()[protocol].spelling)
+    return _checked(raw, writable_versions()[protocol])
 
 
-def _checked(raw: bytes, spelling: Spelling) -> Metadata:
+def _checked(raw: bytes, version: WrittenVersion) -> Metadata:
     """The metadata of bytes that were made from arguments; what is wrong with it is wrong with them."""
     try:
         return parse_metadata(raw, where="metadata.json")
     except DocumentError as exc:
         message = exc.message
-        for name, key in spelling.keys.items():  # The caller knows the canonical names.
-            message = re.sub(rf'"{key}"|^{key}\b', name, message)
+        for name in version.model.model_fields:  # The caller knows the canonical names.
+            message = re.sub(rf'"{version.spelling.key(name)}"|^{version.spelling.key(name)}\b', name, message)
         raise ArgumentError(message, where="metadata", remedy=exc.remedy) from None
