@@ -1,78 +1,128 @@
-"""Stores written with nothing but NumPy and json, so that reading is not judged by our own writer."""
+"""Stores written with NumPy's `tofile` and the standard library alone, and dull answers about damage to them.
+
+Nothing here uses the package: what it writes follows docs/protocol.md as one would by hand.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-
-from saev_store.layout import Layout
-
-Tail = Literal["padded", "cut"]
+import xxhash
 
 
-@dataclass(frozen=True)
-class PlainStore:
-    """A store and its truth."""
+@dataclass
+class Plain:
+    """A store on disk and the truth about it."""
 
-    files: dict[str, bytes]
-    name: str
-    dense: np.ndarray
+    path: Path
+    acts: np.ndarray
+    per_shard: int
     labels: np.ndarray | None
-    layout: Layout
 
-    def write(self, root: Path) -> Path:
-        """Put the files below `root`; returns the store's folder."""
-        folder = root / self.name
-        folder.mkdir(parents=True)
-        for name, data in self.files.items():
-            (folder / name).write_bytes(data)
-        return folder
+    @property
+    def n_shards(self) -> int:
+        return -(-len(self.acts) // self.per_shard)
+
+    @property
+    def example_nbytes(self) -> int:
+        return self.acts[0].nbytes
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.per_shard * self.example_nbytes
+
+    def shard(self, shard_idx: int) -> Path:
+        return self.path / f"acts{shard_idx:06d}.bin"
+
+    def truth(self, shard_idx: int) -> np.ndarray:
+        return self.acts[shard_idx * self.per_shard : (shard_idx + 1) * self.per_shard]
+
+    def span(self, shard_idx: int) -> tuple[int, int]:
+        return shard_idx * self.per_shard, min((shard_idx + 1) * self.per_shard, len(self.acts))
+
+    def write_digests(self, block_bytes: int) -> None:
+        files = {self.shard(i).name: self.truth(i).tobytes() for i in range(self.n_shards)}
+        if self.labels is not None:
+            files["labels.bin"] = self.labels.tobytes()
+        document = {"version": 1, "algorithm": "xxh3_128", "block_bytes": block_bytes, "files": {}}
+        for name, data in files.items():
+            blocks = [data[start : start + block_bytes] for start in range(0, len(data), block_bytes)]
+            digests = [xxhash.xxh3_128_hexdigest(block) for block in blocks]
+            document["files"][name] = {"nbytes": len(data), "digests": digests}
+        (self.path / "digests.json").write_text(json.dumps(document))
+
+    def dull_lost(self) -> list[int]:
+        """Examples whose right bytes are not where the protocol says they are, one by one."""
+        lost = []
+        for example in range(len(self.acts)):
+            shard_idx, row = divmod(example, self.per_shard)
+            try:
+                data = self.shard(shard_idx).read_bytes()
+            except OSError:
+                data = b""
+            start = row * self.example_nbytes
+            if data[start : start + self.example_nbytes] != self.acts[example].tobytes():
+                lost.append(example)
+        return lost
 
 
 def plain_store(
-    layout: Layout, *, seed: int = 0, tail: Tail = "padded", empty_trailer: bool = False, labelled: bool = False
-) -> PlainStore:
-    """Random bits as activations (NaN payloads, infinities and denormals occur), in protocol 1.0.0 as of June 2025."""
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, layout.nbytes, dtype=np.uint8)
-    dense = raw.view("<f4").reshape(layout.shape)
-    budget = layout.examples_per_shard * layout.vectors_per_example
+    root: Path,
+    *,
+    n: int = 7,
+    layers: tuple[int, ...] = (2, 5, 11),
+    tokens: int = 4,
+    cls: bool = True,
+    d_model: int = 8,
+    per_shard: int = 3,
+    labels: bool = False,
+    padded: bool = True,
+    trailer: bool = False,
+    seed: int = 0,
+) -> Plain:
+    """Write a protocol 2.0 store below `root`; no number in it is zero."""
     metadata = {
-        "vit_family": "clip",
-        "vit_ckpt": f"random/{seed}",
-        "layers": list(layout.layers),
-        "n_patches_per_img": layout.content_tokens_per_example,
-        "cls_token": layout.cls_token,
-        "d_vit": layout.d_model,
-        "n_imgs": layout.n_examples,
-        "max_patches_per_shard": budget,
-        "data": {"__class__": "Fake", "n_imgs": layout.n_examples},
-        "dtype": "float32",
-        "protocol": "1.0.0",
-    }
-    capacity = layout.examples_per_shard
-    files: dict[str, bytes] = {}
-    shards: list[dict[str, object]] = []
-    for start in range(0, layout.n_examples, capacity):
-        part = dense[start : start + capacity]
-        padding = bytes((capacity - len(part)) * layout.example_nbytes if tail == "padded" else 0)
-        name = f"acts{start // capacity:06d}.bin"
-        files[name] = part.tobytes() + padding
-        shards.append({"name": name, "n_imgs": len(part)})
-    if empty_trailer and layout.n_examples % capacity == 0:
-        name = f"acts{len(shards):06d}.bin"
-        files[name] = bytes(capacity * layout.example_nbytes)
-        shards.append({"name": name, "n_imgs": 0})
-    files["metadata.json"] = json.dumps(metadata, indent=4).encode()
-    files["shards.json"] = json.dumps(shards, indent=2).encode()
-    labels = None
-    if labelled:
-        labels = rng.integers(0, 4, (layout.n_examples, layout.content_tokens_per_example), dtype=np.uint8)
-        files["labels.bin"] = labels.tobytes()
-    name = hashlib.sha256(json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    return PlainStore(files, name, dense, labels, layout)
+        "family": "clip", "ckpt": "plain", "layers": list(layers), "patches_per_ex": tokens, "cls_token": cls,
+        "d_model": d_model, "n_ex": n, "patches_per_shard": per_shard * (tokens + cls) * len(layers),
+        "data": {"__class__": "Plain", "seed": seed}, "dataset": "/data/plain", "dtype": "float32", "protocol": "2.0",
+    }  # fmt: skip
+    compact = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+    path = root / hashlib.sha256(compact.encode()).hexdigest()
+    path.mkdir(parents=True)
+    (path / "metadata.json").write_text(json.dumps(metadata, indent=4))
+    rng = np.random.default_rng(seed)
+    acts = rng.uniform(0.5, 2.0, (n, len(layers), tokens + cls, d_model)).astype("<f4")
+    acts *= rng.choice(np.array([-1, 1], np.float32), acts.shape)
+    entries = []
+    for shard_idx in range(-(-n // per_shard)):
+        part = acts[shard_idx * per_shard : (shard_idx + 1) * per_shard]
+        entries.append({"name": f"acts{shard_idx:06d}.bin", "n_ex": len(part)})
+        part.tofile(path / f"acts{shard_idx:06d}.bin")
+        if padded:
+            os.truncate(path / f"acts{shard_idx:06d}.bin", per_shard * acts[0].nbytes)
+    if trailer:
+        name = f"acts{len(entries):06d}.bin"
+        (path / name).write_bytes(bytes(per_shard * acts[0].nbytes))
+        entries.append({"name": name, "n_ex": 0})
+    (path / "shards.json").write_text(json.dumps(entries))
+    found = None
+    if labels:
+        found = rng.integers(0, 255, (n, tokens)).astype(np.uint8)
+        found.tofile(path / "labels.bin")
+    return Plain(path, acts, per_shard, found)
+
+
+def spans(examples: list[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as half-open ranges, the slow way."""
+    ranges: list[tuple[int, int]] = []
+    for example in examples:
+        if ranges and ranges[-1][1] == example:
+            ranges[-1] = (ranges[-1][0], example + 1)
+        else:
+            ranges.append((example, example + 1))
+    return tuple(ranges)

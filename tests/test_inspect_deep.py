@@ -1,0 +1,393 @@
+"""Reading every byte: each kind of damage to contents, with the examples it costs, against a dull recomputation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_stores import Plain, plain_store, spans
+from test_inspect import documents, kinds
+
+from saev_store.errors import TransportError
+from saev_store.inspect import Report, validate
+from saev_store.inspect._scan import is_zero, merge_runs, scan_piece, whole_units
+from saev_store.transport import FREE, MemoryTransport, Transport, open_transport
+
+
+def look(store: Plain, transport: Transport | None = None, *, absent: bool = False) -> Report:
+    """A deep report; the remark that digests are absent is left out unless asked for."""
+    metadata, index = documents(store.path)
+    report = validate(
+        transport or open_transport(store.path), metadata, index, dirname=store.path.name, deep=True, progress=False
+    )
+    assert report.deep
+    keep = tuple(p for p in report.problems if absent or p.kind != "digests_absent")
+    return Report(report.url, report.n_examples, report.n_shards, keep, True, report.checked_bytes, report.elapsed_s)
+
+
+def overwrite(path: Path, start: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path, labels=True)
+
+
+@pytest.fixture
+def digested(store: Plain) -> Plain:
+    store.write_digests(256)  # 480 bytes an example: blocks and examples do not line up
+    return store
+
+
+def test_whole_stores(store):
+    assert kinds(look(store, absent=True)) == ["digests_absent"]
+    for block_bytes in (4, 64, 256, 480, 1 << 20):
+        store.write_digests(block_bytes)
+        report = look(store, absent=True)
+        assert report.problems == ()
+        assert report.checked_bytes == 3 * 1440 + 28
+
+
+# -- zeros ---------------------------------------------------------------------------------------------------------------
+
+
+def test_zero_shard_in_the_middle(store):
+    store.shard(1).write_bytes(bytes(1440))
+    report = look(store)
+    assert kinds(report) == ["zero_shard"]
+    assert report.lost == spans(store.dull_lost()) == ((3, 6),)
+
+
+def test_zero_rows(store):
+    overwrite(store.shard(0), 480, bytes(480))
+    report = look(store)
+    assert kinds(report) == ["zero_rows"]
+    assert report.lost == spans(store.dull_lost()) == ((1, 2),)
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_a_recording_that_stopped(store, first):
+    for example in range(first, 7):
+        overwrite(store.shard(example // 3), example % 3 * 480, bytes(480))
+    report = look(store)
+    assert kinds(report) == ["unwritten_tail"]
+    assert report.lost == spans(store.dull_lost()) == ((first, 7),)
+
+
+def test_a_tail_and_holes_are_told_apart(tmp_path):
+    store = plain_store(tmp_path, n=20, per_shard=4)
+    zero = [1, 4, 5, 6, 7, 9, 14, 15, 16, 17, 18, 19]
+    for example in zero:
+        overwrite(store.shard(example // 4), example % 4 * 480, bytes(480))
+    report = look(store)
+    assert report.lost == spans(store.dull_lost()) == spans(zero)
+    assert {(p.kind, p.where): p.lost for p in report.problems} == {
+        ("unwritten_tail", "acts000003.bin"): ((14, 20),),
+        ("zero_shard", "acts000001.bin"): ((4, 8),),
+        ("zero_rows", "acts000000.bin"): ((1, 2),),
+        ("zero_rows", "acts000002.bin"): ((9, 10),),
+    }
+
+
+def test_a_layer_or_token_of_zeros_is_only_a_remark(store):
+    overwrite(store.shard(0), 5 * 32, bytes(5 * 32))  # example 0, the second layer
+    report = look(store)
+    assert [(p.kind, p.severity) for p in report.problems] == [("zero_vectors", "info")]
+    assert report.problems[0].message.startswith("5 vectors")
+    assert report.lost == ()
+
+
+def test_zeros_that_the_digests_confirm_were_written(tmp_path):
+    store = plain_store(tmp_path)
+    store.acts[4:] = 0
+    for shard_idx in (1, 2):
+        overwrite(store.shard(shard_idx), 0, store.truth(shard_idx).tobytes())
+    store.write_digests(256)
+    report = look(store)
+    assert [(p.kind, p.severity) for p in report.problems] == [("zero_rows", "warning")] * 2
+    assert report.ok
+    assert report.lost == ()
+
+
+def test_minus_zero_is_no_unwritten_row(store):
+    overwrite(store.shard(0), 480, np.full(120, -0.0, "<f4").tobytes())
+    assert look(store).problems == ()
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_zeros_and_cuts_against_the_dull_model(tmp_path_factory, data):
+    tmp_path = tmp_path_factory.mktemp("store")
+    try:
+        n = data.draw(st.integers(1, 12), label="n")
+        store = plain_store(
+            tmp_path,
+            n=n,
+            layers=tuple(range(data.draw(st.integers(1, 3)))),
+            tokens=data.draw(st.integers(1, 3)),
+            cls=data.draw(st.booleans()),
+            d_model=data.draw(st.integers(1, 9)),
+            per_shard=data.draw(st.integers(1, 5)),
+            padded=data.draw(st.booleans()),
+        )
+        size = store.example_nbytes
+        for example in data.draw(st.sets(st.integers(0, n - 1)), label="zero"):
+            overwrite(store.shard(example // store.per_shard), example % store.per_shard * size, bytes(size))
+        for shard_idx in data.draw(st.sets(st.integers(0, store.n_shards - 1), max_size=2), label="cut"):
+            cut = data.draw(st.integers(0, (store.span(shard_idx)[1] - store.span(shard_idx)[0]) * size))
+            os.truncate(store.shard(shard_idx), cut)
+        for shard_idx in data.draw(st.sets(st.integers(0, store.n_shards - 1), max_size=1), label="gone"):
+            store.shard(shard_idx).unlink()
+        report = look(store)
+        assert report.lost == spans(store.dull_lost()), str(report)
+        assert report.ok == (not report.lost)
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+# -- digests -------------------------------------------------------------------------------------------------------------
+
+
+def touched(store: Plain, shard_idx: int, position: int, block_bytes: int) -> tuple[tuple[int, int], ...]:
+    """The examples that share a digest block with a byte, one by one."""
+    block = position // block_bytes
+    start, end = store.span(shard_idx)
+    lost = []
+    for example in range(start, end):
+        first = (example - start) * store.example_nbytes
+        owned = range(first, first + store.example_nbytes)
+        if any(byte // block_bytes == block for byte in owned):
+            lost.append(example)
+    return spans(lost)
+
+
+@pytest.mark.parametrize("position", [0, 255, 256, 479, 480, 700, 1439])
+def test_one_flipped_bit(digested, position):
+    data = bytearray(digested.shard(1).read_bytes())
+    data[position] ^= 1
+    digested.shard(1).write_bytes(data)
+    report = look(digested)
+    assert kinds(report) == ["digest_mismatch"]
+    assert report.lost == touched(digested, 1, position, 256)
+    assert set(digested.dull_lost()) <= {i for start, end in report.lost for i in range(start, end)}
+
+
+def test_without_digests_a_flipped_bit_is_invisible_and_said_so(store):
+    overwrite(store.shard(1), 0, b"\x01")
+    (remark,) = look(store, absent=True).problems
+    assert remark.kind == "digests_absent"
+    assert "cannot be noticed" in remark.message
+
+
+def test_swapped_shards(digested):
+    one, two = digested.shard(0).read_bytes(), digested.shard(1).read_bytes()
+    digested.shard(0).write_bytes(two)
+    digested.shard(1).write_bytes(one)
+    report = look(digested)
+    assert kinds(report) == ["swapped_shards", "swapped_shards"]
+    assert report.lost == spans(digested.dull_lost()) == ((0, 6),)
+    assert "acts000001.bin" in report.problems[0].message
+
+
+def test_a_shard_copied_over_another(store):
+    shutil.copy(store.shard(0), store.shard(1))
+    report = look(store)
+    assert [(p.kind, p.severity, p.where) for p in report.problems] == [
+        ("duplicate_shards", "warning", "acts000001.bin")
+    ]
+    store.write_digests(256)
+    report = look(store)
+    assert kinds(report) == ["swapped_shards"]
+    assert report.lost == spans(store.dull_lost()) == ((3, 6),)
+
+
+def test_a_short_shard_is_compared_as_far_as_it_goes(digested):
+    os.truncate(digested.shard(1), 1000)
+    report = look(digested)
+    assert kinds(report) == ["short_shard"]
+    overwrite(digested.shard(1), 300, b"\0")
+    report = look(digested)
+    assert kinds(report) == ["short_shard", "digest_mismatch"]
+    assert report.lost == ((3, 6),)
+
+
+def test_labels(digested):
+    overwrite(digested.path / "labels.bin", 3, bytes([255 - int(digested.labels.reshape(-1)[3])]))
+    report = look(digested)
+    assert kinds(report) == ["labels_digest_mismatch"]
+    assert not report.ok
+    assert report.lost == ()
+    (digested.path / "labels.bin").unlink()
+    assert kinds(look(digested)) == ["missing_labels"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"version": 2}', '{"version": 1, "algorithm": "md5", "block_bytes": 8, "files": {}}', "[" * 10_000,
+     '{"version": 1, "algorithm": "xxh3_128", "block_bytes": -1, "files": {}}',
+     '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 3, "files": {}}',
+     '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 1e99, "files": []}',
+     '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 8, "files": {"acts000000.bin": {"nbytes": 1440, "digests": [1]}}}'],
+)  # fmt: skip
+def test_a_hostile_digests_document_is_a_warning(store, text):
+    (store.path / "digests.json").write_text(text)
+    report = look(store)
+    assert kinds(report) == ["digests_document"]
+    assert report.problems[0].severity == "warning"
+    assert report.ok
+
+
+def test_digests_of_another_store_are_named_file_by_file(store, tmp_path):
+    other = plain_store(tmp_path / "other", n=6)
+    other.acts = store.acts[:6]
+    other.write_digests(256)
+    shutil.copy(other.path / "digests.json", store.path)
+    report = look(store)
+    assert {(p.kind, p.loc) for p in report.problems if p.kind == "digests_document"} == {
+        ("digests_document", ("files", "acts000002.bin"))
+    }
+    # The first two shards are equal; the third has no entry and is not compared.
+    assert report.ok
+
+
+# -- oddities ------------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_are_none(store):
+    values = store.acts.copy()
+    values[3, 0, 0, :3] = [np.nan, np.inf, -np.inf]
+    values[4, 0, 0, 0] = 3e38  # finite, though its square is not
+    overwrite(store.shard(1), 0, values[3:6].tobytes())
+    report = look(store)
+    assert [(p.kind, p.severity) for p in report.problems] == [("non_finite", "warning")]
+    assert report.problems[0].message.startswith("3 numbers")
+
+
+def test_padding_that_is_not_zero(store):
+    overwrite(store.shard(2), 1439, b"\x01")
+    report = look(store)
+    assert [(p.kind, p.severity, p.where) for p in report.problems] == [
+        ("nonzero_padding", "warning", "acts000002.bin")
+    ]
+
+
+def test_an_empty_trailing_shard_that_is_not_empty(tmp_path):
+    store = plain_store(tmp_path, n=6, trailer=True)
+    assert look(store).problems == ()
+    overwrite(store.shard(2), 100, b"\x01")
+    assert kinds(look(store)) == ["nonzero_padding"]
+
+
+def test_a_read_error_costs_only_the_examples_in_that_block(digested):
+    inner = MemoryTransport({path.name: path.read_bytes() for path in digested.path.iterdir()})
+
+    class Bad:
+        """A disk with one bad block."""
+
+        url, name, cost = inner.url, inner.name, FREE
+        read, size, close = inner.read, inner.size, inner.close
+
+        def get_ranges(self, path, *, starts, ends):
+            if path == "acts000001.bin" and starts[0] <= 500 < ends[0]:
+                raise TransportError("Input/output error", where=path)
+            return inner.get_ranges(path, starts=starts, ends=ends)
+
+    report = look(digested, Bad())
+    assert kinds(report) == ["unreadable_shard"]
+    assert "Input/output error" in report.problems[0].message
+    assert report.lost == touched(digested, 1, 500, 256)
+
+
+# -- how it reads --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_and_no_thread_stays(tmp_path):
+    store = plain_store(tmp_path, n=400, tokens=63, d_model=256, per_shard=100)  # 77 MB in four files
+    look(store)
+    tracemalloc.start()
+    try:
+        assert look(store).ok
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    for thread in threading.enumerate():
+        if thread.name == "saev-store-validate":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_an_interrupt_leaves_at_once(store, monkeypatch):
+    metadata, index = documents(store.path)
+    inner = open_transport(store.path)
+    never = threading.Event()
+
+    class Hangs:
+        """A server that has stopped answering."""
+
+        url, name, cost = "remote://x", "remote", FREE
+        read, size, close = inner.read, inner.size, inner.close
+
+        def get_ranges(self, path, *, starts, ends):
+            never.wait()
+
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.3, lambda: __import__("signal").pthread_kill(main, __import__("signal").SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        validate(Hangs(), metadata, index, deep=True, progress=False)
+    never.set()
+
+
+def test_progress_goes_to_stderr_only_when_asked(store, capsys):
+    metadata, index = documents(store.path)
+    validate(open_transport(store.path), metadata, index, deep=True)
+    assert capsys.readouterr() == ("", "")
+    validate(open_transport(store.path), metadata, index, deep=True, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "validating" in err
+
+
+# -- the arithmetic under it ---------------------------------------------------------------------------------------------
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0, -0.0, float("nan"), float("inf")]), min_size=0, max_size=60),
+    d_model=st.integers(1, 7),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+)
+def test_zero_vectors_however_the_bytes_are_cut(values, d_model, cuts):
+    array = np.array(values[: len(values) // d_model * d_model], dtype="<f4")
+    edges = sorted({0, len(array), *(cut for cut in cuts if cut < len(array))})
+    runs, n_nonfinite = [], 0
+    for start, end in pairwise(edges):
+        found = scan_piece(memoryview(array[start:end]).cast("B"), start=start, d_model=d_model)
+        n_nonfinite += found.n_nonfinite
+        runs.append(found.zero_runs)
+    merged = merge_runs(np.concatenate(runs)) if runs else np.empty((0, 2), np.int64)
+    vectors = whole_units(merged, d_model)
+    expected = [i for i, row in enumerate(array.reshape(-1, d_model)) if row.tobytes() == bytes(4 * d_model)]
+    assert tuple(map(tuple, vectors.tolist())) == spans(expected)
+    assert n_nonfinite == np.count_nonzero(~np.isfinite(array))
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 4096, 8191])
+def test_is_zero(n):
+    assert is_zero(memoryview(bytes(n)))
+    for position in {0, n // 2, n - 1} & set(range(n)):
+        data = bytearray(n)
+        data[position] = 1
+        assert not is_zero(memoryview(data))
