@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from saev_store.documents import (
     METADATA_MAX_NBYTES,
     SHARDS_MAX_NBYTES,
     Metadata,
     ShardsIndex,
+    labels_nbytes,
     match_hash,
+    new_metadata,
     parse_metadata,
     parse_shards,
 )
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     DocumentError,
     IncompleteStoreError,
@@ -22,11 +27,12 @@ from saev_store.errors import (
     SaevStoreError,
 )
 from saev_store.inspect import quick_checks
-from saev_store.layout import Layout
+from saev_store.layout import Layout, shard_name
 from saev_store.listing import list_stores
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
-from saev_store.transport import Lists, Transport
+from saev_store.selection import Labels
+from saev_store.transport import Lists, MemoryTransport, Transport
 
 _SHOWN = 8
 
@@ -95,6 +101,69 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
         has_labels=_exists(transport, LABELS_NAME),
         readable=_readable(metadata.layout, errors),
     )
+
+
+def open_in_memory(opened: Opened) -> Opened:
+    """The same store with all its files held in memory, read once, now.
+
+    Raises:
+        CorruptShardError: a file ends before its last example; damaged stores are not loaded.
+    """
+    source, layout = opened.transport, opened.metadata.layout
+    files: dict[str, bytes | bytearray | memoryview] = {METADATA_NAME: opened.metadata.raw}
+    files[SHARDS_NAME] = source.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES)
+    for shard_idx in range(layout.n_shards):
+        name = shard_name(shard_idx)
+        (files[name],) = source.get_ranges(name, starts=[0], ends=[layout.used_nbytes(shard_idx)])
+    labels = read_labels(source, layout)
+    if labels is not None:
+        files[LABELS_NAME] = labels.data.cast("B")
+    transport = MemoryTransport(files, label=source.url)
+    return replace(opened, transport=transport, sizes_checked=True, has_labels=labels is not None)
+
+
+def read_labels(transport: Transport, layout: Layout) -> Labels | None:
+    """`labels.bin` as a read-only array, mapped where the transport maps; None where there is none.
+
+    Raises:
+        DocumentError: the file has another size than the documents imply.
+    """
+    try:
+        size = transport.size(LABELS_NAME)
+    except NotFoundError:
+        return None
+    expected = labels_nbytes(layout)
+    if size != expected:
+        raise DocumentError(
+            f"has {size} bytes; one byte for each of {layout.n_examples} x {layout.content_tokens_per_example} content "
+            f"tokens is {expected}",
+            where=f"{transport.url}/{LABELS_NAME}",
+            remedy="Restore the file, or remove it to read the store without labels.",
+        )
+    (buffer,) = transport.get_ranges(LABELS_NAME, starts=[0], ends=[expected])
+    labels = np.frombuffer(buffer, dtype=np.uint8).reshape(layout.n_examples, -1)
+    labels.flags.writeable = False
+    return labels
+
+
+def as_metadata(metadata: object) -> Metadata:
+    """What a caller means by the metadata of a new store.
+
+    Raises:
+        ArgumentError: it is neither a document nor a mapping of the arguments of `new_metadata`.
+    """
+    if isinstance(metadata, Metadata):
+        return metadata
+    if not isinstance(metadata, Mapping):
+        raise ArgumentError(
+            f"is of type {type(metadata).__name__}; it must come from saev_store.new_metadata(...) or be a mapping of its "
+            "arguments",
+            where="metadata",
+        )
+    try:
+        return new_metadata(**metadata)
+    except TypeError as error:  # a name that new_metadata does not know, or one that it needs
+        raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
 
 
 def _check_name(metadata: Metadata, name: str) -> list[Problem]:

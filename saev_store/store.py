@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
-from saev_store._open import Opened, open_documents
+from saev_store._open import Opened, as_metadata, open_documents, open_in_memory, read_labels
 from saev_store.display import card_html, card_rows, card_text
-from saev_store.documents import Metadata, labels_nbytes, new_metadata
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreWarning
+from saev_store.documents import Metadata
+from saev_store.errors import ArgumentError, SaevStoreWarning
 from saev_store.indexing import Block, Key, parse_key
 from saev_store.layout import DIMS, Layout
-from saev_store.names import LABELS_NAME
 from saev_store.reader import FloatArray, Reader
 from saev_store.selected import Selection, prepared
 from saev_store.selection import Labels, Layers, Tokens, row_space
@@ -77,7 +76,8 @@ class ShardStore:
         Args:
             url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec knows, chained ones too, or a transport.
             storage_options: What fsspec hands to the file system, such as `{"anon": True}`.
-            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`, `"memory"`.
+            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`; `"memory"` loads the whole
+                store at once.
             damaged_ok: Open also where shards are missing or short. What is lost is in `problems`, and reading it raises.
 
         Raises:
@@ -87,8 +87,13 @@ class ShardStore:
             UnknownProtocolError: the store is newer than this package (a breaking change), or of another dtype.
             CorruptShardError: shards are missing, short or too long, and `damaged_ok` is false.
         """
-        transport = url if isinstance(url, Transport) else open_transport(url, storage_options, engine=engine)
+        if isinstance(url, Transport):
+            transport = url
+        else:
+            transport = open_transport(url, storage_options, engine="auto" if engine == "memory" else engine)
         opened = open_documents(transport, damaged_ok=damaged_ok)
+        if engine == "memory":
+            opened = open_in_memory(opened)
         for problem in opened.problems:
             if problem.kind == "hash_mismatch":
                 warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=2)
@@ -142,7 +147,7 @@ class ShardStore:
 
         return create_store(
             open_transport(root, storage_options),
-            _as_metadata(metadata),
+            as_metadata(metadata),
             resume=resume,
             exist_ok=exist_ok,
             part=part,
@@ -163,7 +168,7 @@ class ShardStore:
         """
         from saev_store.writer import finalize_store
 
-        metadata = _as_metadata(metadata)
+        metadata = as_metadata(metadata)
         transport = open_transport(root, storage_options)
         finalize_store(transport, metadata)
         return cls.open(child(transport, metadata.hash))
@@ -238,23 +243,8 @@ class ShardStore:
             DocumentError: `labels.bin` has another size than the documents imply.
         """
         if self._labels is None and self._has_labels is not False:
-            try:
-                size = self.transport.size(LABELS_NAME)
-            except NotFoundError:
-                self._has_labels = False
-                return None
-            expected = labels_nbytes(self._layout)
-            if size != expected:
-                raise DocumentError(
-                    f"has {size} bytes; one byte for each of {self._layout.n_examples} x "
-                    f"{self._layout.content_tokens_per_example} content tokens is {expected}",
-                    where=f"{self.url}/{LABELS_NAME}",
-                    remedy="Restore the file, or remove it to read the store without labels.",
-                )
-            (buffer,) = self.transport.get_ranges(LABELS_NAME, starts=[0], ends=[expected])
-            labels = np.frombuffer(buffer, dtype=np.uint8).reshape(self._layout.n_examples, -1)
-            labels.flags.writeable = False
-            self._labels, self._has_labels = labels, True
+            self._labels = read_labels(self.transport, self._layout)
+            self._has_labels = self._labels is not None
         return self._labels
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -425,17 +415,3 @@ class ShardStore:
 
     def _repr_html_(self) -> str:
         return card_html(self.name, self._card())
-
-
-def _as_metadata(metadata: object) -> Metadata:
-    if isinstance(metadata, Metadata):
-        return metadata
-    if not isinstance(metadata, Mapping):
-        raise ArgumentError(
-            f"is a {type(metadata).__name__}; it must come from saev_store.new_metadata(...) or be a mapping of its arguments",
-            where="metadata",
-        )
-    try:
-        return new_metadata(**metadata)
-    except TypeError as error:  # a name that new_metadata does not know, or one that it needs
-        raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error

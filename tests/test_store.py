@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_stores import PlainStore, plain_store
 from test_indexing import component
 
 from saev_store import ShardStore
@@ -210,6 +210,18 @@ def test_every_engine_on_real_files(engine: str, tail: str, key: object, tmp_pat
     plain = plain_store(LAYOUT, tail=tail)  # type: ignore[arg-type]
     store = ShardStore.open(plain.write(tmp_path), engine=engine)  # type: ignore[arg-type]
     same_bits(store[key], plain.dense[key])  # type: ignore[index]
+
+
+def test_a_store_can_be_held_in_memory(tmp_path: Path) -> None:
+    plain = plain_store(LAYOUT, labelled=True)
+    folder = plain.write(tmp_path)
+    store = ShardStore.open(folder, engine="memory")
+    for file in folder.iterdir():
+        file.unlink()
+    same_bits(store[...], plain.dense)
+    np.testing.assert_array_equal(store.labels, plain.labels)
+    assert store.transport.name == "memory"
+    assert str(folder) in store.url
 
 
 def test_large_contiguous_reads_take_the_direct_way(tmp_path: Path) -> None:
