@@ -25,6 +25,7 @@ from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._blocks import block_ranges, digest
 from saev_store.writer._folder import Folder, receipt_path
 from saev_store.writer._progress import Progress
+from saev_store.writer._publish import remove_hidden
 from saev_store.writer._receipts import Receipt, parse_receipt
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
         what = "the copy" if bytes(there) == store.metadata.raw else "another store of this name"
         raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
     _check_sizes(folder, _files(store, pads=False))
-    folder.delete(WORK_FOLDER)
+    remove_hidden(folder)
     return True
 
 
@@ -262,4 +263,4 @@ def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
     folder.put(SHARDS_NAME, store._opened.index.raw)
     if not folder.create(METADATA_NAME, store.metadata.raw):
         raise StoreExistsError("another store of this name was published meanwhile", where=folder.url)
-    folder.delete(WORK_FOLDER)
+    remove_hidden(folder)
