@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from saev_store import ShardStore
 from saev_store.cli.demo import demo
+from saev_store.errors import AccessError
 from saev_store.record import run_demo
 from saev_store.record._photos import load_photographs
 from saev_store.record._picture import patch_colours, principal_colours, stitch
@@ -154,7 +155,7 @@ def test_the_command_prints_json_and_exits_by_what_it_found(
     tiny = random_model(config, name="tiny", reason="test")
 
     def small(out: Path, **options: object) -> object:
-        result = run_demo(out, model=tiny, layers=(-1,), n_photographs=1, tile_px=28, progress=False, **options)
+        result = run_demo(out, model=tiny, layers=(-1,), n_photographs=1, tile_px=28, **options)
         return dataclasses.replace(result, engines_equal=not damaged)
 
     monkeypatch.setattr(saev_store.record, "run_demo", small)
@@ -164,3 +165,11 @@ def test_the_command_prints_json_and_exits_by_what_it_found(
     assert fields["ok"] is not damaged
     assert fields["layers"] == [-1]
     assert "bit for bit" in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for out in (file, file / "below"):
+        with pytest.raises(AccessError, match="cannot be made or written"):
+            run_demo(out)

@@ -131,6 +131,8 @@ def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_p
     ("changes", "error", "match"),
     [
         ({"layers": (3,)}, LayerNotFoundError, "no block of a model with 3"),
+        ({"device": "abacus"}, ArgumentError, "device: 'abacus' cannot be used"),
+        ({"device": "cuda:77"}, ArgumentError, "device: 'cuda:77' cannot be used"),
         ({"ckpt": None}, ArgumentError, "ckpt is not given"),
         ({"n_examples": 7}, ArgumentError, "more than n_examples = 7"),
         ({"max_tokens_per_shard": 3}, ArgumentError, "at least one example"),

@@ -12,7 +12,7 @@ import numpy as np
 from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError
 from saev_store.record._batches import Batches
-from saev_store.record._hooks import Recorder
+from saev_store.record._hooks import Recorder, place
 from saev_store.store import ShardStore
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def record_to_store(
                 remedy="Say how many examples the iterable yields; the metadata needs it before the first.",
             )
         n_examples = batches.n_examples
-    recorder = Recorder(model if device is None else model.to(device), layers, cls_token=cls_token)
+    recorder = Recorder(place(model, device), layers, cls_token=cls_token)
     shape, batches = first_shape(batches)
     metadata = describe(
         recorder,

@@ -191,6 +191,26 @@ class Recorder:
         return keep
 
 
+def place(model: torch.nn.Module, device: str | None) -> torch.nn.Module:
+    """The model on a device; None leaves it where it is.
+
+    Raises:
+        ArgumentError: there is no such device here.
+    """
+    if device is None:
+        return model
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(
+            f"{device!r} cannot be used: {why}", where="device", remedy="Leave it out for the CPU."
+        ) from error
+    return model.to(device)
+
+
 def find_blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
     """The residual blocks of the encoder, in depth order.
 

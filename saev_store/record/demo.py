@@ -5,6 +5,8 @@ Everything it claims it has measured on the spot: see `DemoResult`.
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from saev_store.errors import AccessError
 from saev_store.record._batches import Batches
 from saev_store.record._dump import describe, fill
-from saev_store.record._hooks import Recorder, patch_size
+from saev_store.record._hooks import Recorder, patch_size, place
 from saev_store.record._photos import GRID, load_photographs
 from saev_store.record._picture import draw, patch_colours, principal_colours, stitch
 from saev_store.record._weights import load_model
@@ -129,14 +132,15 @@ def run_demo(
 
     Raises:
         MissingDependencyError: a library of the extra `demo` is not installed.
+        AccessError: `out` cannot be made or written.
         SaevStoreError: anything that recording and reading may raise.
     """
     begun_s = time.perf_counter()
-    out = Path(DEFAULT_OUT if out is None else out)
+    out = writable_folder(Path(DEFAULT_OUT if out is None else out))
     photographs = load_photographs(n=n_photographs, tile_px=tile_px)
     model = load_model() if model is None else model
     say(f"model      {type(model.model).__name__}, {model.note}")
-    network = model.model if device is None else model.model.to(device)
+    network = place(model.model, device)
     examples = photographs.examples()
     say(
         f"images     {n_photographs} photographs of scikit-image, as {len(examples)} tiles of {tile_px} x {tile_px} pixels"
@@ -193,6 +197,23 @@ def run_demo(
         max_abs_diff=max_abs_diff,
         seconds=time.perf_counter() - begun_s,
     )
+
+
+def writable_folder(folder: Path) -> Path:
+    """The folder, made if need be.
+
+    Raises:
+        AccessError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise AccessError(
+            f"this folder cannot be made or written: {error.strerror}", where=str(folder), remedy="Choose another one."
+        ) from error
+    return folder
 
 
 @dataclass(frozen=True)
