@@ -4,13 +4,13 @@ Takes bytes and gives checked values, or one exception with all that is wrong; o
 """
 
 from saev_store.documents._choose import protocols
+from saev_store.documents._oddities import depth_order
 from saev_store.documents._write import writable_versions
 from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
 from saev_store.documents.labels import labels_nbytes, parse_labels_size
 from saev_store.documents.metadata import (
     METADATA_MAX_NBYTES,
     Metadata,
-    depth_order,
     match_hash,
     new_metadata,
     parse_metadata,
