@@ -493,7 +493,7 @@ def test_cards_tell_and_escape(tmp_path: Path) -> None:
         "yes (labels.bin)",
         "1.0.0",
         "mmap",
-        "hash_mismatch",
+        "renamed",
     ):
         assert words in text
     assert "<script>" not in page
