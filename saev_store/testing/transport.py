@@ -183,7 +183,7 @@ class ReadContract:
         if not isinstance(transport, ReadsInto):
             pytest.skip("does not fill memory")
         for buffer in (memoryview(b"12345"), memoryview(np.zeros((4, 4), np.uint8)[:, ::2])):
-            with pytest.raises(ArgumentError, match="read-only|plain memory"):
+            with pytest.raises(ArgumentError, match=r"read-only|plain memory"):
                 transport.readinto("acts000000.bin", start=0, buffers=[buffer])
         with pytest.raises(CorruptShardError):
             transport.readinto("acts000000.bin", start=100_000, buffers=[memoryview(bytearray(4))])

@@ -19,7 +19,19 @@ from saev_store.errors import (
 )
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO}
+_TRANSIENT = {
+    errno.EAGAIN,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.EINTR,
+    errno.EIO,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+}
 
 
 def check_path(path: str, *, root_ok: bool = False) -> str:

@@ -64,15 +64,13 @@ class DescriptorCache:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._files: dict[str, OpenFile] = {}
+        #: The open file if there is one, else None.
+        self.peek = self._files.get
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()
-
-    def peek(self, where: str) -> OpenFile | None:
-        """The open file if there is one."""
-        return self._files.get(where)
 
     def open(self, where: str) -> OpenFile:
         """The open file, opened now if need be.

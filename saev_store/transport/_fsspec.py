@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._base import Buffer, Entry, ReadCost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, means_exists
@@ -79,10 +79,13 @@ class FsspecTransport:
                 data = self._client.fs().cat_file(
                     self._full(below), start=0, end=end, **self._client.deadline(end or 0)
                 )
+        except DeadlineError:
+            raise
         except TransportError:
             # Servers refuse any range of an empty file.
-            if self.size(path) == 0:
-                return b""
+            with contextlib.suppress(SaevStoreError):
+                if self.size(path) == 0:
+                    return b""
             raise
         if max_bytes is not None and len(data) > max_bytes:
             raise too_big(self._where(below), size=None, max_bytes=max_bytes)
@@ -114,7 +117,9 @@ class FsspecTransport:
         if wanted:
             try:
                 found = self._fetch(below, [starts[index] for index in wanted], [ends[index] for index in wanted])
-            except (CorruptShardError, TransportError) as error:
+            except DeadlineError:
+                raise
+            except TransportError as error:
                 self._blame(path, needed, error)
                 raise
             for index, part in zip(wanted, found, strict=True):
@@ -152,14 +157,13 @@ class FsspecTransport:
                 )
         return found
 
-    def _blame(self, path: str, needed: int, error: SaevStoreError) -> None:
+    def _blame(self, path: str, needed: int, error: TransportError) -> None:
         """Raise `CorruptShardError` if a failed range lies beyond the end of the file: servers answer that in many ways."""
+        size = needed
         with contextlib.suppress(SaevStoreError):
             size = self.size(path)
-            if size < needed:
-                error = too_short(error.where or path, size=size, needed=needed)
-        if isinstance(error, CorruptShardError):
-            raise error from None
+        if size < needed:
+            raise too_short(error.where or path, size=size, needed=needed) from None
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; never from a cache."""

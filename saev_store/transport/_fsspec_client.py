@@ -161,6 +161,9 @@ class Client:
             ) from cause
 
     def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        reason = error.__cause__
+        if isinstance(error, FileNotFoundError) and isinstance(reason, Exception) and not _is_absence(reason):
+            error = reason  # fsspec's web client calls every failure so, refused connections included
         text = self.redact(str(error)).strip()
         message = f"could not {doing}: {type(error).__name__}{f': {text}' if text else ''}"
         status = _status(error)
@@ -224,6 +227,12 @@ def _status(error: BaseException) -> int | None:
         if isinstance(value, int):
             return value
     return _status(error.__cause__) if error.__cause__ is not None and error.__cause__ is not error else None
+
+
+def _is_absence(error: Exception) -> bool:
+    if isinstance(error, (FileNotFoundError, KeyError)) or _status(error) == 404:
+        return True
+    return not (isinstance(error, OSError) or _status(error) or type(error).__module__.startswith("aiohttp"))
 
 
 def _strings(value: object) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -26,11 +25,13 @@ class SpooledSink:
         self._where = f"{client.safe_url}/{path}"
         self._written = Written()
         with os_errors(tempfile.gettempdir(), f"reserve {used_nbytes:,} bytes to collect {self._where}"):
-            self._fd, self._spool = tempfile.mkstemp(prefix="saev_store-")
+            # Without a name, so that a killed process leaves nothing behind.
+            with tempfile.TemporaryFile() as spool:
+                self._fd = os.dup(spool.fileno())
             try:
                 preallocate(self._fd, used_nbytes)
                 os.ftruncate(self._fd, file_nbytes)
-            except BaseException:
+            except OSError:
                 self.abort()
                 raise
 
@@ -77,12 +78,13 @@ class SpooledSink:
             TransportError: the upload failed or another length arrived; the temporary file stays for another try.
         """
         self._written.check_complete(self._used, where=self._where)
-        self._descriptor()
+        fd = self._descriptor()
+        os.lseek(fd, 0, os.SEEK_SET)  # on some systems, opening /dev/fd/N shares the position
         with self._client.errors("upload", self._path):
             fs = self._client.fs()
             if not self._client.is_async:
                 fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
-            fs.put_file(self._spool, self._full, **self._client.deadline(self._file_nbytes))
+            fs.put_file(f"/dev/fd/{fd}", self._full, **self._client.deadline(self._file_nbytes))
             fs.invalidate_cache(self._full)
             size = fs.info(self._full, **self._client.deadline()).get("size")
         if size != self._file_nbytes:
@@ -90,12 +92,10 @@ class SpooledSink:
         self.abort()
 
     def abort(self) -> None:
-        """Delete the temporary file."""
+        """Give the temporary file's space back."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-            with contextlib.suppress(OSError):
-                os.unlink(self._spool)
 
     def __del__(self) -> None:
         self.abort()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import cast
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
 from saev_store.transport._base import FREE, Buffer, Entry, ReadCost
@@ -112,10 +113,21 @@ class LocalTransport(LocalWrites):
         DESCRIPTORS.forget(self._root)
 
 
-class _Mapped(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Mapped:
     where: str
     view: memoryview
+    nbytes: int
     identity: tuple[int, int]
+
+
+def _size_now(mapped: _Mapped) -> int:
+    """The size of the file behind a map, or -1 if another file has its name by now."""
+    file = DESCRIPTORS.peek(mapped.where)
+    if file is not None and file.identity == mapped.identity:
+        return file.size()
+    status = os.stat(mapped.where)
+    return status.st_size if (status.st_dev, status.st_ino) == mapped.identity else -1
 
 
 class MmapTransport(LocalTransport):
@@ -130,26 +142,19 @@ class MmapTransport(LocalTransport):
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only view per range; each keeps the map alive, also after `close`."""
-        mapped = self._maps.get(path)
         try:
-            if mapped is not None:
-                file = DESCRIPTORS.peek(mapped.where)
-                if file is not None and file.identity == mapped.identity:
-                    size = file.size()
-                else:
-                    status = os.stat(mapped.where)
-                    size = status.st_size if (status.st_dev, status.st_ino) == mapped.identity else -1
-                if size != len(mapped.view):
-                    mapped = None
-            if mapped is None:
+            mapped = self._maps.get(path)
+            if mapped is None or _size_now(mapped) != mapped.nbytes:
                 mapped = self._map(path)
         except SaevStoreError:
             raise
         except OSError as error:  # as in `os_errors`, which would be a third of this call's price
             raise from_os_error(error, where=self._where(path), doing="map") from error
         view = mapped.view
-        if check_ranges(mapped.where, starts, ends) > len(view):
-            raise too_short(mapped.where, size=len(view), needed=max(ends))
+        if len(starts) == 1 == len(ends) and 0 <= starts[0] <= ends[0] <= mapped.nbytes:
+            return [view[starts[0] : ends[0]]]
+        if check_ranges(mapped.where, starts, ends) > mapped.nbytes:
+            raise too_short(mapped.where, size=mapped.nbytes, needed=max(ends))
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def _map(self, path: str) -> _Mapped:
@@ -166,7 +171,7 @@ class MmapTransport(LocalTransport):
             ) from error
         while len(self._maps) >= _MAX_MAPS:
             self._maps.pop(next(iter(self._maps), ""), None)
-        mapped = self._maps[path] = _Mapped(where, view, file.identity)
+        mapped = self._maps[path] = _Mapped(where, view, size, file.identity)
         return mapped
 
     def at(self, path: str) -> MmapTransport:

@@ -79,17 +79,20 @@ class MemoryTransport:
     def _key(self, path: str) -> str:
         return self._prefix + check_path(path)
 
+    def _where(self, path: str) -> str:
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{path}"
+
     def _content(self, path: str) -> bytes:
         content = self._files.content.get(self._key(path))
         if content is None:
-            raise NotFoundError("there is no such file", where=f"{self.url}/{path}")
+            raise NotFoundError("there is no such file", where=self._where(path))
         return content
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The content itself, not a copy."""
         content = self._content(path)
         if max_bytes is not None and len(content) > max_bytes:
-            raise too_big(f"{self.url}/{path}", size=len(content), max_bytes=max_bytes)
+            raise too_big(self._where(path), size=len(content), max_bytes=max_bytes)
         return content
 
     def size(self, path: str) -> int:
@@ -100,7 +103,7 @@ class MemoryTransport:
         """One read-only view per range."""
         view = memoryview(self._content(path))
         if (needed := check_ranges(path, starts, ends)) > len(view):
-            raise too_short(f"{self.url}/{path}", size=len(view), needed=needed)
+            raise too_short(self._where(path), size=len(view), needed=needed)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
@@ -121,7 +124,7 @@ class MemoryTransport:
                 entry = folder + first
                 entries[entry] = Entry(entry, is_dir=bool(rest), size=None if rest else len(content))
         if path and not entries:
-            raise NotFoundError("there is no such folder", where=f"{self.url}/{path}")
+            raise NotFoundError("there is no such folder", where=self._where(path))
         return [entries[name] for name in sorted(entries)]
 
     def close(self) -> None:
@@ -138,7 +141,7 @@ class MemoryTransport:
         key = self._key(path)
         with self._files.lock:
             if key in self._files.content:
-                raise StoreExistsError("somebody has created this already", where=f"{self.url}/{path}")
+                raise StoreExistsError("somebody has created this already", where=self._where(path))
             self._files.content[key] = bytes(data)
 
     def delete(self, path: str) -> None:
@@ -162,7 +165,7 @@ class MemoryTransport:
         key = self._key(path)
         with self._files.lock:
             if key in self._files.held:
-                raise WriterConflictError("another thread is writing here", where=f"{self.url}/{path}")
+                raise WriterConflictError("another thread is writing here", where=self._where(path))
             self._files.held.add(key)
         try:
             yield
@@ -174,7 +177,7 @@ class MemoryTransport:
         """A file that appears when it is committed; one that was given up can be resumed."""
         if not 0 <= used_nbytes <= file_nbytes:
             raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
-        key, where = self._key(path), f"{self.url}/{path}"
+        key, where = self._key(path), self._where(path)
         with self._files.lock:
             content = self._files.open.get(key, self._files.content.get(key))
             if content is not None and not resume:

@@ -89,7 +89,7 @@ class RetryTransport(Wrapper):
                 n_failed += 1
                 raise
             except StoreExistsError:
-                if not n_failed or self._inner.read(path, max_bytes=len(data)) != bytes(data):
+                if not n_failed or self._inner.size(path) != len(data) or self._inner.read(path) != bytes(data):
                     raise
 
         return create

@@ -1,0 +1,497 @@
+"""Remote places: what they do wrong, what they must not be told, and what happens in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+import traceback
+from functools import partial
+from typing import ClassVar
+
+import fsspec
+import pytest
+from fsspec.asyn import AsyncFileSystem
+from servers import s3_bucket  # noqa: F401 (a fixture)
+
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    DeadlineError,
+    MissingDependencyError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport import open_transport
+from saev_store.transport._fsspec import FsspecTransport
+from saev_store.transport._fsspec_client import means_exists, safe_url
+
+# In this process threads are running when it forks: that is the very thing to be tested.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
+
+def one(transport, path, start, end):
+    (part,) = transport.get_ranges(path, starts=[start], ends=[end])
+    return part
+
+
+class FakeFileSystem(AsyncFileSystem):
+    """An object store that does whatever a test wants: `answers` are raised, or replace the data."""
+
+    protocol = "fake"
+    cachable = False
+    content = bytes(range(256))
+    answers: ClassVar[list] = []
+    asked: ClassVar[list] = []
+
+    async def _info(self, path, **kwargs):
+        self.asked.append("info")
+        if path.endswith("gone"):
+            raise FileNotFoundError(path)
+        return {"name": path, "size": len(self.content), "type": "file"}
+
+    async def _cat_file(self, path, start=None, end=None, **kwargs):
+        self.asked.append((start, end))
+        answer = self.answers.pop(0) if self.answers else None
+        if answer == "hang":
+            await asyncio.sleep(1000)
+        if isinstance(answer, BaseException):
+            raise answer
+        return self.content[start:end] if answer is None else answer
+
+    async def _pipe_file(self, path, value, mode="overwrite", **kwargs):
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, BaseException):
+            raise answer
+
+    async def _put_file(self, lpath, rpath, **kwargs):
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, BaseException):
+            raise answer
+
+
+@pytest.fixture
+def fake():
+    fsspec.register_implementation("fake", FakeFileSystem, clobber=True)
+    FakeFileSystem.answers, FakeFileSystem.asked = [], []
+    return open_fake()
+
+
+def open_fake(timeout_s=60):
+    """fsspec binds the methods when it makes a file system, so patched ones need a new one."""
+    return FsspecTransport("fake://bucket/root", {"token": "hush-hush"}, timeout_s=timeout_s)
+
+
+class HttpError(Exception):
+    def __init__(self, status, text="") -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class ClientError(Exception):
+    """The shape of botocore's."""
+
+    def __init__(self, code, status) -> None:
+        super().__init__(f"An error occurred ({code}) when calling the operation")
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class ReadTimeoutError(Exception):
+    pass
+
+
+class NoCredentialsError(Exception):
+    pass
+
+
+def caused_by(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "transient"),
+    [
+        (FileNotFoundError("x"), NotFoundError, None),
+        (HttpError(404), NotFoundError, None),
+        (PermissionError("x"), AccessError, None),
+        (HttpError(401), AccessError, None),
+        (HttpError(403), AccessError, None),
+        (ClientError("AccessDenied", 403), AccessError, None),
+        (NoCredentialsError("Unable to locate credentials"), AccessError, None),
+        (TimeoutError(), DeadlineError, True),
+        (ReadTimeoutError("x"), DeadlineError, True),
+        (HttpError(503), TransportError, True),
+        (HttpError(429), TransportError, True),
+        (ClientError("SlowDown", 503), TransportError, True),
+        (caused_by(OSError(5, "translated"), ClientError("InternalError", 500)), TransportError, True),
+        (ConnectionResetError(104, "reset by peer"), TransportError, True),
+        (OSError(5, "Input/output error"), TransportError, True),
+        (RuntimeError("who knows"), TransportError, True),
+        (HttpError(400), TransportError, False),
+        (ClientError("InvalidRequest", 400), TransportError, False),
+        (ValueError("odd"), TransportError, False),
+        (OSError(28, "No space left on device"), TransportError, False),
+        (NotImplementedError(), ReadOnlyError, None),
+    ],
+)
+def test_errors_become_ours(fake, error, kind, transient):
+    for call in (lambda: fake.read("a.bin"), lambda: one(fake, "a.bin", 0, 5), lambda: fake.put("a.bin", b"")):
+        FakeFileSystem.answers[:] = [error]
+        with pytest.raises(kind, match="fake://bucket/root/a.bin") as caught:
+            call()
+        assert type(caught.value) is kind
+        assert getattr(caught.value, "transient", None) == transient
+
+
+@pytest.mark.parametrize("answer", [b"", b"1234", b"123456", bytes(range(256)), ValueError("as data"), None])
+def test_wrong_answers_are_never_data(fake, monkeypatch, answer):
+    async def cat_ranges(self, paths, starts, ends, on_error="return", **kwargs):
+        return [answer]
+
+    monkeypatch.setattr(FakeFileSystem, "_cat_ranges", cat_ranges)
+    with pytest.raises(TransportError, match=r"came for the range 10:15") as caught:
+        one(open_fake(), "a.bin", 10, 15)
+    assert caught.value.transient
+
+
+def test_a_range_beyond_the_end_is_told_from_other_failures(fake):
+    with pytest.raises(CorruptShardError, match=r"256 bytes but byte 300"):
+        one(fake, "a.bin", 250, 300)
+    FakeFileSystem.answers[:] = [HttpError(416, "range not satisfiable")]
+    with pytest.raises(CorruptShardError, match=r"256 bytes but byte 310"):
+        one(fake, "a.bin", 300, 310)
+    FakeFileSystem.answers[:] = [HttpError(416, "range not satisfiable")]
+    with pytest.raises(TransportError, match="416|not satisfiable"):
+        one(fake, "a.bin", 3, 10)
+
+
+def test_empty_ranges_and_empty_calls_ask_nothing(fake):
+    assert fake.get_ranges("a.bin", starts=[], ends=[]) == []
+    assert fake.get_ranges("a.bin", starts=[5, 9], ends=[5, 9]) == [b"", b""]
+    assert fake.get_ranges("a.bin", starts=[5, 9], ends=[5, 12]) == [b"", bytes([9, 10, 11])]
+    assert FakeFileSystem.asked == [(9, 12)]
+
+
+def test_a_document_is_one_request_and_no_longer_than_allowed(fake):
+    with pytest.raises(TransportError, match="at most 100 bytes"):
+        fake.read("a.bin", max_bytes=100)
+    assert FakeFileSystem.asked == [(0, 101)]
+    assert fake.read("a.bin", max_bytes=256) == FakeFileSystem.content
+
+
+def test_nothing_hangs_longer_than_its_deadline(fake):
+    impatient = open_fake(timeout_s=0.2)
+    for call in (lambda: impatient.read("a.bin", max_bytes=10), lambda: one(impatient, "a.bin", 0, 5)):
+        FakeFileSystem.answers[:] = ["hang"]
+        with pytest.raises(DeadlineError, match=r"a\.bin"):
+            call()
+
+
+def test_sizes_that_nobody_tells(fake, monkeypatch):
+    async def info(self, path, **kwargs):
+        return {"name": path, "size": None, "type": "file"}
+
+    monkeypatch.setattr(FakeFileSystem, "_info", info)
+    with pytest.raises(TransportError, match="does not tell the size"):
+        open_fake().size("a.bin")
+
+
+def test_an_upload_that_arrives_short_is_an_error(fake):
+    sink = fake.open_sink("gone", used_nbytes=10, file_nbytes=10, resume=True)
+    sink.write(0, [memoryview(b"0123456789")])
+    with pytest.raises(NotFoundError):
+        sink.commit()
+    sink.abort()
+    sink = fake.open_sink("there", used_nbytes=10, file_nbytes=10, resume=True)
+    sink.write(0, [memoryview(b"0123456789")])
+    with pytest.raises(TransportError, match="256 bytes arrived of 10"):
+        sink.commit()
+    FakeFileSystem.answers[:] = [HttpError(503)]
+    with pytest.raises(TransportError, match="503|upload"):
+        sink.commit()
+    sink.abort()
+    with pytest.raises(TransportError, match="given up"):
+        sink.commit()
+
+
+def test_a_killed_process_leaves_no_temporary_file(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sink = fake.open_sink("gone", used_nbytes=10, file_nbytes=10)
+    assert os.listdir(tmp_path) == []
+    sink.abort()
+
+
+def test_a_full_temporary_folder_is_known_at_once(fake, monkeypatch):
+    def full(fd, nbytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("saev_store.transport._fsspec_sink.preallocate", full)
+    with pytest.raises(TransportError, match="ENOSPC"):
+        fake.open_sink("gone", used_nbytes=10, file_nbytes=10)
+
+
+@pytest.mark.parametrize(
+    ("error", "exists"),
+    [
+        (FileExistsError("x"), True),
+        (HttpError(412), True),
+        (OSError(22, "At least one of the pre-conditions you specified did not hold"), True),
+        (caused_by(OSError(22, "x"), ClientError("PreconditionFailed", 412)), True),
+        (OSError(22, "Invalid argument"), False),
+        (HttpError(503), False),
+    ],
+)
+def test_knows_what_a_failed_creation_means(fake, error, exists):
+    assert means_exists(error) == exists
+    FakeFileSystem.answers[:] = [error]
+    with pytest.raises(StoreExistsError if exists else TransportError):
+        fake.create("a.bin", b"")
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/path/", "s3://bucket/path"),
+        ("https://me:pass@host/x?sig=abc#f", "https://host/x"),
+        ("simplecache::https://me:pa@ss@host/x?sig=abc", "simplecache::https://host/x"),
+        ("zip://in@side::s3://key:secret@bucket/a.zip", "zip://in@side::s3://bucket/a.zip"),
+        ("memory://", "memory://"),
+        ("file:///a@b/c?d", "file:///a@b/c?d"),
+    ],
+)
+def test_urls_are_shown_without_secrets(url, shown):
+    assert safe_url(url) == shown
+
+
+def test_no_error_tells_a_secret(fake):
+    FakeFileSystem.answers[:] = [
+        RuntimeError("GET https://me:pass@host/x?X-Signature=abcdef failed for token hush-hush")
+    ]
+    with pytest.raises(TransportError) as caught:
+        fake.read("a.bin")
+    shown = "".join(traceback.format_exception(caught.value)) + repr(fake) + str(fake) + fake.url
+    for secret in ("hush-hush", "pass@", "abcdef"):
+        assert secret not in shown
+    assert "RuntimeError: GET https://host/x failed for token ***" in str(caught.value)
+
+
+def test_harmless_causes_are_kept(fake):
+    FakeFileSystem.answers[:] = [RuntimeError("the network is down")]
+    with pytest.raises(TransportError) as caught:
+        fake.read("a.bin")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_wrong_options_are_an_argument_error_without_their_values():
+    with pytest.raises(ArgumentError, match="storage_options") as caught:
+        open_transport("zip://x::memory://y", {"memory": {"fo": "hush-hush"}, "zip": {"mode": "sideways"}})
+    assert "hush-hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "simplecache::nonsense://x"])
+def test_unknown_protocols(url):
+    with pytest.raises(MissingDependencyError, match="Install the package"):
+        open_transport(url)
+
+
+@pytest.mark.parametrize(("url", "extra"), [("s3://b", "s3"), ("gs://b/x", "gcs"), ("simplecache::gcs://b", "gcs")])
+def test_missing_packages_are_named(monkeypatch, url, extra):
+    def missing(*args, **kwargs):
+        raise ImportError("Install something")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'saev_store\[{extra}\]'"):
+        open_transport(url)
+
+
+# Real servers
+
+
+def test_s3_reads_and_writes_with_the_fewest_requests(s3_bucket, monkeypatch):
+    import s3fs
+
+    transport = open_transport(s3_bucket.url + "/root", s3_bucket.options)
+    transport.put("a.bin", bytes(range(256)))
+    asked = []
+    real = s3fs.S3FileSystem._call_s3
+
+    async def spy(self, method, *args, **kwargs):
+        asked.append(method)
+        return await real(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", spy)
+    transport.read("a.bin")
+    transport.read("a.bin", max_bytes=1000)
+    assert asked == ["get_object"] * 2
+    transport.get_ranges("a.bin", starts=[0, 9, 100], ends=[5, 9, 200])
+    assert asked == ["get_object"] * 4
+    transport.size("a.bin")
+    assert asked == ["get_object"] * 4 + ["head_object"]
+
+
+def test_s3_sizes_are_never_stale(s3_bucket):
+    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport.put("a/b.bin", b"1234")
+    assert [entry.size for entry in transport.list("a")] == [4]
+    assert transport.size("a/b.bin") == 4
+    other = fsspec.filesystem("s3", skip_instance_cache=True, **s3_bucket.options)
+    other.pipe_file(f"{s3_bucket.url}/a/b.bin", b"123456")
+    other.pipe_file(f"{s3_bucket.url}/a/c.bin", b"1")
+    assert [(entry.path, entry.size) for entry in transport.list("a")] == [("a/b.bin", 6), ("a/c.bin", 1)]
+    assert transport.size("a/b.bin") == 6
+    with pytest.raises(CorruptShardError, match="6 bytes"):
+        one(transport, "a/b.bin", 0, 7)
+
+
+def test_s3_uploads_in_parts(s3_bucket):
+    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    nbytes = 12 << 20
+    sink = transport.open_sink("big.bin", used_nbytes=nbytes - 5, file_nbytes=nbytes)
+    sink.write(0, [memoryview(b"0123456789abcdef" * (nbytes // 16))[: nbytes - 5]])
+    sink.commit()
+    assert transport.size("big.bin") == nbytes
+    assert bytes(one(transport, "big.bin", nbytes - 8, nbytes)) == b"89a" + bytes(5)
+
+
+def test_s3_without_the_right_to_look(s3_bucket):
+    transport = open_transport(f"{s3_bucket.url}-that-is-not-there/x", s3_bucket.options)
+    with pytest.raises(NotFoundError, match="that-is-not-there"):
+        transport.read("metadata.json")
+    shown = repr(transport) + str(transport.url)
+    assert "very-secret-key" not in shown
+
+
+def test_a_server_that_is_down_is_a_transport_error():
+    pytest.importorskip("aiohttp")
+    transport = open_transport("http://127.0.0.1:9/x")
+    with pytest.raises(TransportError) as caught:
+        transport.read("metadata.json", max_bytes=100)
+    assert caught.value.transient
+
+
+def read_part(transport):
+    """What a data loader's worker does."""
+    return bytes(one(transport, "a.bin", 3, 7)) + transport.read("a.bin")[:1]
+
+
+def in_process(method, transport):
+    """The answer of another process, or a failure after 60 seconds, never a hang."""
+    context = multiprocessing.get_context(method)
+    answers = context.SimpleQueue()
+    process = context.Process(target=answer, args=(transport, answers))
+    process.start()
+    try:
+        process.join(60)
+        assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
+        return answers.get()
+    finally:
+        process.kill()
+        process.join()
+        answers.close()
+
+
+def answer(transport, answers):
+    answers.put(read_part(transport))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_s3_in_other_processes(s3_bucket, method):
+    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport.put("a.bin", b"0123456789")
+    assert read_part(transport) == b"34560"
+    assert in_process(method, transport) == b"34560"
+    assert read_part(transport) == b"34560"
+    assert read_part(pickle.loads(pickle.dumps(transport))) == b"34560"
+
+
+def test_s3_in_a_child_that_forks_in_the_middle_of_reads(s3_bucket):
+    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport.put("a.bin", b"0123456789")
+    stop, found = threading.Event(), set()
+
+    def read():
+        while not stop.is_set():
+            found.add(read_part(transport))
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            assert in_process("fork", transport) == b"34560"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert found == {b"34560"}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_http_in_other_processes(tmp_path, method):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        transport = open_transport(f"http://127.0.0.1:{server.server_port}/?token=hush-hush")
+        assert "hush" not in transport.url
+        with pytest.raises(TransportError, match=r"10 bytes came for the range 3:7"):
+            read_part(transport)  # this server knows no ranges
+        assert in_process_read(method, transport) == b"0123456789"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def in_process_read(method, transport):
+    context = multiprocessing.get_context(method)
+    answers = context.SimpleQueue()
+    process = context.Process(target=answer_whole, args=(transport, answers))
+    process.start()
+    try:
+        process.join(60)
+        assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
+        return answers.get()
+    finally:
+        process.kill()
+        process.join()
+        answers.close()
+
+
+def answer_whole(transport, answers):
+    answers.put(transport.read("a.bin"))
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        pass
+
+
+def test_zip_in_other_processes(tmp_path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("in/a.bin", b"0123456789")
+    transport = open_transport(f"zip://in::file://{tmp_path}/a.zip")
+    assert read_part(transport) == b"34560"
+    for method in ("fork", "spawn"):
+        assert in_process(method, transport) == b"34560"
+
+
+def test_a_zip_that_is_not_there(tmp_path):
+    with pytest.raises(NotFoundError):
+        open_transport(f"zip://::file://{tmp_path}/nothing.zip")
+    (tmp_path / "bad.zip").write_bytes(b"no archive")
+    with pytest.raises(TransportError, match="BadZipFile"):
+        open_transport(f"zip://::file://{tmp_path}/bad.zip")

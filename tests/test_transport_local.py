@@ -1,0 +1,770 @@
+"""Local engines meet what real disks do: short, vanished and strange files, missing rights, full disks, few descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    DeadlineError,
+    NotFoundError,
+    SaevStoreWarning,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.transport import MmapTransport, PreadTransport, _libc, _local_write, open_transport
+from saev_store.transport._checks import from_os_error
+from saev_store.transport._descriptors import DESCRIPTORS
+
+ENGINES = (MmapTransport, PreadTransport)
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+def n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def one(transport, path, start, end):
+    (part,) = transport.get_ranges(path, starts=[start], ends=[end])
+    return part
+
+
+# Files that change
+
+
+@engines
+def test_a_file_that_got_shorter_raises(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"x" * 10_000)
+    transport = engine(tmp_path)
+    assert bytes(one(transport, "a.bin", 9_990, 10_000)) == b"x" * 10
+    os.truncate(tmp_path / "a.bin", 5_000)
+    for _ in range(2):
+        with pytest.raises(CorruptShardError, match=r"5,000 bytes.*byte 10,000"):
+            one(transport, "a.bin", 4_000, 10_000)
+        with pytest.raises(CorruptShardError, match="5,000 bytes"):
+            transport.readinto("a.bin", start=4_990, buffers=[memoryview(bytearray(20))])
+    assert bytes(one(transport, "a.bin", 4_000, 5_000)) == b"x" * 1000
+
+
+@engines
+def test_a_file_that_got_shorter_raises_without_an_open_descriptor(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"x" * 10_000)
+    transport = engine(tmp_path)
+    one(transport, "a.bin", 0, 10_000)
+    DESCRIPTORS.forget("")
+    os.truncate(tmp_path / "a.bin", 100)
+    with pytest.raises(CorruptShardError, match="100 bytes"):
+        one(transport, "a.bin", 0, 10_000)
+
+
+@engines
+def test_a_file_that_grew_is_read_to_its_new_end(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"x" * 100)
+    transport = engine(tmp_path)
+    with pytest.raises(CorruptShardError):
+        one(transport, "a.bin", 0, 200)
+    with open(tmp_path / "a.bin", "ab") as file:
+        file.write(b"y" * 100)
+    assert bytes(one(transport, "a.bin", 90, 110)) == b"x" * 10 + b"y" * 10
+
+
+def test_a_replaced_file_is_mapped_again_and_old_views_stay(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    transport = MmapTransport(tmp_path)
+    view = one(transport, "a.bin", 0, 4)
+    (tmp_path / "b.bin").write_bytes(b"new!")
+    os.replace(tmp_path / "b.bin", tmp_path / "a.bin")
+    DESCRIPTORS.forget(str(tmp_path))
+    assert bytes(one(transport, "a.bin", 0, 4)) == b"new!"
+    assert bytes(view) == b"old!"
+
+
+@engines
+def test_a_vanished_file_is_not_found(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"x" * 10)
+    transport = engine(tmp_path)
+    one(transport, "a.bin", 0, 10)
+    os.unlink(tmp_path / "a.bin")
+    transport.close()
+    for call in (lambda: one(transport, "a.bin", 0, 1), lambda: transport.read("a.bin")):
+        with pytest.raises(NotFoundError, match=r"a\.bin.*No such file or directory \(ENOENT\)"):
+            call()
+
+
+def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"x" * 100)
+    transport = PreadTransport(tmp_path)
+    monkeypatch.setattr(os, "preadv", lambda *args: 0)
+    with pytest.raises(CorruptShardError, match="0 bytes but byte 50"):
+        transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(50))])
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    truth = np.random.default_rng(0).bytes(5000)
+    (tmp_path / "a.bin").write_bytes(truth)
+    transport = PreadTransport(tmp_path)
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 7), offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:11]], offset))
+    buffers = [bytearray(n) for n in (1, 12, 0, 100, 11, 3)]
+    transport.readinto("a.bin", start=3, buffers=[memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == truth[3 : 3 + 127]
+    assert bytes(one(transport, "a.bin", 1, 4999)) == truth[1:4999]
+    assert transport.read("a.bin") == truth
+
+
+# Things that are not regular files
+
+
+@engines
+def test_refuses_what_is_no_regular_file_without_waiting(tmp_path, engine):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    os.symlink("/dev/zero", tmp_path / "device")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(os.path.relpath(tmp_path / "socket"))  # a socket's path may be 107 bytes long
+    transport = engine(tmp_path)
+    kinds = {"pipe": "a named pipe", "folder": "a folder", "device": "a device", "socket": "a socket"}
+    for path, kind in kinds.items():
+        for call in (
+            lambda path=path: transport.read(path, max_bytes=10),
+            lambda path=path: transport.size(path),
+            lambda path=path: one(transport, path, 0, 1),
+            lambda path=path: transport.readinto(path, start=0, buffers=[memoryview(bytearray(1))]),
+        ):
+            with pytest.raises(TransportError, match=f"this is {kind}"):
+                call()
+    server.close()
+
+
+@engines
+def test_follows_symbolic_links(tmp_path, engine):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/1234").write_bytes(b"x" * 10)
+    (tmp_path / "store").mkdir()
+    os.symlink("../blobs/1234", tmp_path / "store/a.bin")
+    os.symlink("nowhere", tmp_path / "store/broken")
+    os.symlink("loop", tmp_path / "store/loop")
+    os.symlink("../blobs", tmp_path / "store/folder")
+    transport = engine(tmp_path / "store")
+    assert transport.size("a.bin") == 10
+    assert bytes(one(transport, "a.bin", 0, 10)) == b"x" * 10
+    assert transport.resolve("a.bin") == os.path.realpath(tmp_path / "blobs/1234")
+    found = {entry.path: (entry.is_dir, entry.size) for entry in transport.list()}
+    assert found == {"a.bin": (False, 10), "broken": (False, None), "folder": (True, None), "loop": (False, None)}
+    with pytest.raises(TransportError, match="ELOOP"):
+        transport.read("loop")
+    transport.delete("folder")
+    transport.delete("a.bin")
+    assert (tmp_path / "blobs/1234").exists()
+
+
+@engines
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.EACCES, AccessError),
+        (errno.EPERM, AccessError),
+        (errno.EIO, TransportError),
+        (errno.ESTALE, TransportError),
+        (errno.ETIMEDOUT, DeadlineError),
+        (errno.ENAMETOOLONG, TransportError),
+    ],
+)
+def test_errors_of_the_system_keep_their_name(tmp_path, monkeypatch, engine, code, kind):
+    (tmp_path / "a.bin").write_bytes(b"x" * 10)
+    transport = engine(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    for function in ("open", "stat", "scandir"):
+        monkeypatch.setattr(os, function, fail)
+    for call in (
+        lambda: transport.read("a.bin"),
+        lambda: transport.size("a.bin"),
+        lambda: one(transport, "a.bin", 0, 1),
+        lambda: transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(1))]),
+        transport.list,
+    ):
+        with pytest.raises(kind, match=errno.errorcode[code]) as caught:
+            call()
+        assert caught.value.kind == kind.kind
+        assert str(tmp_path) in str(caught.value)
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_errors_while_reading(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"x" * 10)
+    transport = PreadTransport(tmp_path)
+
+    def fail(*args):
+        raise OSError(errno.EIO, "bad disk")
+
+    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "preadv", fail)
+    for call in (
+        lambda: transport.read("a.bin"),
+        lambda: one(transport, "a.bin", 0, 1),
+        lambda: transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(1))]),
+    ):
+        with pytest.raises(TransportError, match="EIO") as caught:
+            call()
+        assert caught.value.transient
+        assert pickle.loads(pickle.dumps(caught.value)).transient
+
+
+def test_a_map_that_the_system_refuses_names_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"x" * 10)
+
+    def fail(fd, nbytes):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("saev_store.transport._local.map_file", fail)
+    with pytest.raises(TransportError, match='engine="pread"'):
+        one(MmapTransport(tmp_path), "a.bin", 0, 1)
+
+
+def test_the_system_really_refuses_a_map_of_a_pipe():
+    reader, writer = os.pipe()
+    with pytest.raises(OSError, match="No such device"):
+        _libc.map_file(reader, 10)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("root", ["", "a\0b", b"/tmp", "/tmp/\ud800"])
+def test_refuses_roots_that_cannot_be(root):
+    for engine in ENGINES:
+        with pytest.raises(ArgumentError):
+            engine(root)
+
+
+@engines
+def test_a_root_may_be_relative_and_need_not_exist(tmp_path, monkeypatch, engine):
+    monkeypatch.chdir(tmp_path)
+    transport = engine("not/yet")
+    assert transport.url == str(tmp_path / "not/yet")
+    with pytest.raises(NotFoundError):
+        transport.read("x")
+    with pytest.raises(NotFoundError):
+        transport.list()
+    monkeypatch.chdir("/")
+    transport.put("x", b"1")
+    assert (tmp_path / "not/yet/x").read_bytes() == b"1"
+
+
+@engines
+def test_names_with_anything_in_them(tmp_path, engine):
+    root = tmp_path / "with space, %20, #?*'\"é\nnew"
+    root.mkdir()
+    transport = engine(root)
+    for name in ("a b.bin", "100%.bin", "#1?x=y.bin", "日本.bin", "new\nline", "..hidden", "\udcff.bin", "C:\\x"):
+        transport.put(name, name.encode("utf-8", "surrogateescape"))
+        assert transport.read(name) == name.encode("utf-8", "surrogateescape")
+        assert name in [entry.path for entry in transport.list()]
+
+
+# Descriptors and maps
+
+
+def test_maps_hold_no_descriptors_and_go_with_their_views(tmp_path):
+    for index in range(300):
+        (tmp_path / f"{index}.bin").write_bytes(b"%04d" % index * 2000)
+    DESCRIPTORS.forget("")
+    before = n_descriptors()
+    transport = MmapTransport(tmp_path)
+    views = [one(transport, f"{index}.bin", 4000, 4004) for index in range(300)]
+    assert n_descriptors() - before <= 128
+    transport.close()
+    assert n_descriptors() == before
+    assert [bytes(view) for view in views] == [b"%04d" % index for index in range(300)]
+
+    def n_maps() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum(str(tmp_path) in line for line in maps)
+
+    assert n_maps() == 300
+    array = np.frombuffer(views[7], np.uint8)
+    del views
+    gc.collect()
+    assert n_maps() == 1
+    assert array.tobytes() == b"0007"
+    del array
+    gc.collect()
+    assert n_maps() == 0
+
+
+def test_thousands_of_shards_under_a_low_limit(tmp_path):
+    script = """
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[2])))
+        from saev_store.transport import open_transport
+        root, views = sys.argv[1], []
+        for index in range(4096):
+            open(f"{root}/{index}.bin", "wb").write(b"%08d" % index)
+        for engine in ("mmap", "pread"):
+            transport = open_transport(root, engine=engine)
+            for index in range(4096):
+                views += transport.get_ranges(f"{index}.bin", starts=[0], ends=[8])
+                buffer = bytearray(4)
+                transport.readinto(f"{index}.bin", start=4, buffers=[memoryview(buffer)])
+                assert buffer == (b"%08d" % index)[4:]
+        assert [bytes(view) for view in views] == [b"%08d" % index for index in range(4096)] * 2
+        print("fine")
+    """
+    for limit in (1024, 40):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(limit)],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_too_few_descriptors_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"x")
+
+    def fail(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(TransportError, match="ulimit -n"):
+        one(MmapTransport(tmp_path), "a.bin", 0, 1)
+
+
+def test_close_spares_other_roots(tmp_path):
+    for name in ("store", "store2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.bin").write_bytes(b"x")
+        PreadTransport(tmp_path / name).get_ranges("a.bin", starts=[0], ends=[1])
+    PreadTransport(tmp_path / "store").close()
+    assert DESCRIPTORS.peek(str(tmp_path / "store/a.bin")) is None
+    assert DESCRIPTORS.peek(str(tmp_path / "store2/a.bin")) is not None
+
+
+@engines
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_works_in_other_processes(tmp_path, engine, method):
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    transport = engine(tmp_path)
+    assert bytes(one(transport, "a.bin", 3, 5)) == b"34"
+    context = multiprocessing.get_context(method)
+    with context.Pool(2) as pool:
+        found = pool.starmap_async(read_in_child, [(transport, start) for start in range(8)]).get(60)
+    assert found == [b"0123456789"[start : start + 2] * 2 for start in range(8)]
+
+
+def read_in_child(transport, start):
+    buffer = bytearray(2)
+    transport.readinto("a.bin", start=start, buffers=[memoryview(buffer)])
+    return bytes(one(transport, "a.bin", start, start + 2)) + buffer
+
+
+def test_readers_survive_eviction_and_closing_by_others(tmp_path):
+    for index in range(300):
+        (tmp_path / f"{index}.bin").write_bytes(b"%04d" % index * 100)
+    transport, errors, stop = PreadTransport(tmp_path), [], threading.Event()
+
+    def read(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for index in rng.integers(0, 300, 400):
+                assert bytes(one(transport, f"{index}.bin", 40, 48)) == b"%04d" % index * 2
+        except BaseException as error:
+            errors.append(error)
+
+    def close():
+        while not stop.is_set():
+            transport.close()
+
+    closer = threading.Thread(target=close)
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    for thread in (closer, *readers):
+        thread.start()
+    for thread in readers:
+        thread.join()
+    stop.set()
+    closer.join()
+    assert not errors
+
+
+# Writing
+
+
+@engines
+def test_put_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch, engine):
+    transport = engine(tmp_path)
+    transport.put("a.json", b"old")
+
+    def fail(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(TransportError, match=r"ENOSPC.*Free space"):
+        transport.put("a.json", b"new")
+    with pytest.raises(TransportError, match="ENOSPC"):
+        transport.create("b.json", b"new")
+    assert os.listdir(tmp_path) == ["a.json"]
+    assert transport.read("a.json") == b"old"
+
+
+def test_put_is_never_seen_half_done(tmp_path):
+    transport, stop, seen = MmapTransport(tmp_path), threading.Event(), set()
+    contents = {letter * 20_000 for letter in (b"a", b"b", b"c")}
+    transport.put("a.json", b"a" * 20_000)
+
+    def look():
+        reader = PreadTransport(tmp_path)
+        while not stop.is_set():
+            seen.add(reader.read("a.json"))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(20):
+        for content in contents:
+            transport.put("a.json", content)
+    stop.set()
+    thread.join()
+    assert seen <= contents
+
+
+def test_created_files_have_the_usual_permissions(tmp_path):
+    transport = MmapTransport(tmp_path)
+    mask = os.umask(0o027)
+    try:
+        transport.put("put", b"")
+        transport.create("create", b"")
+        transport.open_sink("sink", used_nbytes=0, file_nbytes=0).commit()
+    finally:
+        os.umask(mask)
+    assert {stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("put", "create", "sink")} == {0o640}
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_create_where_links_are_impossible(tmp_path, monkeypatch, code):
+    def fail(*args):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", fail)
+    transport = MmapTransport(tmp_path)
+    transport.create("a/b.json", b"first")
+    with pytest.raises(StoreExistsError):
+        transport.create("a/b.json", b"second")
+    assert transport.read("a/b.json") == b"first"
+    assert os.listdir(tmp_path / "a") == ["b.json"]
+
+
+def test_create_has_one_winner_among_processes(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(4) as pool:
+        outcomes = pool.starmap_async(create_in_child, [(str(tmp_path), n) for n in range(40)], chunksize=1).get(90)
+    for name in range(10):
+        winners = [who for what, who, won in outcomes if what == name and won]
+        assert len(winners) == 1
+        assert (tmp_path / str(name)).read_text() == winners[0]
+
+
+def create_in_child(root, number):
+    who = f"{number} in {os.getpid()}"
+    try:
+        MmapTransport(root).create(str(number % 10), who.encode())
+    except StoreExistsError:
+        return number % 10, who, False
+    return number % 10, who, True
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path):
+    (tmp_path / "a").write_bytes(b"")
+    transport = MmapTransport(tmp_path)
+    for call in (
+        lambda: transport.put("a/b", b""),
+        lambda: transport.create("a/b", b""),
+        lambda: transport.open_sink("a/b", used_nbytes=1, file_nbytes=1),
+        lambda: transport.lock("a/b").__enter__(),
+    ):
+        with pytest.raises((NotFoundError, StoreExistsError), match=r"ENOTDIR|EEXIST"):
+            call()
+    with pytest.raises(TransportError, match="EISDIR|ENOTEMPTY"):
+        MmapTransport(tmp_path.parent).put(tmp_path.name, b"")
+
+
+def test_a_read_only_place_is_an_access_error(tmp_path, monkeypatch):
+    real = os.open
+
+    def fail(path, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail)
+    transport = MmapTransport(tmp_path)
+    for call in (
+        lambda: transport.put("b", b""),
+        lambda: transport.create("b", b""),
+        lambda: transport.open_sink("b", used_nbytes=1, file_nbytes=1),
+        lambda: transport.lock("b").__enter__(),
+    ):
+        with pytest.raises(AccessError, match="EROFS"):
+            call()
+
+
+# Sinks
+
+
+def test_a_sink_reserves_what_it_will_write_and_nothing_more(tmp_path):
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=1 << 20, file_nbytes=1 << 40)
+    status = os.stat(tmp_path / "a.bin")
+    assert status.st_size == 1 << 40
+    assert 1 << 20 <= status.st_blocks * 512 < 2 << 20
+    sink.abort()
+
+
+def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
+    def full(fd, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("saev_store.transport._local_sink.preallocate", full)
+    transport = MmapTransport(tmp_path)
+    with pytest.raises(TransportError, match=r"reserve 10 bytes.*ENOSPC.*resume"):
+        transport.open_sink("a.bin", used_nbytes=10, file_nbytes=10)
+    assert not os.listdir(tmp_path)
+    (tmp_path / "kept.bin").write_bytes(b"12345")
+    with pytest.raises(TransportError, match="ENOSPC"):
+        transport.open_sink("kept.bin", used_nbytes=10, file_nbytes=10, resume=True)
+    assert (tmp_path / "kept.bin").read_bytes() == b"12345"
+
+
+def test_a_really_full_disk(tmp_path):
+    free = os.statvfs(tmp_path)
+    too_much = free.f_bavail * free.f_frsize * 2
+    with pytest.raises(TransportError, match="ENOSPC|EFBIG"):
+        MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=too_much, file_nbytes=too_much)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_places_that_cannot_reserve_space(tmp_path, monkeypatch, missing):
+    class NoFallocate:
+        pass
+
+    if not missing:
+
+        class NoFallocate:
+            @staticmethod
+            def fallocate(*args):
+                import ctypes
+
+                ctypes.set_errno(errno.EOPNOTSUPP)
+                return -1
+
+    monkeypatch.setattr(_libc, "_LIBC", NoFallocate())
+    transport = MmapTransport(tmp_path)
+    sink = transport.open_sink("a.bin", used_nbytes=10, file_nbytes=20)
+    sink.write(0, [memoryview(b"0123456789")])
+    sink.commit()
+    assert (tmp_path / "a.bin").read_bytes() == b"0123456789" + bytes(10)
+    free = os.statvfs(tmp_path)
+    too_much = free.f_bavail * free.f_frsize * 2
+    with pytest.raises(TransportError, match="ENOSPC"):
+        transport.open_sink("b.bin", used_nbytes=too_much, file_nbytes=too_much)
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: pwritev(fd, [views[0][:7]], offset))
+    truth = np.random.default_rng(0).integers(0, 255, 1000, np.uint8)
+    transport = MmapTransport(tmp_path)
+    sink = transport.open_sink("a.bin", used_nbytes=1000, file_nbytes=1000)
+    sink.write(0, [memoryview(truth[:14]), memoryview(truth[14:20]), memoryview(truth[20:])])
+    sink.commit()
+    transport.put("b.bin", truth.tobytes())
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes() == truth.tobytes()
+
+
+def test_thousands_of_buffers_are_written(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 255, (3000, 5), np.uint8)
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=15_000, file_nbytes=15_000)
+    sink.write(0, [memoryview(row) for row in rows])
+    sink.commit()
+    assert (tmp_path / "a.bin").read_bytes() == rows.tobytes()
+
+
+def test_errors_while_writing(tmp_path, monkeypatch):
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=10, file_nbytes=10)
+    sink.write(0, [memoryview(b"0123456789")])
+
+    def fail(*args):
+        raise OSError(errno.EIO, "bad disk")
+
+    for function, call in (
+        ("pwritev", lambda: sink.write(0, [memoryview(b"1")])),
+        ("fdatasync", sink.sync),
+        ("pread", lambda: sink.read_back(0, 1)),
+        ("fsync", sink.commit),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, fail)
+            with pytest.raises(TransportError, match=r"a\.bin.*EIO"):
+                call()
+    sink.commit()  # what failed may be tried again
+    assert (tmp_path / "a.bin").read_bytes() == b"0123456789"
+
+
+def test_sync_promises_only_what_was_written_without_a_gap(tmp_path):
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=100, file_nbytes=100)
+    rng = np.random.default_rng(0)
+    written = np.zeros(100, bool)
+    for start in rng.permutation(np.arange(0, 100, 5)):
+        sink.write(int(start), [memoryview(b"x" * 5)])
+        written[start : start + 5] = True
+        assert sink.sync() == (100 if written.all() else int(np.argmin(written)))
+    sink.abort()
+
+
+def test_a_resumed_sink_cuts_what_is_too_long(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"x" * 1000)
+    transport = MmapTransport(tmp_path)
+    sink = transport.open_sink("a.bin", used_nbytes=10, file_nbytes=20, resume=True)
+    assert sink.read_back(5, 900) == b"x" * 5
+    with pytest.raises(ArgumentError):
+        sink.read_back(5, 4)
+    with pytest.raises(ArgumentError):
+        sink.keep(11)
+    sink.keep(10)
+    sink.commit()
+    assert (tmp_path / "a.bin").read_bytes() == b"x" * 10 + bytes(10)
+
+
+def test_a_new_sink_does_not_follow_links_but_a_resumed_one_does(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"0123")
+    os.symlink("elsewhere", tmp_path / "a.bin")
+    os.symlink("nowhere", tmp_path / "broken.bin")
+    transport = MmapTransport(tmp_path)
+    for name in ("a.bin", "broken.bin"):
+        with pytest.raises(StoreExistsError):
+            transport.open_sink(name, used_nbytes=4, file_nbytes=4)
+    sink = transport.open_sink("a.bin", used_nbytes=4, file_nbytes=4, resume=True)
+    sink.keep(4)
+    sink.commit()
+    assert os.path.islink(tmp_path / "a.bin")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_sink_on_something_strange(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TransportError, match="a named pipe"):
+        MmapTransport(tmp_path).open_sink("pipe", used_nbytes=4, file_nbytes=4, resume=True)
+
+
+def test_a_killed_writer_leaves_what_it_has_synced(tmp_path):
+    script = """
+        import os, signal, sys
+        from saev_store.transport import open_transport
+        sink = open_transport(sys.argv[1]).open_sink("a.bin", used_nbytes=10, file_nbytes=20)
+        sink.write(0, [memoryview(b"01234")])
+        assert sink.sync() == 5
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    sink = open_transport(tmp_path).open_sink("a.bin", used_nbytes=10, file_nbytes=20, resume=True)
+    assert sink.read_back(0, 10) == b"01234" + bytes(5)
+    sink.keep(5)
+    sink.write(5, [memoryview(b"56789")])
+    sink.commit()
+    assert (tmp_path / "a.bin").read_bytes() == b"0123456789" + bytes(10)
+
+
+# Locks
+
+
+HOLDER = """
+    import os, sys, time
+    from saev_store.transport import open_transport
+    with open_transport(sys.argv[1]).lock("hidden/lock"):
+        if len(sys.argv) > 2 and os.fork() == 0:
+            time.sleep(100)
+        print(os.getpid(), flush=True)
+        time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("with_child", [False, True])
+def test_a_lock_dies_with_its_process_even_if_that_has_forked(tmp_path, with_child):
+    arguments = [str(tmp_path), *(["fork"] if with_child else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), *arguments],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline().strip() == str(process.pid)
+        transport = open_transport(tmp_path)
+        with pytest.raises(WriterConflictError, match=f"process {process.pid} on"), transport.lock("hidden/lock"):
+            pass
+        process.kill()
+        process.wait(30)
+        with transport.lock("hidden/lock"):
+            pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait(30)
+
+
+def test_a_deleted_lock_file_does_not_split_the_lock(tmp_path):
+    transport = MmapTransport(tmp_path)
+    with transport.lock("lock"):
+        os.unlink(tmp_path / "lock")
+        with transport.lock("lock"), pytest.raises(WriterConflictError), transport.lock("lock"):
+            pass
+
+
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_again(tmp_path, monkeypatch):
+    transport, real = MmapTransport(tmp_path), _local_write.fcntl.flock
+    calls = []
+
+    def replace_then_lock(fd, how):
+        if not calls:
+            os.unlink(tmp_path / "lock")
+        calls.append(fd)
+        return real(fd, how)
+
+    monkeypatch.setattr(_local_write.fcntl, "flock", replace_then_lock)
+    with transport.lock("lock"), pytest.raises(WriterConflictError), transport.lock("lock"):
+        pass
+    assert len(calls) == 3
+
+
+def test_a_place_without_locks_warns(tmp_path, monkeypatch):
+    def fail(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(_local_write.fcntl, "flock", fail)
+    with pytest.warns(SaevStoreWarning, match="no locks"), MmapTransport(tmp_path).lock("lock"):
+        pass
+
+
+def test_os_errors_without_a_number():
+    assert isinstance(from_os_error(FileNotFoundError("x"), where="a", doing="read"), NotFoundError)
+    assert isinstance(from_os_error(TimeoutError("x"), where="a", doing="read"), DeadlineError)
+    assert str(from_os_error(OSError("odd"), where="a", doing="read")) == "a: could not read: odd (OSError)"
