@@ -12,7 +12,8 @@ import numpy as np
 from saev_store._open import Opened, as_metadata, open_documents, open_in_memory, read_labels
 from saev_store.display import card_html, card_rows, card_text
 from saev_store.documents import Metadata
-from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.errors import ArgumentError, SaevStoreWarning, brief
+from saev_store.faces import Faces
 from saev_store.indexing import Block, Key, parse_key
 from saev_store.layout import DIMS, Layout
 from saev_store.reader import FloatArray, Reader
@@ -32,7 +33,7 @@ Url = str | os.PathLike[str]
 Options = Mapping[str, object]
 
 
-class ShardStore:
+class ShardStore(Faces):
     """A store of activations, opened: index it like a NumPy array, select from it by label, look at it.
 
     Make one with `ShardStore.open`. Reads return fresh float32 arrays; nothing is loaded before it is asked for. May be
@@ -335,7 +336,7 @@ class ShardStore:
                 return view
             if copy is False:
                 raise ArgumentError(
-                    f"{key!r} is no view: a view takes integers and slices of examples that lie in one shard (of "
+                    f"{brief(key)} is no view: a view takes integers and slices of examples that lie in one shard (of "
                     f"{self._layout.examples_per_shard} examples) of a local store",
                     where="copy=False",
                     remedy="Use copy=None to copy where needed.",

@@ -22,6 +22,7 @@ FLOORS = {
     "selection": 0,
     "indexing": 0,
     "coalesce": 0,
+    "chunks": 0,
     "order": 0,
     "documents": 1,
     "transport": 2,
@@ -31,6 +32,7 @@ FLOORS = {
     "writer": 3,
     "inspect": 3,
     "display": 3,
+    "faces": 3,
     "listing": 3,
     "selected": 3,
     "copying": 4,
@@ -48,9 +50,9 @@ FLOORS = {
 #: The few imports that go up, all of them inside a function: a store hands out its faces, so it has to know them, but a
 #: process that never asks for a face never loads it. (file, room it may reach up to)
 FACES = {
-    ("store.py", "zarr"),
-    ("store.py", "xarray"),
-    ("store.py", "dask"),
+    ("faces.py", "zarr"),
+    ("faces.py", "xarray"),
+    ("faces.py", "dask"),
 }
 
 #: Heavy library -> how the names of the only files begin that may import it.

@@ -1,0 +1,69 @@
+"""The tensor as a dask array: tasks that follow the shards and read through the store itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+
+from saev_store.chunks import task_lengths
+from saev_store.errors import ArgumentError, MissingDependencyError
+
+if TYPE_CHECKING:
+    import dask.array
+
+    from saev_store.indexing import Key
+    from saev_store.reader import FloatArray
+    from saev_store.store import ShardStore
+
+
+class Blocks:
+    """What dask indexes: views of mapped files where there are any, else fresh arrays. Picklable as the store is.
+
+    Slices of a dask array become part of the index before it gets here, so nothing is read that is thrown away.
+    """
+
+    def __init__(self, store: ShardStore) -> None:
+        self.store = store
+        self.shape = store.shape
+        self.ndim = len(self.shape)
+        self.dtype = np.dtype(np.float32)
+
+    def __getitem__(self, key: object) -> FloatArray:
+        return np.asarray(self.store.as_numpy(cast("Key", key)))
+
+    def __dask_tokenize__(self) -> tuple[object, ...]:
+        return ("saev_store", self.store.url, self.store.metadata.raw)
+
+
+def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
+    """See `ShardStore.as_dask`.
+
+    Raises:
+        ArgumentError: dask cannot lay `chunks` over the tensor.
+        MissingDependencyError: dask is not installed.
+
+    >>> from saev_store import ShardStore
+    >>> array = from_store(ShardStore.open(SAMPLE), chunks=(3, 1, -1, -1))
+    >>> array.chunks
+    ((3, 3, 1), (1, 1, 1), (5,), (8,))
+    >>> array[:, 1].mean(axis=0).compute().shape
+    (5, 8)
+    """
+    try:
+        import dask.array
+    except ImportError as error:
+        raise MissingDependencyError(
+            "dask is not installed", where="as_dask", remedy="pip install 'saev_store[xarray]'"
+        ) from error
+    layout = store.layout
+    sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
+    try:
+        return dask.array.from_array(
+            Blocks(store), chunks=sizes, asarray=False, fancy=True, meta=np.empty((0,) * 4, "f4")
+        )
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"{chunks!r} cannot be laid over a tensor of shape {layout.shape}: {error}", where="chunks"
+        ) from error

@@ -1,0 +1,200 @@
+"""Which keys the view has and where their values lie: arithmetic, there is no list of chunks anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Protocol
+
+import google_crc32c
+import numpy as np
+
+from saev_store.chunks import ChunkGrid, Extent
+from saev_store.documents import labels_nbytes
+from saev_store.names import LABELS_NAME
+from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, array_documents, group_document, to_json
+
+if TYPE_CHECKING:
+    from saev_store.layout import Layout
+
+#: A chunk of labels has at most about this size.
+_LABEL_CHUNK_BYTES = 16 << 20
+_DOCUMENT = "zarr.json"
+_KEPT_INDEXES = 2
+
+
+class Keys(Protocol):
+    """What a `ZarrView` asks about keys; nothing here reads a file."""
+
+    def find(self, key: str) -> bytes | Extent | None:
+        """The value, where it lies, or None if there is no such key."""
+        ...
+
+    def index(self, extent: Extent) -> bytes:
+        """What follows the data of a shard: where its inner chunks are, and a checksum of that."""
+        ...
+
+    def below(self, prefix: str) -> Iterator[str]:
+        """All keys that begin with a prefix."""
+        ...
+
+    def children(self, folder: str) -> Iterator[str]:
+        """The names directly below a folder (`""`, or a path without a slash at its end)."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorKeys:
+    """The keys of a store's group: two or more arrays, their documents and their chunks.
+
+    Args:
+        grid: How the tensor is cut.
+        attributes: The group's attributes.
+        labelled: Whether there is a `labels.bin`.
+    """
+
+    grid: ChunkGrid
+    attributes: Mapping[str, object]
+    labelled: bool
+    _indexes: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def layout(self) -> Layout:
+        return self.grid.layout
+
+    @cached_property
+    def label_rows(self) -> int:
+        """Examples in a chunk of labels: those of a shard, or fewer where that would be much."""
+        layout = self.layout
+        most = max(1, _LABEL_CHUNK_BYTES // layout.content_tokens_per_example)
+        return min(layout.n_examples, layout.examples_per_shard, most)
+
+    @cached_property
+    def documents(self) -> dict[str, bytes]:
+        """The documents by key."""
+        arrays = array_documents(self.grid, label_rows=self.label_rows if self.labelled else None)
+        documents = {f"{name}/{_DOCUMENT}": to_json(document) for name, document in arrays.items()}
+        return {_DOCUMENT: to_json(group_document(self.attributes, arrays)), **documents}
+
+    @cached_property
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """How many chunks each array has along each of its axes."""
+        counts: dict[str, tuple[int, ...]] = {ARRAY: self.grid.counts, "layer": (1,), "token": (1,)}
+        if self.labelled:
+            counts |= {CONTENT: (1,), LABELS: (-(-self.layout.n_examples // self.label_rows), 1)}
+        return counts
+
+    def find(self, key: str) -> bytes | Extent | None:
+        """See `Keys`."""
+        document = self.documents.get(key)
+        if document is not None:
+            return document
+        array, *parts = key.split("/")
+        counts = self.counts.get(array)
+        if counts is None or len(parts) != len(counts) + 1 or parts[0] != "c":
+            return None
+        position = [_number(part) for part in parts[1:]]
+        if any(not 0 <= place < count for place, count in zip(position, counts, strict=True)):
+            return None
+        if array == ARRAY:
+            return self.grid.extent(position)
+        if array == LABELS:
+            n_content = self.layout.content_tokens_per_example
+            start, nbytes = position[0] * self.label_rows * n_content, self.label_rows * n_content
+            return Extent(LABELS_NAME, start, min(start + nbytes, labels_nbytes(self.layout)), nbytes)
+        return self._coordinate(array).tobytes()
+
+    def _coordinate(self, name: str) -> np.ndarray:
+        layout = self.layout
+        if name == "layer":
+            return np.array(layout.layers, dtype="<i8")
+        n_special = layout.n_special_tokens if name == "token" else 0
+        return np.arange(-n_special, layout.content_tokens_per_example, dtype="<i8")
+
+    def index(self, extent: Extent) -> bytes:
+        """See `Keys`; full shards share one index."""
+        n_examples = self.layout.examples_in(extent.shard_idx or 0)
+        found = self._indexes.get(n_examples)
+        if found is None:
+            entries = self.grid.index(extent.shard_idx or 0).tobytes()
+            found = entries + google_crc32c.value(entries).to_bytes(4, "little")
+            while len(self._indexes) >= _KEPT_INDEXES:
+                self._indexes.pop(next(iter(self._indexes)), None)
+            self._indexes[n_examples] = found
+        return found
+
+    def below(self, prefix: str) -> Iterator[str]:
+        """See `Keys`; in no particular order."""
+        yield from (key for key in self.documents if key.startswith(prefix))
+        for array, counts in self.counts.items():
+            folder = f"{array}/c/"
+            if folder.startswith(prefix):
+                given, partial = [], ""
+            elif prefix.startswith(folder):
+                *given, partial = prefix[len(folder) :].split("/")
+            else:
+                continue
+            if len(given) >= len(counts):
+                continue
+            fixed = [_number(part) for part in given]
+            if any(not 0 <= place < count for place, count in zip(fixed, counts, strict=False)):
+                continue
+            here, *rest = counts[len(given) :]
+            head = "".join(f"{place}/" for place in fixed)
+            for place in _beginning_with(partial, here):
+                for places in product(*map(range, rest)):
+                    yield f"{folder}{head}{'/'.join(map(str, (place, *places)))}"
+
+    def children(self, folder: str) -> Iterator[str]:
+        """See `Keys`."""
+        if folder == "":
+            yield _DOCUMENT
+            yield from self.counts
+            return
+        array, *parts = folder.split("/")
+        counts = self.counts.get(array)
+        if counts is None:
+            return
+        if not parts:
+            yield from (_DOCUMENT, "c")
+        elif parts[0] == "c" and len(parts) <= len(counts):
+            fixed = [_number(part) for part in parts[1:]]
+            if all(0 <= place < count for place, count in zip(fixed, counts, strict=False)):
+                yield from map(str, range(counts[len(fixed)]))
+
+    def __getstate__(self) -> dict[str, object]:
+        # What can be computed again is not worth sending.
+        return {"grid": self.grid, "attributes": self.attributes, "labelled": self.labelled, "_indexes": {}}
+
+    def __hash__(self) -> int:
+        return hash((self.grid, self.labelled))
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks of the tensor, whether keys of their own or inner ones."""
+        return math.prod(self.grid.counts) * math.prod(self.grid.inner_counts)
+
+
+def _number(text: str) -> int:
+    """A place in the grid as keys spell it, or -1."""
+    plain = text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 20
+    return int(text) if plain else -1
+
+
+def _beginning_with(text: str, count: int) -> Iterator[int]:
+    """The numbers below `count` whose digits begin with `text`."""
+    if text == "":
+        yield from range(count)
+        return
+    low = _number(text)
+    if low < 0:
+        return
+    high = low + 1
+    while low < count:
+        yield from range(low, min(high, count))
+        if low == 0:
+            return
+        low, high = low * 10, high * 10

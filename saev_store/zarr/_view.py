@@ -1,0 +1,336 @@
+"""`ZarrView`: a read-only `zarr.abc.store.Store` whose values are byte ranges of shards.
+
+Zarr calls from event loops: its own, in a thread of its own, or the caller's. Mapped memory is handed out there and then,
+as a view. Everything that waits is done in a pool of threads, so that a loop is never blocked and many requests are in
+flight at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+
+from saev_store.chunks import Extent
+from saev_store.coalesce import coalesce
+from saev_store.errors import CorruptShardError, NotFoundError
+from saev_store.transport import Buffer as Bytes
+from saev_store.transport import Transport
+from saev_store.zarr._keys import Keys, TensorKeys
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Requests in flight to far-away places: 64 take a third of the time of zarr's own 10.
+_IN_FLIGHT = 64
+#: Bytes asked for in one go, before the next ones are.
+_BATCH_BYTES = 256 << 20
+_pools: dict[str, ThreadPoolExecutor] = {}
+# The threads of a pool stay behind in the parent, so a child starts its own.
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def _pool() -> ThreadPoolExecutor:
+    pool = _pools.get("reads")
+    if pool is None:
+        pool = _pools.setdefault("reads", ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="saev_store-zarr"))
+    return pool
+
+
+class ZarrView(Store):
+    """The tensor of a store, its coordinates and labels as a Zarr v3 group; made by `store.as_zarr()`.
+
+    Values are verified by length when they are read: a shard that is missing or short raises `CorruptShardError`, and
+    never reads as fill values. Picklable; may be shared between threads, and with forked children where the transport may.
+
+    Args:
+        transport: Where the shards are.
+        keys: Which keys there are and where their values lie.
+        readable: For shards known to be damaged: how many leading bytes can still be read.
+    """
+
+    def __init__(self, transport: Transport, keys: Keys, *, readable: Mapping[int, int] | None = None) -> None:
+        super().__init__(read_only=True)
+        self._transport = transport
+        self._keys = keys
+        self._readable = dict(readable or {})
+        self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
+
+    @property
+    def keys(self) -> Keys:
+        """The arithmetic of keys: shapes, documents, where chunks lie."""
+        return self._keys
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The value of a key, or a part of it, or None if there is no such key; a view where memory is mapped.
+
+        Raises:
+            CorruptShardError: the file is missing, ends before the value does, or is known to be damaged there.
+            ValueError: `byte_range` is no byte request.
+        """
+        return await self._run(self.get_sync, key, prototype=prototype, byte_range=byte_range)
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """What `get` awaits."""
+        value = self._keys.find(key)
+        if value is None:
+            return None
+        start, stop = _bounds(byte_range, _nbytes(value))
+        (found,) = self._read(value, [(start, stop)])
+        return _to_buffer(found, prototype)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        """Parts of many values, in order."""
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def get_ranges(
+        self,
+        key: str,
+        byte_ranges: Sequence[ByteRequest | None],
+        *,
+        prototype: BufferPrototype,
+        **limits: int,
+    ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
+        """Many parts of one value, merged as the transport likes it; zarr's own limits do not know the transport."""
+        del limits
+        if byte_ranges:
+            yield await self._run(self.get_ranges_sync, key, byte_ranges, prototype=prototype)
+
+    def get_ranges_sync(
+        self, key: str, byte_ranges: Sequence[ByteRequest | None], *, prototype: BufferPrototype, **limits: int
+    ) -> Sequence[tuple[int, Buffer | None]]:
+        """What `get_ranges` awaits."""
+        del limits
+        value = self._keys.find(key)
+        if value is None:
+            raise BaseExceptionGroup("there is no such key", [FileNotFoundError(key)])
+        parts = self._read(value, [_bounds(part, _nbytes(value)) for part in byte_ranges])
+        return [(number, _to_buffer(part, prototype)) for number, part in enumerate(parts)]
+
+    async def exists(self, key: str) -> bool:
+        """Whether the view has the key; says nothing about the file, and reads nothing."""
+        return self._keys.find(key) is not None
+
+    async def getsize(self, key: str) -> int:
+        """Bytes of a value, computed.
+
+        Raises:
+            FileNotFoundError: there is no such key.
+        """
+        value = self._keys.find(key)
+        if value is None:
+            raise FileNotFoundError(key)
+        return _nbytes(value)
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._is_mapped:
+            return call(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(_pool(), lambda: call(*args, **kwargs))
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, value: bytes | Extent, parts: Sequence[tuple[int, int]]) -> list[Bytes]:
+        """Parts of a value: of the file, of the zeros after its end, of the index."""
+        if isinstance(value, bytes):
+            return [memoryview(value)[start:stop] for start, stop in parts]
+        in_file = value.end - value.start
+        if self._is_mapped and value.nbytes > in_file and any(in_file < stop for _, stop in parts):
+            # Padded on disk? Then the last chunk is a view like all the others.
+            if self._size(value) >= value.start + value.nbytes:
+                in_file = value.nbytes
+        starts = [value.start + min(start, in_file) for start, _ in parts]
+        ends = [value.start + min(stop, in_file) for _, stop in parts]
+        self._check_readable(value, max(ends))
+        found = self._fetch(value, starts, ends)
+        return [
+            part if stop <= in_file else self._completed(value, part, in_file, start, stop)
+            for part, (start, stop) in zip(found, parts, strict=True)
+        ]
+
+    def _completed(self, value: Extent, part: Bytes, in_file: int, start: int, stop: int) -> Bytes:
+        """What the file has of a part, with the zeros and the piece of the index that follow."""
+        index = b""
+        if stop > value.nbytes:
+            index = self._keys.index(value)[max(start - value.nbytes, 0) : stop - value.nbytes]
+            if start >= value.nbytes:
+                return index
+        zeros = min(stop, value.nbytes) - max(start, in_file)
+        return b"".join((part, bytes(max(zeros, 0)), index))
+
+    def _fetch(self, value: Extent, starts: list[int], ends: list[int]) -> Sequence[Bytes]:
+        try:
+            if self._is_mapped:
+                return self._transport.get_ranges(value.path, starts=starts, ends=ends)
+            return self._fetch_merged(value.path, starts, ends)
+        except NotFoundError as error:
+            raise CorruptShardError(
+                "the file is missing, although the store's documents promise it",
+                where=f"{self._transport.url}/{value.path}",
+                remedy="store.validate() lists everything that is lost, store.repair() takes it again.",
+            ) from error
+
+    def _fetch_merged(self, path: str, starts: list[int], ends: list[int]) -> list[Bytes]:
+        """Ranges in any order: neighbours share requests, and long ones are many requests that travel together."""
+        cost = self._transport.cost
+        order = np.argsort(np.array(starts), kind="stable")
+        begin, end = np.array(starts, dtype=np.int64)[order], np.array(ends, dtype=np.int64)[order]
+        spans = coalesce(begin, end, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
+        found: list[Bytes] = [b""] * len(starts)
+        bounds = zip(spans.starts.tolist(), spans.ends.tolist(), strict=True)
+        pieces = [cut for first, last in bounds for cut in _cut(first, last, int(cost.max_request_bytes))]
+        fetched = iter(self._in_batches(path, pieces))
+        for number in range(len(spans)):
+            first, last = int(spans.starts[number]), int(spans.ends[number])
+            parts = [next(fetched) for _ in _cut(first, last, int(cost.max_request_bytes))]
+            whole = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+            for place in range(int(spans.first[number]), int(spans.first[number + 1])):
+                found[int(order[place])] = whole[int(begin[place]) - first : int(end[place]) - first]
+        return found
+
+    def _in_batches(self, path: str, pieces: Sequence[tuple[int, int]]) -> Iterable[Bytes]:
+        done = 0
+        while done < len(pieces):
+            batch, nbytes = done, 0
+            while done < len(pieces) and (done == batch or nbytes < _BATCH_BYTES):
+                nbytes += pieces[done][1] - pieces[done][0]
+                done += 1
+            starts, ends = zip(*pieces[batch:done], strict=True)
+            yield from self._transport.get_ranges(path, starts=starts, ends=ends)
+
+    def _size(self, value: Extent) -> int:
+        try:
+            return self._transport.size(value.path)
+        except NotFoundError:
+            return 0
+
+    def _check_readable(self, value: Extent, end: int) -> None:
+        readable = self._readable.get(value.shard_idx) if value.shard_idx is not None else None
+        if readable is not None and min(end, value.end) > readable:
+            raise CorruptShardError(
+                f"the shard is damaged: only its first {readable:,} bytes can be read, and the chunk ends at {end:,}",
+                where=f"{self._transport.url}/{value.path}",
+                remedy="store.validate() lists everything that is lost, store.repair() takes it again.",
+            )
+
+    # -- listing, which is arithmetic ----------------------------------------------------------------------------------
+
+    async def list(self) -> AsyncIterator[str]:
+        """All keys; a store of millions of chunks has millions."""
+        for key in self._keys.below(""):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """The keys that begin with `prefix`."""
+        for key in self._keys.below(prefix):
+            yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """The names directly below the folder `prefix`."""
+        for name in self._keys.children(prefix.rstrip("/")):
+            yield name
+
+    # -- what cannot be done -------------------------------------------------------------------------------------------
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Refused with zarr's own error: the view reads only."""
+        self.set_sync(key, value)
+
+    async def delete(self, key: str) -> None:
+        """Refused with zarr's own error: the view reads only."""
+        self.delete_sync(key)
+
+    def set_sync(self, key: str, value: Buffer) -> None:
+        """Refused; exists because zarr reads without an event loop only from stores that have all three `_sync` methods."""
+        del key, value
+        self._check_writable()
+
+    def delete_sync(self, key: str) -> None:
+        """Refused, like `set_sync`."""
+        del key
+        self._check_writable()
+
+    @property
+    def _supports_sync_io(self) -> bool:
+        # zarr reads as many chunks at once as there are CPUs on that way: right for memory, slow for a network.
+        return self._is_mapped
+
+    @property
+    def supports_writes(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def supports_deletes(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def supports_listing(self) -> bool:
+        """Always: listing asks nobody."""
+        return True
+
+    # -- identity ------------------------------------------------------------------------------------------------------
+
+    def __eq__(self, value: object) -> bool:
+        if not isinstance(value, ZarrView):
+            return NotImplemented
+        return self._transport.url == value._transport.url and self._keys == value._keys
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._transport.url))
+
+    def __repr__(self) -> str:
+        if not isinstance(self._keys, TensorKeys):
+            return f"{type(self).__name__}({self._transport.url!r})"
+        grid = self._keys.grid
+        kind = "inner chunks" if grid.sharded else "chunks"
+        return f"<{type(self).__name__} of {self._transport.url} in {self._keys.n_chunks:,} {kind} of {grid.chunk}>"
+
+    def __str__(self) -> str:
+        return self._transport.url
+
+
+def _nbytes(value: bytes | Extent) -> int:
+    return len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
+
+
+def _bounds(request: ByteRequest | None, nbytes: int) -> tuple[int, int]:
+    """First byte and one past the last of what a byte request means for a value of that length."""
+    match request:
+        case None:
+            return 0, nbytes
+        case RangeByteRequest(start, end):
+            start, end = min(start, nbytes), min(end, nbytes)
+            return start, max(start, end)
+        case OffsetByteRequest(offset):
+            return min(offset, nbytes), nbytes
+        case SuffixByteRequest(suffix):
+            return max(nbytes - suffix, 0), nbytes
+        case _:
+            raise ValueError(f"Unexpected byte_range, got {request!r}; a Range-, Offset- or SuffixByteRequest is one")
+
+
+def _cut(start: int, end: int, nbytes: int) -> Sequence[tuple[int, int]]:
+    if end - start <= nbytes:
+        return [(start, end)]
+    return [(at, min(at + nbytes, end)) for at in range(start, end, nbytes)]
+
+
+def _to_buffer(found: Bytes, prototype: BufferPrototype | None) -> Buffer:
+    """Zarr's buffer around the same memory (on a GPU: a copy there)."""
+    return (prototype or default_buffer_prototype()).buffer.from_bytes(found)
