@@ -27,11 +27,30 @@ Handlers may rely on `kind`: codes are append-only and never change their meanin
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from saev_store.problems import Problem
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
+
+
+def brief(value: object) -> str:
+    """A value as a message shows it: bounded in length whatever the caller passed.
+
+    >>> brief("a" * 100)[:12], brief(10**5000)
+    ("'aaaaaaaaaaa", 'an integer of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return _BRIEF.repr(value)
+    except ValueError:  # a list of integers too long to print
+        return f"a {type(value).__name__}"
 
 
 class SaevStoreError(Exception):

@@ -15,7 +15,7 @@ from typing import SupportsIndex, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import SelectionError
+from saev_store.errors import SelectionError, brief
 from saev_store.layout import DIMS, MAX_INT64, IntArray
 
 #: What may stand between the brackets of a store: anything; what makes no sense is a `SelectionError`.
@@ -173,7 +173,7 @@ def _component(item: object, name: str) -> Item | _Mask:
         return cast("slice[object, object, object]", item)
     if item is None or isinstance(item, (bool, np.bool_, str, bytes)):
         raise SelectionError(
-            f"{item!r} cannot index a store; use integers, slices, lists, boolean masks or '...'", where=name
+            f"{brief(item)} cannot index a store; use integers, slices, lists, boolean masks or '...'", where=name
         )
     try:
         return operator.index(cast("SupportsIndex", item))
@@ -189,7 +189,7 @@ def _component(item: object, name: str) -> Item | _Mask:
         return np.zeros(array.shape, dtype=np.int64)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) > MAX_INT64):
         raise SelectionError(
-            f"{item!r:.80} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
+            f"{brief(item)} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
         )
     return array.astype(np.int64, copy=False)
 
@@ -213,7 +213,7 @@ def _checked(index: IntArray, n: int, name: str) -> IntArray:
 
 def _out_of_range(position: int, n: int, name: str) -> SelectionError:
     held = f"{n} positions, from {-n} to {n - 1}" if n else "no positions"
-    return SelectionError(f"{name} {position} is out of range; the axis has {held}", where=name)
+    return SelectionError(f"{name} {brief(position)} is out of range; the axis has {held}", where=name)
 
 
 def _axis(item: Item, n: int, name: str) -> Progression | IntArray:
@@ -221,7 +221,7 @@ def _axis(item: Item, n: int, name: str) -> Progression | IntArray:
         try:
             start, stop, step = item.indices(n)
         except (TypeError, ValueError) as error:
-            raise SelectionError(f"{item!r} is not a slice of integers ({error})", where=name) from None
+            raise SelectionError(f"{brief(item)} is not a slice of integers ({error})", where=name) from None
         return Progression(start, step, len(range(start, stop, step)))
     if isinstance(item, np.ndarray):
         return _checked(item, n, name)

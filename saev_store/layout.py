@@ -15,7 +15,7 @@ from typing import SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError
+from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError, brief
 
 #: The only dtype of protocol 1.x and 2.x: raw little-endian float32.
 DTYPE = np.dtype("<f4")
@@ -81,10 +81,10 @@ class Layout:
         for name in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
             value = cast("object", getattr(self, name))
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
-                raise ArgumentError(f"{name} is {value!r}; it must be an integer from 1 to 2^63 - 1", where=name)
+                raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from 1 to 2^63 - 1", where=name)
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise ArgumentError(
-                f"layers is {self.layers!r}; it must hold at least one label, and none twice", where="layers"
+                f"layers is {brief(self.layers)}; it must hold at least one label, and none twice", where="layers"
             )
         # The padded tensor: every offset into every shard, and every global row, then fits into int64.
         if self.n_shards * self.shard_nbytes > MAX_INT64:
@@ -196,7 +196,7 @@ class Layout:
         except (TypeError, ValueError):
             pass
         raise LayerNotFoundError(
-            f"layer {layer!r} was not recorded; the store holds the layers {list(self.layers)}",
+            f"layer {brief(layer)} was not recorded; the store holds the layers {list(self.layers)}",
             where="layer",
             remedy="Labels match literally (-2 is a label of its own); for positions index the store like an array.",
         )
@@ -214,7 +214,7 @@ class Layout:
         """
         for name, value, bound in (("example", example, self.n_examples), ("token", token, self.tokens_per_example)):
             if not 0 <= value < bound:
-                raise SelectionError(f"{name} is {value}; it must be from 0 to {bound - 1}", where=name)
+                raise SelectionError(f"{name} is {brief(value)}; it must be from 0 to {bound - 1}", where=name)
         shard_idx, example_in_shard = divmod(int(example), self.examples_per_shard)
         layer_idx = self.layer_index(layer)
         offset_in_vectors = (example_in_shard * self.n_layers + layer_idx) * self.tokens_per_example + int(token)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, SelectionError
+from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.indexing import Block, Progression, parse_axis
 from saev_store.reader import FloatArray
 from saev_store.selection import Coordinates, RowSpace
@@ -91,7 +91,7 @@ class Selection:
         """One row as (d_model,) for an integer, else `rows(…)`."""
         if isinstance(row, tuple):
             raise SelectionError(
-                f"{row!r} has {len(row)} indices; rows take one, columns are always whole", where="index"
+                f"{brief(row)} has {len(row)} indices; rows take one, columns are always whole", where="index"
             )
         found = self.rows(row)
         is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import SelectionError
+from saev_store.errors import SelectionError, brief
 from saev_store.indexing import Axis, Progression, length, parse_axis
 from saev_store.layout import IntArray, Layout
 
@@ -180,7 +180,7 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     if isinstance(layer, str):
         if layer != "all":
             raise SelectionError(
-                f"layer is {layer!r}; it must be a label out of {list(layout.layers)}, a list of them, or 'all'",
+                f"layer is {brief(layer)}; it must be a label out of {list(layout.layers)}, a list of them, or 'all'",
                 where="layer",
             )
         return tuple(range(layout.n_layers))
@@ -195,7 +195,7 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
 
 def _tokens(tokens: Tokens, layout: Layout) -> Progression:
     if tokens not in get_args(Tokens):
-        raise SelectionError(f"tokens is {tokens!r}; it must be 'content', 'special' or 'all'", where="tokens")
+        raise SelectionError(f"tokens is {brief(tokens)}; it must be 'content', 'special' or 'all'", where="tokens")
     if tokens == "all":
         return Progression(0, 1, layout.tokens_per_example)
     if tokens == "content":
@@ -215,7 +215,7 @@ def _kept_table(ignore_labels: Sequence[int]) -> npt.NDArray[np.bool_]:
         or (values.size and not 0 <= int(values.min()) <= int(values.max()) < 256)
     ):
         raise SelectionError(
-            f"ignore_labels is {ignore_labels!r}; labels are integers from 0 to 255", where="ignore_labels"
+            f"ignore_labels is {brief(ignore_labels)}; labels are integers from 0 to 255", where="ignore_labels"
         )
     kept = np.ones(256, dtype=np.bool_)
     kept[values] = False

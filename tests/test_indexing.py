@@ -107,6 +107,8 @@ def test_an_ellipsis_over_nothing_still_separates_lists() -> None:
         (slice("a", None), "not a slice of integers"),
         (slice(0, 1, 0), "not a slice of integers"),
         (2**70, "out of range"),
+        pytest.param(10**5000, "an integer of 16610 bits is out of range", id="a long integer"),
+        pytest.param([10**5000], "positions are integers", id="a list of one"),
         (np.array([2**64 - 1], dtype=np.uint64), "positions are integers"),
         (object(), "positions are integers"),
         ({"a": 1}, "positions are integers"),

@@ -118,6 +118,8 @@ def test_locate_refuses_what_lies_outside(example: int, token: int) -> None:
         {"layers": ()},
         {"layers": (1, 1)},
         {"n_examples": 2**60},
+        {"n_examples": 10**5000},
+        {"layers": (10**5000, 10**5000)},
     ],
 )
 def test_impossible_geometries_are_refused(change: dict[str, object]) -> None:
