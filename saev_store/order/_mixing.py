@@ -1,0 +1,101 @@
+"""How well a batch is mixed, before anything is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from saev_store.order._shuffle import Partition, ShuffledOrder
+
+#: Batches, spread over the epoch, whose position relative to the ticks is looked at.
+_N_BATCHES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """What a batch in the middle of an epoch is made of.
+
+    Attributes:
+        batch_size: Rows of the batch.
+        window_examples: Examples that have rows in the window (E).
+        distinct_examples: Expected number of different examples in the batch.
+        independent_draws: `E * (1 - exp(-B / E))`: what B independent draws from the window would give; the schedule of
+            the window does a little better, because no block may hand out more than its share.
+        full_shuffle: What a permutation of all rows would give.
+    """
+
+    batch_size: int
+    window_examples: float
+    distinct_examples: float
+    independent_draws: float
+    full_shuffle: float
+
+    def variance_inflation(self, correlation: float) -> float:
+        """How much larger the variance of a batch mean is than with independent rows.
+
+        Args:
+            correlation: Between two rows of one example, from 0 to 1.
+        """
+        return 1 + (self.batch_size - 1) * correlation / max(self.distinct_examples, 1.0)
+
+
+def predict_mixing(order: ShuffledOrder, batch_size: int, n_partitions: int | None = None) -> Mixing:
+    """The expected mixing of a batch that takes `batch_size` rows from `n_partitions` of the order's partitions.
+
+    >>> from saev_store.layout import Layout
+    >>> from saev_store.order import Blocks
+    >>> from saev_store.selection import row_space
+    >>> rows = row_space(Layout(1_281_167, (11,), 196, True, 768, 4000), tokens="content")
+    >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
+    >>> mixing = predict_mixing(order, 16_384)
+    >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
+    (3571, 16280)
+    """
+    n_partitions = n_partitions or order.n_partitions
+    part = order.partition(order.n_partitions // 2)
+    n_examples = order.blocks.space.n_examples
+    n_layers, group = order.blocks.n_layers, order.blocks.examples_per_block
+    if part.n_rows == 0:
+        return Mixing(batch_size, 0.0, 0.0, 0.0, 0.0)
+    per_partition = min(batch_size / n_partitions, part.n_rows)
+    blocks = _blocks_met(part, per_partition)
+    # A layer's block and another layer's block may stand for the same example.
+    of_all = min(blocks * n_partitions / (n_examples * n_layers), 1.0)
+    distinct = n_examples * (1 - (1 - of_all) ** n_layers)
+    per_tick = part.n_blocks / part.n_ticks
+    window = min(per_tick * part.window_ticks * n_partitions * group, float(n_examples))
+    rows_per_example = order.n_rows / n_examples
+    full = n_examples * -math.expm1(-batch_size * _slope(rows_per_example, order.n_rows))
+    independent = window * -math.expm1(-batch_size / window)
+    return Mixing(batch_size, window, distinct, independent, full)
+
+
+def _slope(rows_per_example: float, n_rows: int) -> float:
+    """-log of the chance that one drawn row is not of a given example."""
+    share = min(rows_per_example / n_rows, 1.0)
+    return -math.log1p(-share) if share < 1 else math.inf
+
+
+def _blocks_met(part: Partition, batch: float) -> float:
+    """Examples' worth of blocks met by `batch` consecutive rows of a partition, averaged over an epoch's batches."""
+    w, group = part.window_ticks, part.order.blocks.examples_per_block
+    rows_per_tick, blocks_per_tick = part.n_rows / part.n_ticks, part.n_blocks / part.n_ticks
+    size = max(1, round(part.n_rows / part.n_blocks))
+    n_met = math.ceil(batch / rows_per_tick) + 1
+    phases = np.zeros(1)
+    if part.n_ticks > 1:
+        # Shares are rounded down, so in the middle of an epoch the ticks lag behind their average pace.
+        middle = part.n_ticks // 2
+        lag = rows_per_tick * middle - part.emitted_before(middle)
+        batches = np.linspace(0, part.n_rows / batch - 1, _N_BATCHES).astype(np.int64)
+        phases = ((batches * batch + lag) / rows_per_tick) % 1.0
+    ticks = np.arange(n_met)
+    begin = phases[:, None] * rows_per_tick
+    share = np.minimum(begin + batch, (ticks + 1) * rows_per_tick) - np.maximum(begin, ticks * rows_per_tick)
+    share = np.clip(share / rows_per_tick, 0, 1 - 1e-12)  # of each tick's rows, (batches, ticks)
+    age = np.arange(1 - n_met, w)[:, None] + ticks  # (cohorts, ticks)
+    handed_out = np.where((age >= 0) & (age < w), (age + 1) * size // w - age * size // w, 0)
+    log_missed = handed_out.astype(np.float64) @ np.log1p(-share / group).T
+    return float(-np.expm1(log_missed).sum(axis=0).mean()) * blocks_per_tick * group

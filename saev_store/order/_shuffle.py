@@ -1,0 +1,295 @@
+"""The shuffled order: a function of (seed, epoch, position), never materialised.
+
+Blocks are permuted; the permuted blocks' rows are cut into equal *partitions*; a window of blocks slides over each
+partition, one *tick* at a time. Blocks enter and leave the window in *cohorts*. A cohort that lives l ticks emits, in its
+tick number a, the rows `floor(a*m/l)` to `floor((a+1)*m/l)` of each block's own permutation (m: the block's rows), and
+the rows of a tick are permuted among each other. docs/loaders.md has the picture, and why it mixes well.
+
+The window is stationary from the first row to the last: the first cohorts live 1, 2, … w ticks and are as much smaller
+as they live shorter, likewise the last ones. A window that holds all blocks is one tick, and thus one exact permutation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from saev_store.errors import ArgumentError
+from saev_store.layout import IntArray
+from saev_store.order._blocks import Blocks
+from saev_store.order._permutation import Permutation
+from saev_store.order._words import derive, shuffled, shuffled_rows, words
+
+#: Changes whenever the same arguments would give another order; part of every saved state.
+ORDER_VERSION = 1
+
+_BLOCKS, _ROWS, _TICKS = 1, 2, 3
+
+
+class Emitted(NamedTuple):
+    """Rows in the order they are handed out: number of the block and cell inside it, int64."""
+
+    block: IntArray
+    cell: IntArray
+
+
+class Cohort(NamedTuple):
+    """Blocks that enter and leave the window together.
+
+    Attributes:
+        numbers: Which blocks, int64 (n,).
+        counts: How many of each block's rows belong to this partition, int64 (n,).
+        cells: (n, max(counts)): the cells of those rows, in the order in which they will be handed out.
+    """
+
+    numbers: IntArray
+    counts: IntArray
+    cells: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class ShuffledOrder:
+    """A seeded shuffle of all rows of a row space, in `n_partitions` streams of equal length.
+
+    Args:
+        blocks: What is shuffled.
+        seed: Any integer.
+        epoch: Each epoch has an order of its own.
+        n_partitions: Streams that can be read independently, such as one per rank.
+        window_blocks: How many blocks of one partition are in the window at most.
+        rows_per_tick: About how many rows a tick hands out: the rows of a batch that come from one partition.
+
+    Raises:
+        ArgumentError: a number is below 1.
+    """
+
+    blocks: Blocks
+    seed: int
+    epoch: int
+    n_partitions: int
+    window_blocks: int
+    rows_per_tick: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_partitions", "window_blocks", "rows_per_tick"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1", where=name)
+
+    @cached_property
+    def key(self) -> int:
+        return derive(self.seed, self.epoch, ORDER_VERSION)
+
+    @cached_property
+    def _permutation(self) -> Permutation:
+        return Permutation(max(len(self.blocks), 1), derive(self.key, _BLOCKS))
+
+    @cached_property
+    def row_key(self) -> int:
+        """Seeds every block's own permutation."""
+        return derive(self.key, _ROWS)
+
+    @cached_property
+    def _ends(self) -> IntArray | None:
+        """With ignored labels: rows in the first 0, 1, 2, … permuted blocks; 8 bytes a block, the only table there is."""
+        if self.blocks.is_uniform:
+            return None
+        ends = np.zeros(len(self.blocks) + 1, dtype=np.int64)
+        step = 1 << 20
+        for start in range(0, len(self.blocks), step):
+            stop = min(start + step, len(self.blocks))
+            ends[start + 1 : stop + 1] = self.blocks.sizes(self._permutation.at(np.arange(start, stop, dtype=np.int64)))
+        return np.cumsum(ends, out=ends)
+
+    @cached_property
+    def _odd_positions(self) -> IntArray:
+        return np.sort(self._permutation.position_of(self.blocks.odd()))
+
+    def block_numbers(self, start: int, stop: int) -> IntArray:
+        """The blocks at positions `start` to `stop` of the permutation."""
+        return self._permutation.at(np.arange(start, stop, dtype=np.int64))
+
+    def rows_before(self, position: int) -> int:
+        """Rows in all permuted blocks before a position."""
+        if self._ends is not None:
+            return int(self._ends[position])
+        full = self.blocks.cells_per_block
+        odd = self._odd_positions
+        if not len(odd):
+            return position * full
+        short = (self.blocks.space.n_examples % self.blocks.examples_per_block) * self.blocks.space.tokens.count
+        return position * full - int(np.searchsorted(odd, position)) * (full - short)
+
+    def position_of(self, row: int) -> int:
+        """The position of the block that holds the row number `row` of the permuted blocks."""
+        low, high = 0, len(self.blocks)  # rows_before(low) <= row < rows_before(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.rows_before(middle) <= row else (low, middle)
+        return low
+
+    @property
+    def n_rows(self) -> int:
+        return self.blocks.n_rows
+
+    def partition(self, number: int) -> Partition:
+        """One of the streams, by number from 0."""
+        return Partition(self, number)
+
+    def longest(self) -> int:
+        """Rows of the longest partition; the others have at most one row less."""
+        return -(-self.n_rows // self.n_partitions)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """One stream of a `ShuffledOrder`: an equal share of the permuted rows, give or take one.
+
+    The share's first and last block may belong to a neighbour in part; both then read it.
+    """
+
+    order: ShuffledOrder
+    number: int
+
+    @cached_property
+    def first_row(self) -> int:
+        return self.number * self.order.n_rows // self.order.n_partitions
+
+    @cached_property
+    def end_row(self) -> int:
+        return (self.number + 1) * self.order.n_rows // self.order.n_partitions
+
+    @property
+    def n_rows(self) -> int:
+        return self.end_row - self.first_row
+
+    @cached_property
+    def first_position(self) -> int:
+        return self.order.position_of(self.first_row) if self.n_rows else 0
+
+    @cached_property
+    def n_blocks(self) -> int:
+        return self.order.position_of(self.end_row - 1) + 1 - self.first_position if self.n_rows else 0
+
+    @cached_property
+    def blocks_per_tick(self) -> int:
+        if self.n_blocks <= self.order.window_blocks:
+            return max(self.n_blocks, 1)
+        wanted = round(self.order.rows_per_tick * self.n_blocks / self.n_rows)
+        return min(max(wanted, 1), self.order.window_blocks)
+
+    @cached_property
+    def window_ticks(self) -> int:
+        """How many cohorts are in the window (w)."""
+        return 1 if self.n_blocks <= self.order.window_blocks else self.order.window_blocks // self.blocks_per_tick
+
+    @cached_property
+    def n_ticks(self) -> int:
+        return -(-self.n_blocks // self.blocks_per_tick)
+
+    @cached_property
+    def n_cohorts(self) -> int:
+        return self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
+
+    def first_block(self, cohort: int) -> int:
+        """Blocks of this partition in the cohorts before `cohort`: their share of all block-ticks, rounded down."""
+        w, n = self.window_ticks, self.n_cohorts
+        if cohort <= w:
+            lived = cohort * (cohort + 1) // 2
+        elif cohort <= n - w:
+            lived = w * (w + 1) // 2 + (cohort - w) * w
+        else:
+            lived = self.n_ticks * w - (n - cohort) * (n - cohort + 1) // 2
+        return lived * self.n_blocks // (self.n_ticks * w)
+
+    def first_tick(self, cohort: int) -> int:
+        """The first tick that a cohort is needed for."""
+        return max(0, cohort - self.window_ticks + 1)
+
+    def life_ticks(self, cohort: int) -> int:
+        """How many ticks a cohort lives."""
+        return min(cohort, self.n_ticks - 1) - self.first_tick(cohort) + 1
+
+    def block_numbers(self, cohort: int) -> IntArray:
+        """The blocks of a cohort."""
+        start, stop = self.first_block(cohort), self.first_block(cohort + 1)
+        return self.order.block_numbers(self.first_position + start, self.first_position + stop)
+
+    def _pieces(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
+        """(numbers, rows skipped at the front, rows) of blocks, counted from this partition's first."""
+        numbers = self.order.block_numbers(self.first_position + start, self.first_position + stop)
+        counts = self.order.blocks.sizes(numbers)
+        skipped = np.zeros(len(numbers), dtype=np.int64)
+        if stop == self.n_blocks and len(numbers):
+            counts[-1] -= self.order.rows_before(self.first_position + self.n_blocks) - self.end_row
+        if start == 0 and len(numbers):
+            skipped[0] = self.first_row - self.order.rows_before(self.first_position)
+            counts[0] -= skipped[0]
+        return numbers, skipped, counts
+
+    def cohort(self, cohort: int) -> Cohort:
+        """The blocks of a cohort, and the order in which each hands out its rows."""
+        start, stop = self.first_block(cohort), self.first_block(cohort + 1)
+        numbers, skipped, counts = self._pieces(start, stop)
+        blocks = self.order.blocks
+        ranks = shuffled_rows(words(self.order.row_key, numbers), blocks.sizes(numbers))
+        kept = blocks.kept_cells(numbers)
+        if kept is not None:
+            ranks = np.take_along_axis(kept, ranks, axis=1)
+        if skipped.any():
+            ranks[0, : counts[0]] = ranks[0, skipped[0] : skipped[0] + counts[0]].copy()
+        return Cohort(numbers, counts, ranks)
+
+    def emitted_before(self, tick: int) -> int:
+        """Rows handed out in all ticks before `tick`: what makes resuming a binary search."""
+        if tick >= self.n_ticks:
+            return self.n_rows
+        done = self.first_block(tick)
+        total = min(self.order.rows_before(self.first_position + done), self.end_row) - self.first_row if done else 0
+        last = min(tick + self.window_ticks - 1, self.n_cohorts)
+        bounds = [self.first_block(cohort) for cohort in range(tick, last + 1)]
+        if last <= tick or bounds[-1] == done:
+            return total
+        _, _, counts = self._pieces(done, bounds[-1])
+        age = np.array([tick - self.first_tick(cohort) for cohort in range(tick, last)])
+        life = np.array([self.life_ticks(cohort) for cohort in range(tick, last)])
+        n = np.diff(bounds)
+        return total + int((np.repeat(age, n) * counts // np.repeat(life, n)).sum())
+
+    def tick_of(self, position: int) -> int:
+        """The tick that hands out the row at a position from 0 to `n_rows - 1`."""
+        low, high = 0, self.n_ticks  # emitted_before(low) <= position < emitted_before(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.emitted_before(middle) <= position else (low, middle)
+        return low
+
+    def tick_shuffle(self, tick: int, n: int) -> IntArray:
+        """The permutation of the n rows of a tick."""
+        return shuffled(derive(self.order.key, _TICKS, self.number, tick), n)
+
+    def rows(self, start: int, stop: int) -> Emitted:
+        """The rows at positions `start` to `stop`, by nothing but arithmetic; a loader gives them in the same order."""
+        from saev_store.order._window import Window
+
+        stop = min(stop, self.n_rows)
+        if start >= stop:
+            return Emitted(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        tick = self.tick_of(start)
+        position = self.emitted_before(tick)
+        window = Window(self, self.window_ticks)
+        found: list[Emitted] = []
+        admitted = tick
+        while position < stop:
+            for cohort in range(admitted, min(tick + self.window_ticks, self.n_cohorts)):
+                window.admit(cohort)
+                admitted = cohort + 1
+            entry = window.tick(tick)
+            entry = entry[max(start - position, 0) :] if position < start else entry
+            found.append(window.emitted(entry))
+            position = self.emitted_before(tick + 1)
+            tick += 1
+        block, cell = (np.concatenate(parts)[: stop - start] for parts in zip(*found, strict=True))
+        return Emitted(block, cell)

@@ -1,0 +1,94 @@
+"""Random words from counters: our own streams, because NumPy promises those of `Generator` methods for one build only.
+
+`words(key, counter)` is the finaliser of SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "variant 13" constants)
+applied to `key + (counter + 1) * GAMMA`: output number `counter` of the SplitMix64 generator whose state is `key`. Keys
+come from `derive`, which folds integers into one word with the same finaliser. Everything is arithmetic modulo 2^64, so
+the same on every machine, build and byte order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.layout import IntArray
+
+Words = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: A block has fewer rows than 2^24, so its permutation sorts 40 random bits, with the row's number below them.
+_ROW_BITS = 24
+
+
+def derive(*parts: int) -> int:
+    """One 64-bit key out of several integers, such as a seed, an epoch and a purpose; any size, negative ones too.
+
+    >>> derive(17, 0) == derive(17, 0), derive(17, 0) == derive(0, 17)
+    (True, False)
+    """
+    key = len(parts)
+    for part in parts:
+        rest, negative = (~part, 1) if part < 0 else (part, 0)
+        key = _mix(key ^ negative)
+        while True:
+            key = _mix((key ^ (rest & _MASK)) + _GAMMA)
+            rest >>= 64
+            if not rest:
+                break
+    return key
+
+
+def words(key: int | Words, counter: IntArray) -> Words:
+    """One random 64-bit word per counter, broadcast against `key`.
+
+    >>> words(0, np.arange(2)).tolist()  # the published first outputs of SplitMix64 from state 0
+    [16294208416658607535, 7960286522194355700]
+    """
+    state = (counter.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    state = state + (np.uint64(key) if isinstance(key, int) else key)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(_FACTORS[0])
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(_FACTORS[1])
+    state ^= state >> np.uint64(31)
+    return state
+
+
+def shuffled(key: int, n: int) -> IntArray:
+    """A permutation of `0 … n - 1`: the numbers sorted by their words, by number where those are equal.
+
+    >>> shuffled(7, 6).tolist()
+    [1, 5, 0, 4, 3, 2]
+    """
+    number = np.arange(n, dtype=np.int64)
+    return _sorted_by(words(key, number), number, max(n - 1, 1).bit_length())
+
+
+def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
+    """Several permutations at once: row `i` of the result begins with one of `0 … counts[i] - 1`; the rest is undefined.
+
+    Shape (len(keys), max(counts)). Row `i` depends on `keys[i]` and `counts[i]` alone.
+    """
+    longest = int(counts.max(initial=0))
+    number = np.arange(longest, dtype=np.int64)
+    word = words(keys[:, None], number[None, :])
+    # Rows that a block does not have are sorted behind all others.
+    word = np.where(number < counts[:, None], word >> np.uint64(1), np.uint64(1 << 63))
+    return _sorted_by(word, number, _ROW_BITS)
+
+
+def _sorted_by(word: Words, number: IntArray, n_bits: int) -> IntArray:
+    """The numbers in the order of the words' upper bits: one plain sort, since the lower bits make every word unique."""
+    low = np.uint64((1 << n_bits) - 1)
+    tagged = (word & ~low) | number.astype(np.uint64)
+    tagged.sort(axis=-1)
+    return (tagged & low).astype(np.int64)
+
+
+def _mix(word: int) -> int:
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
+    word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
+    return word ^ (word >> 31)

@@ -1,0 +1,268 @@
+"""The order of rows: every row exactly once, the same for ever, without work that grows with the data."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saev_store.errors import ArgumentError
+from saev_store.layout import Layout
+from saev_store.order import (
+    MAX_ROWS_PER_BLOCK,
+    Batching,
+    Blocks,
+    Permutation,
+    ShuffledOrder,
+    derive,
+    predict_mixing,
+    shuffled,
+    words,
+)
+from saev_store.selection import RowSpace, row_space
+
+
+def space_of(
+    n: int, n_layers: int, tokens: int, *, choice: str = "content", labels: np.ndarray | None = None, **kw
+) -> RowSpace:
+    layout = Layout(n, tuple(range(n_layers)), tokens, True, 8, 3)
+    ignore = [0, 1] if labels is not None else None
+    return row_space(layout, tokens=choice, ignore_labels=ignore, labels=labels, **kw)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> ShuffledOrder:
+    n, n_layers, tokens = draw(st.integers(1, 40)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    labels = None
+    if draw(st.booleans()):
+        labels = (
+            np.random.default_rng(draw(st.integers(0, 99)))
+            .integers(0, draw(st.integers(2, 5)), (n, tokens))
+            .astype(np.uint8)
+        )
+    choice = draw(st.sampled_from(["content", "all"] if labels is not None else ["content", "all", "special"]))
+    space = space_of(n, n_layers, tokens, choice=choice, labels=labels)
+    return ShuffledOrder(
+        Blocks(space, draw(st.integers(1, 5))),
+        draw(st.integers(-(2**70), 2**70)),
+        draw(st.integers(0, 5)),
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from([1, 2, 3, 7, 20, 10_000])),
+        draw(st.integers(1, 50)),
+    )
+
+
+def everything(order: ShuffledOrder) -> np.ndarray:
+    """(block, cell) of all rows of all partitions, partition after partition."""
+    parts = [order.partition(number) for number in range(order.n_partitions)]
+    return np.concatenate([np.stack(part.rows(0, part.n_rows), axis=1) for part in parts])
+
+
+def expected_rows(space: RowSpace) -> set[tuple[int, int, int]]:
+    """(example, layer, token) of every chosen vector, found one by one."""
+    return set(zip(*(axis.tolist() for axis in space.locate(np.arange(len(space)))), strict=True))
+
+
+@given(orders())
+def test_every_row_exactly_once(order: ShuffledOrder):
+    blocks, space = order.blocks, order.blocks.space
+    found = everything(order)
+    assert len(found) == len(space)
+    places = blocks.places(found[:, 0])
+    within, token = np.divmod(found[:, 1], space.tokens.count)
+    example = blocks.examples(places.first + within)
+    layer = np.asarray(space.layer_idx)[places.layer]
+    rows = set(zip(example.tolist(), layer.tolist(), (token + space.tokens.start).tolist(), strict=True))
+    assert rows == expected_rows(space)
+    lengths = [order.partition(number).n_rows for number in range(order.n_partitions)]
+    assert sum(lengths) == len(space)
+    assert max(lengths) - min(lengths) <= 1
+    assert order.longest() == max(lengths)
+
+
+@given(orders(), st.data())
+def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject):
+    """Starting in the middle gives what going through from the beginning gives: a tick is a closed form."""
+    part = order.partition(data.draw(st.integers(0, order.n_partitions - 1)))
+    if not part.n_rows:
+        return
+    whole = np.stack(part.rows(0, part.n_rows), axis=1)
+    start = data.draw(st.integers(0, part.n_rows))
+    stop = data.draw(st.integers(start, part.n_rows + 3))
+    np.testing.assert_array_equal(np.stack(part.rows(start, stop), axis=1), whole[start:stop])
+
+
+@given(orders())
+def test_the_window_never_holds_more_than_it_may(order: ShuffledOrder):
+    for number in range(order.n_partitions):
+        part = order.partition(number)
+        for tick in range(part.n_ticks if part.n_rows else 0):
+            last = min(tick + part.window_ticks, part.n_cohorts)
+            assert part.first_block(last) - part.first_block(tick) <= order.window_blocks
+        for cohort in range(part.n_cohorts):
+            assert part.first_block(cohort + 1) - part.first_block(cohort) <= part.blocks_per_tick
+
+
+def test_a_window_as_large_as_the_data_is_one_exact_permutation():
+    """Every row can come first, with equal chances, and neighbours are independent: a chi-square over many seeds."""
+    space = space_of(3, 1, 2)
+    first = np.zeros((6, 6))
+    n_seeds = 3000
+    for seed in range(n_seeds):
+        part = ShuffledOrder(Blocks(space), seed, 0, 1, 3, 1).partition(0)
+        assert part.n_ticks == 1
+        emitted = part.rows(0, 6)
+        row = emitted.block * 2 + emitted.cell
+        assert sorted(row.tolist()) == list(range(6))
+        first[row[0], row[1]] += 1
+    assert (np.diag(first) == 0).all()
+    pairs = first[~np.eye(6, dtype=bool)]
+    chi2 = ((pairs - n_seeds / 30) ** 2 / (n_seeds / 30)).sum()
+    assert chi2 < 60  # 29 degrees of freedom: p = 0.0006
+
+
+@pytest.mark.parametrize("change", ["seed", "epoch"])
+def test_seed_and_epoch_change_everything(change: str):
+    space = space_of(50, 1, 4)
+    arguments = {"seed": 1, "epoch": 1}
+    one = everything(ShuffledOrder(Blocks(space), **arguments, n_partitions=2, window_blocks=6, rows_per_tick=8))
+    arguments[change] = 2
+    two = everything(ShuffledOrder(Blocks(space), **arguments, n_partitions=2, window_blocks=6, rows_per_tick=8))
+    assert (one == two).all(axis=1).mean() < 0.1
+
+
+def digest(order: ShuffledOrder) -> str:
+    return hashlib.sha256(everything(order).astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def golden_orders() -> dict[str, ShuffledOrder]:
+    labels = (np.arange(400 * 9).reshape(400, 9) * 7 % 5).astype(np.uint8)
+    return {
+        "plain": ShuffledOrder(Blocks(space_of(400, 1, 9)), 17, 0, 1, 60, 128),
+        "partitions": ShuffledOrder(Blocks(space_of(400, 1, 9)), 17, 3, 8, 10, 32),
+        "layers": ShuffledOrder(Blocks(space_of(200, 3, 9), 2), 17, 0, 4, 20, 64),
+        "labels": ShuffledOrder(Blocks(space_of(400, 2, 9, choice="all", labels=labels), 3), 5, 1, 2, 30, 100),
+        "whole": ShuffledOrder(Blocks(space_of(300, 1, 9)), -1, 2**65, 1, 300, 1),
+    }
+
+
+def test_golden_orders():
+    """Whoever changes one of these changes ORDER_VERSION with it."""
+    assert {name: digest(order) for name, order in golden_orders().items()} == {
+        "plain": "04f3235f69026505",
+        "partitions": "8a4fc03663986ca6",
+        "layers": "9e8098c09986f78d",
+        "labels": "906556d7f24d446c",
+        "whole": "4dd857c3188a4aa2",
+    }
+
+
+def test_golden_words_and_permutations():
+    state = words(0, np.arange(3))
+    # The published SplitMix64 outputs for the state 0.
+    assert [hex(int(word)) for word in state] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
+    assert derive() == 0
+    assert len({derive(a, b) for a in range(-20, 20) for b in range(20)}) == 800
+    found = Permutation(10**15, 3).at(np.array([0, 1, 10**15 - 1])).tolist()
+    assert found == [129695848036561, 375442452155439, 831640389576146]
+
+
+@given(st.one_of(st.integers(1, 300), st.integers(2**16 - 2, 2**16 + 300)), st.integers(0, 2**64 - 1))
+def test_permutations_are_permutations(n: int, key: int):
+    permutation = Permutation(n, key)
+    things = permutation.at(np.arange(n, dtype=np.int64))
+    np.testing.assert_array_equal(np.sort(things), np.arange(n))
+    np.testing.assert_array_equal(permutation.position_of(things), np.arange(n))
+
+
+@given(st.integers(2**17, 2**61), st.integers(0, 2**64 - 1), st.data())
+def test_large_permutations_can_be_inverted(n: int, key: int, data: st.DataObject):
+    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)), dtype=np.int64)
+    permutation = Permutation(n, key)
+    things = permutation.at(positions)
+    assert things.min() >= 0
+    assert things.max() < n
+    np.testing.assert_array_equal(permutation.position_of(things), positions)
+
+
+def test_shuffles_are_unbiased():
+    """Where each of 8 things ends up, over many keys: a chi-square per table, for the sort and for the cipher."""
+    counts = np.zeros((8, 8))
+    for key in range(4000):
+        counts[np.arange(8), shuffled(key, 8)] += 1
+    assert ((counts - 500) ** 2 / 500).sum() < 95  # 49 degrees of freedom: p = 0.0001
+    n = 100_000
+    things = Permutation(n, 5).at(np.arange(n))
+    table = np.histogram2d(np.arange(n), things, bins=10)[0]
+    assert ((table - n / 100) ** 2 / (n / 100)).sum() < 140  # 81 degrees of freedom
+
+
+def test_cost_does_not_grow_with_the_data():
+    """10^10 rows: a window in the middle is found with the same few kilobytes as in 10^6 rows."""
+    peaks = []
+    for n_examples in (5_000, 51_000_000):
+        tracemalloc.start()
+        order = ShuffledOrder(Blocks(space_of(n_examples, 1, 196)), 17, 0, 8, 400, 2048)
+        part = order.partition(3)
+        middle = part.n_rows // 2
+        emitted = part.rows(middle, middle + 2048)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(np.unique(np.stack(emitted, axis=1), axis=0)) == 2048
+    assert peaks[1] < 2 * peaks[0] + 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("n", "n_layers", "tokens", "group", "n_partitions", "window", "batch"),
+    [
+        (20_000, 1, 196, 1, 8, 446, 16_384),
+        (20_000, 1, 196, 1, 8, 100, 16_384),
+        (20_000, 3, 49, 1, 4, 100, 4096),
+        (20_000, 1, 49, 4, 4, 50, 4096),
+        (20_000, 1, 8, 1, 1, 3000, 4096),
+        (2000, 1, 49, 1, 4, 5000, 4096),
+    ],
+)
+def test_mixing_is_what_the_formula_says(n, n_layers, tokens, group, n_partitions, window, batch):
+    blocks = Blocks(space_of(n, n_layers, tokens), group)
+    order = ShuffledOrder(blocks, 1, 0, n_partitions, window, batch // n_partitions)
+    share, found = batch // n_partitions, []
+    n_batches = order.n_rows // batch
+    for number in np.linspace(0.36, 0.62, 8):
+        at = int(n_batches * number) * share
+        met = []
+        for part in map(order.partition, range(n_partitions)):
+            emitted = part.rows(at, at + share)
+            met.append(blocks.places(emitted.block).first + emitted.cell // tokens)
+        found.append(len(np.unique(np.concatenate(met))))
+    mixing = predict_mixing(order, batch)
+    assert mixing.distinct_examples == pytest.approx(np.mean(found), rel=0.03)
+    assert mixing.independent_draws <= mixing.distinct_examples * 1.03
+    assert mixing.variance_inflation(0.5) > 1
+
+
+@given(st.integers(0, 200), st.integers(1, 8), st.integers(1, 9), st.booleans())
+def test_batching(n_rows: int, world: int, per_rank: int, drop_last: bool):
+    batching = Batching(n_rows, world * per_rank, drop_last, world)
+    seen: list[int] = []
+    for batch in range(len(batching)):
+        ranges = [batching.rows_of_rank(batch, rank) for rank in range(world)]
+        assert len({stop - start for start, stop in ranges}) == 1
+        seen += [row for start, stop in ranges for row in range(start, stop) if row < n_rows]
+    assert seen == list(range(batching.n_samples))
+
+
+def test_bad_numbers_are_refused():
+    space = space_of(4, 1, 4)
+    with pytest.raises(ArgumentError, match="n_partitions is 0"):
+        ShuffledOrder(Blocks(space), 1, 0, 0, 1, 1)
+    with pytest.raises(ArgumentError, match="examples_per_block"):
+        Blocks(space, 0)
+    with pytest.raises(ArgumentError, match=str(MAX_ROWS_PER_BLOCK)):
+        Blocks(space, 2**24)
+    with pytest.raises(ArgumentError, match="shared by 3 ranks"):
+        Batching(10, 4, drop_last=False, world=3)
