@@ -47,10 +47,13 @@ def _finite(value: object) -> object:
     return value
 
 
-def emit_error(error: Exception, *, as_json: bool) -> None:
-    """Say on standard error what went wrong."""
+def emit_error(error: Exception, *, as_json: bool, seen: Sequence[str] = ()) -> None:
+    """Say on standard error what went wrong; `seen` are warnings that came before."""
     if as_json:
-        print(json.dumps({"error": error_to_dict(error)}, indent=2), file=sys.stderr)
+        document: dict[str, object] = {"error": error_to_dict(error)}
+        if seen:
+            document["warnings"] = list(seen)
+        print(json.dumps(document, indent=2), file=sys.stderr)
     elif isinstance(error, SaevStoreError | UsageText):
         print(f"error: {error}", file=sys.stderr)
     else:

@@ -20,47 +20,47 @@ def run(argv: list[str]) -> int:
     debug = "--debug" in argv
     as_json = "--json" in argv
     argv = [argument for argument in argv if argument != "--debug"]
+    seen: list[str] = []  # with --json, standard error is one document when the command fails
+
+    def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+        if as_json:
+            seen.append(str(message))
+        else:
+            print(f"warning: {message}", file=sys.stderr)
+
+    def fail(error: Exception, code: int) -> int:
+        if debug:
+            traceback.print_exception(error)
+        emit_error(error, as_json=as_json, seen=seen)
+        return code
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaevStoreWarning)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = show_warning
             code = app()(args=argv, prog_name="saev-store", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return _interrupted()
+        return INTERRUPTED
     except (PipeClosedError, BrokenPipeError):
         return _pipe_closed()
     except SaevStoreError as error:
-        if debug:
-            traceback.print_exc()
-        emit_error(error, as_json=as_json)
-        return USAGE if isinstance(error, ArgumentError) else REFUSED
+        return fail(error, USAGE if isinstance(error, ArgumentError) else REFUSED)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else REFUSED
     except Exception as error:
         usage = usage_text(error)
         if usage is not None:
-            emit_error(usage, as_json=as_json)
-            return USAGE
+            return fail(usage, USAGE)
         if type(error).__name__ == "Abort":  # what the command line library makes of Ctrl-C
-            return _interrupted()
-        if debug:
-            traceback.print_exc()
-        emit_error(error, as_json=as_json)
-        return DEFECT
+            return INTERRUPTED
+        return fail(error, DEFECT)
+    for message in seen:
+        print(f"warning: {message}", file=sys.stderr)
     return code if isinstance(code, int) else OK
-
-
-def _interrupted() -> int:
-    print("\ninterrupted", file=sys.stderr)
-    return INTERRUPTED
 
 
 def _pipe_closed() -> int:
     # Python flushes standard output once more at exit; let that go nowhere.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return PIPE_CLOSED
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)

@@ -100,7 +100,7 @@ def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
             f"{name} is listed with no examples and is not there; nothing is lost, but a reader that maps every "
             "listed file will stop at it",
             where=name,
-            severity=severity,
+            severity="info",
         )
     if found.size is None:
         kind = {"missing": "missing_shard", "not_a_file": "not_a_file"}.get(found.state, "unreadable_shard")
