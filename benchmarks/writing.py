@@ -59,7 +59,9 @@ def ours(folder: str, metadata: Metadata, batch: np.ndarray) -> None:
             writer.append(batch)
 
 
-def timed(write: Callable[[str, Metadata, np.ndarray], None], parent: str, metadata: Metadata, batch: np.ndarray) -> float:
+def timed(
+    write: Callable[[str, Metadata, np.ndarray], None], parent: str, metadata: Metadata, batch: np.ndarray
+) -> float:
     folder = tempfile.mkdtemp(dir=parent)
     try:
         os.sync()
