@@ -237,19 +237,19 @@ def test_validate_progress_goes_to_stderr(run, store):
 @pytest.mark.parametrize(
     "case", json.loads((SAMPLES / "malformed" / "manifest.json").read_text())["cases"], ids=lambda c: c["case"]
 )
-def test_malformed_samples(case):
+def test_malformed_samples(run, case):
     (found,) = (SAMPLES / case["path"]).glob(case["store"])
-    result = shell("validate", "--deep", "--json", found)
+    code, out, err = run("validate", "--deep", "--json", found)
     if case["expect"].startswith("ok"):
-        assert result.returncode == 0, result.stderr
+        assert code == 0, err
     elif case["expect"] == "error_or_warning":
-        assert json.loads(result.stdout)["problems"]
+        assert json.loads(out)["problems"]
     else:
-        assert result.returncode == 1
-        document = json.loads(result.stderr) if not result.stdout else json.loads(result.stdout)
+        assert code == 1
+        document = json.loads(out or err)
         assert document["error"]["message"] if "error" in document else document["problems"]
-    assert "Traceback" not in result.stderr
-    assert not (ROOT / "SAEV_FIXTURE_PICKLE_WAS_EXECUTED").exists()
+    assert "Traceback" not in err
+    assert not Path("SAEV_FIXTURE_PICKLE_WAS_EXECUTED").exists()
 
 
 # -- copy ----------------------------------------------------------------------------------------------------------------
@@ -385,14 +385,16 @@ def test_interrupt(tmp_path):
         "sys.exit(main())"
     )
     store = plain_store(tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "validate", "--deep", str(store.path)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "hangs\n"
-    started = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    command = [sys.executable, "-c", code, "validate", "--deep", str(store.path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout.readline() == "hangs\n"
+            started = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
     assert time.monotonic() - started < 20
