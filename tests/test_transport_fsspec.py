@@ -442,7 +442,7 @@ def test_http_in_other_processes(tmp_path, method):
     pytest.importorskip("aiohttp")
     (tmp_path / "a.bin").write_bytes(b"0123456789")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         transport = open_transport(f"http://127.0.0.1:{server.server_port}/?token=hush-hush")
         assert "hush" not in transport.url
@@ -495,3 +495,16 @@ def test_a_zip_that_is_not_there(tmp_path):
     (tmp_path / "bad.zip").write_bytes(b"no archive")
     with pytest.raises(TransportError, match="BadZipFile"):
         open_transport(f"zip://::file://{tmp_path}/bad.zip")
+
+
+def test_places_that_cannot_be_written_to(tmp_path):
+    import zipfile
+
+    pytest.importorskip("aiohttp")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("in/a.bin", b"0123456789")
+    for url in (f"zip://in::file://{tmp_path}/a.zip", "http://127.0.0.1:9"):
+        transport = open_transport(url)
+        for call in (lambda t=transport: t.put("b", b"1"), lambda t=transport: t.delete("a.bin")):
+            with pytest.raises((ReadOnlyError, TransportError)):
+                call()

@@ -29,7 +29,6 @@ _TRANSIENT = {
     errno.EIO,
     errno.ENETUNREACH,
     errno.EPIPE,
-    errno.EREMOTEIO,
     errno.ESTALE,
 }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from saev_store.transport._base import Buffer, Transport
+from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._wrap import Wrapper
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Counters:
 
 class _Tally:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = ForkSafeLock()
         self.operations: Counter[str] = Counter()
         self.requests = self.bytes_read = self.bytes_written = 0
 

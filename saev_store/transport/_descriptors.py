@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 
 from saev_store.errors import TransportError
+from saev_store.transport._locks import ForkSafeLock
 
 # Without O_NONBLOCK, opening a FIFO that nobody writes to would wait for ever.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -66,11 +66,7 @@ class DescriptorCache:
         self._files: dict[str, OpenFile] = {}
         #: The open file if there is one, else None.
         self.peek = self._files.get
-        self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._renew_lock)
-
-    def _renew_lock(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def open(self, where: str) -> OpenFile:
         """The open file, opened now if need be.

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import threading
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -24,6 +23,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport._checks import from_os_error
+from saev_store.transport._locks import ForkSafeLock
 
 #: Protocols whose listings fsspec caches for ever unless it is told not to, and that accept being told.
 _LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
@@ -72,8 +72,8 @@ class Client:
         self.protocols = tuple(_protocol(link) for link in url.split("::"))
         self.safe_url = safe_url(url)
         self._secrets = sorted(_strings(self.options), key=len, reverse=True)
-        self._lock = threading.Lock()
-        self.opening = threading.Lock()
+        self._lock = ForkSafeLock()
+        self.opening = ForkSafeLock()
         self._pid = -1
         self._fs: FileSystem | None = None
         self.root = ""
@@ -90,8 +90,6 @@ class Client:
             return self._fs
         if self._pid not in {-1, pid}:
             _INHERITED.append(self._fs)
-            # Whoever held them stayed in the parent.
-            self._lock, self.opening = threading.Lock(), threading.Lock()
         with self._lock:
             if self._fs is None or self._pid != pid:
                 self._fs = self._open(fresh=self._pid != -1)

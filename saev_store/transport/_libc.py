@@ -60,6 +60,10 @@ def preallocate(fd: int, nbytes: int) -> None:
     """
     if nbytes == 0:
         return
+    # Asked first, for a reservation that fails half-way has taken all space from everybody for a moment.
+    status, space = os.fstat(fd), os.statvfs(fd)
+    if space.f_blocks and nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     fallocate = getattr(_LIBC, "fallocate", None)
     if fallocate is not None:
         fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
@@ -69,10 +73,5 @@ def preallocate(fd: int, nbytes: int) -> None:
                 break
             if code != errno.EINTR:
                 raise OSError(code, os.strerror(code))
-        else:
-            return
-    status, space = os.fstat(fd), os.statvfs(fd)
-    if nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if status.st_size < nbytes:
+    if os.fstat(fd).st_size < nbytes:
         os.ftruncate(fd, nbytes)

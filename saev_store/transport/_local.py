@@ -3,6 +3,9 @@
 A map costs no copy, but the kernel can only report trouble with a signal. The size is therefore checked before each
 range is handed out, so that a file that was cut raises; a file that is cut (or a network disk that fails) *while* a view
 is being read still ends the process with SIGBUS. Use `engine="pread"` where files may be cut under you.
+
+Files are taken to be immutable: one that another process replaces is read as it was until `close`, or until its
+descriptor makes room for others.
 """
 
 from __future__ import annotations
@@ -169,8 +172,8 @@ class MmapTransport(LocalTransport):
                 where=where,
                 remedy='Open the store with engine="pread".',
             ) from error
-        while len(self._maps) >= _MAX_MAPS:
-            self._maps.pop(next(iter(self._maps), ""), None)
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps = {}
         mapped = self._maps[path] = _Mapped(where, view, size, file.identity)
         return mapped
 

@@ -48,6 +48,13 @@ def write_all(fd: int, views: list[memoryview], offset: int) -> None:
             views[first] = views[first][n_written:]
 
 
+def _flush(fd: int) -> None:
+    if hasattr(os, "fdatasync"):  # not everywhere
+        os.fdatasync(fd)
+    else:
+        os.fsync(fd)
+
+
 class Written:
     """Which bytes of a file were written, as disjoint intervals; thread-safe."""
 
@@ -89,9 +96,9 @@ class LocalSink:
     """
 
     def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
+        self._fd = -1
         self._where, self._used, self._file = where, used_nbytes, file_nbytes
         self._written = Written()
-        self._fd = -1
         try:
             with self._errors("open for writing"):
                 make_folders(os.path.dirname(where))
@@ -145,7 +152,7 @@ class LocalSink:
         """Flush to the disk; the number of leading bytes that are safe now."""
         prefix = self._written.prefix()  # before the flush: a block written meanwhile is not promised
         with self._errors("sync"):
-            os.fdatasync(self._descriptor())
+            _flush(self._descriptor())
         return prefix
 
     def keep(self, nbytes: int) -> None:
@@ -188,6 +195,9 @@ class LocalSink:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.abort()
 
     def _descriptor(self) -> int:
         if self._fd < 0:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Generator, Mapping, Sequence
 
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._base import FREE, Buffer, Entry
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
 from saev_store.transport._local_sink import Written
+from saev_store.transport._locks import ForkSafeLock
 
 
 class _Files:
@@ -20,11 +19,7 @@ class _Files:
         self.content = {check_path(path): bytes(data) for path, data in files.items()}
         self.open: dict[str, bytearray] = {}
         self.held: set[str] = set()
-        self.lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._renew_lock)
-
-    def _renew_lock(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = ForkSafeLock()
 
     def __reduce__(self) -> tuple[object, ...]:
         with self.lock:
