@@ -141,6 +141,7 @@ def test_a_link_is_followed_and_named(store, tmp_path):
 def test_unreadable_shard(store, monkeypatch):
     # Permissions do not stop root, whom tests often run as: the system's answer is what is pretended.
     access = os.access
+    store.shard(1).chmod(0)
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("1.bin") and access(path, mode))
     report = look(store)
     assert kinds(report) == ["unreadable_shard"]

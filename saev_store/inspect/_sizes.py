@@ -12,7 +12,7 @@ from saev_store.names import LABELS_NAME, WORK_FOLDER
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 
-_SHARD_LIKE = re.compile(r"^acts.*")
+_SHARD_LIKE = re.compile(r"^acts[-_ ]?\d")
 _SHARD_NAME = re.compile(r"^acts(\d{6,})\.bin$")
 
 

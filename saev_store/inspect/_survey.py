@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.transport import Entry, Lists, Transport
@@ -18,8 +18,7 @@ _N_THREADS = 16
 State = Literal["file", "missing", "not_a_file", "unreadable"]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """One name in a store's folder.
 
     Attributes:
@@ -37,6 +36,7 @@ class Found:
 
 MISSING = Found(None, "missing", "it is not there; was it purged, or not copied?")
 _FOLDER = "it is a folder"
+_EUID = os.geteuid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,9 @@ def _look(path: str, is_link: bool) -> Found:
         return Found(None, "not_a_file", _FOLDER, link)
     if not stat.S_ISREG(status.st_mode):
         return Found(None, "not_a_file", "it is no regular file", link)
-    if not os.access(path, os.R_OK):
+    # A file that its owner may read is the usual case: one system call less for each of a thousand shards.
+    is_ours = status.st_uid == _EUID and status.st_mode & stat.S_IRUSR
+    if not is_ours and not os.access(path, os.R_OK):
         return Found(None, "unreadable", "its permissions forbid us to read it", link)
     return Found(status.st_size, link=link)
 
