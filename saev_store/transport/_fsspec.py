@@ -16,6 +16,10 @@ from saev_store.transport._locks import ForkSafeLock
 #: 10-30 ms to the first byte at 50-100 MB/s for one connection: a MiB is about the price of a request.
 _FAR = ReadCost(1 << 20, 16 << 20)
 _NEAR = ReadCost(256 << 10, 64 << 20)
+# All members of an archive are read through one file object, and `zipfile` of Python 3.13 seeks in a stored member relative
+# to wherever the last reader left it: two readers at a time would get wrong bytes.
+_ARCHIVES = frozenset({"zip", "tar", "libarchive"})
+_ARCHIVE_LOCK = ForkSafeLock()
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()
 
@@ -143,11 +147,13 @@ class FsspecTransport:
                 nbytes = sum(ends) - sum(starts)
                 found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
             else:
-                # Caches download when they open, and two threads that do would write into the same file.
-                with client.opening:
-                    opened = fs.open(full, "rb")
-                with opened as file:
-                    found = [_read_range(file, start, end) for start, end in zip(starts, ends, strict=True)]
+                turn = _ARCHIVE_LOCK if _ARCHIVES.intersection(client.protocols) else contextlib.nullcontext()
+                with turn:
+                    # Caches download when they open, and two threads that do would write into the same file.
+                    with client.opening:
+                        opened = fs.open(full, "rb")
+                    with opened as file:
+                        found = [_read_range(file, start, end) for start, end in zip(starts, ends, strict=True)]
         for start, end, part in zip(starts, ends, found, strict=True):
             # fsspec can hand out exceptions as data, and servers may ignore ranges.
             if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]
