@@ -7,9 +7,11 @@ import http.server
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import threading
 import traceback
+import zipfile
 from functools import partial
 from typing import ClassVar
 
@@ -479,8 +481,6 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 def test_zip_in_other_processes(tmp_path):
-    import zipfile
-
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("in/a.bin", b"0123456789")
     transport = open_transport(f"zip://in::file://{tmp_path}/a.zip")
@@ -498,8 +498,6 @@ def test_a_zip_that_is_not_there(tmp_path):
 
 
 def test_places_that_cannot_be_written_to(tmp_path):
-    import zipfile
-
     pytest.importorskip("aiohttp")
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("in/a.bin", b"0123456789")
@@ -508,3 +506,39 @@ def test_places_that_cannot_be_written_to(tmp_path):
         for call in (lambda t=transport: t.put("b", b"1"), lambda t=transport: t.delete("a.bin")):
             with pytest.raises((ReadOnlyError, TransportError)):
                 call()
+
+
+@pytest.mark.parametrize("kind", ["zip", "deflated", "memory", "dir", "file"])
+def test_threads_and_transports_on_one_file_do_not_disturb_each_other(tmp_path, kind):
+    """Members of an archive share the archive's position, and files in fsspec's memory are one object for everybody."""
+    truth = bytes(range(256)) * 100
+    method = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+        archive.writestr("a.bin", truth)
+    (tmp_path / "a.bin").write_bytes(truth)
+    fsspec.filesystem("memory").pipe_file(f"{tmp_path}/a.bin", truth)
+    archived = f"zip://::file://{tmp_path}/a.zip"
+    url = {"memory": f"memory:/{tmp_path}", "file": f"file://{tmp_path}", "dir": f"dir::{archived}"}.get(kind, archived)
+    transports, errors = [open_transport(url, engine="fsspec") for _ in range(2)], []
+
+    def read(seed):
+        try:
+            for n in range(30):
+                start = (seed * 7919 + n * 104_729) % 20_000
+                (part,) = transports[seed % 2].get_ranges("a.bin", starts=[start], ends=[start + 3000])
+                assert part == truth[start : start + 3000]
+                assert transports[seed % 2].read("a.bin") == truth
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors

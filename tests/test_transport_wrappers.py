@@ -24,6 +24,7 @@ from saev_store.transport import (
     LatencyTransport,
     Lists,
     MemoryTransport,
+    Moves,
     Nests,
     ReadCost,
     ReadsInto,
@@ -32,7 +33,7 @@ from saev_store.transport import (
     Writes,
 )
 
-ABILITIES = (ReadsInto, Lists, Nests, Writes)
+ABILITIES = (ReadsInto, Lists, Nests, Writes, Moves)
 
 
 class Least:
@@ -109,7 +110,7 @@ def test_wrappers_can_what_the_wrapped_can(wrap, inner):
         assert isinstance(wrapper, Transport)
         for ability in ABILITIES:
             assert isinstance(wrapper, ability) == isinstance(inner, ability)
-        for name in ("readinto", "list", "at", "put", "create", "delete", "open_sink", "lock", "pads"):
+        for name in ("readinto", "list", "at", "put", "create", "delete", "open_sink", "lock", "pads", "move"):
             assert hasattr(wrapper, name) == hasattr(inner, name)
 
 

@@ -35,7 +35,7 @@ from saev_store.errors import (
     UnsafeContentError,
     WriterConflictError,
 )
-from saev_store.transport import Lists, Nests, ReadsInto, Transport, Writes
+from saev_store.transport import Lists, Moves, Nests, ReadsInto, Transport, Writes
 
 #: What lies in the transport that a contract is tried on.
 FILES = {
@@ -227,7 +227,7 @@ class ReadContract:
         again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301
         assert (again.url, again.name, again.cost) == (transport.url, transport.name, transport.cost)
         assert again.read("acts000001.bin") == FILES["acts000001.bin"]
-        for kind in (ReadsInto, Lists, Writes, Nests):
+        for kind in (ReadsInto, Lists, Writes, Moves, Nests):
             assert isinstance(again, kind) == isinstance(transport, kind)
         if isinstance(transport, Nests):
             part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301
@@ -336,6 +336,24 @@ class WriteContract(ReadContract):
             with pytest.raises(NotFoundError):
                 transport.size(path)
         assert transport.read("metadata.json") == FILES["metadata.json"]
+
+    def test_moves_over_other_files(self, transport: Transport) -> None:
+        if not isinstance(transport, Moves):
+            return  # nothing is promised
+        assert bytes(transport.get_ranges("acts000000.bin", starts=[0], ends=[4])[0]) == FILES["acts000000.bin"][:4]
+        transport.move("acts000001.bin", "acts000000.bin")
+        assert bytes(transport.get_ranges("acts000000.bin", starts=[0], ends=[4096])[0]) == FILES["acts000001.bin"]
+        assert transport.size("acts000000.bin") == 4096
+        transport.move("acts000000.bin", "part/new.bin")
+        assert transport.read("part/new.bin") == FILES["acts000001.bin"]
+        for path in ("acts000000.bin", "acts000001.bin"):
+            with pytest.raises(NotFoundError):
+                transport.read(path)
+        with pytest.raises(NotFoundError):
+            transport.move("acts000000.bin", "elsewhere.bin")
+        for source, target in (("../x", "y"), ("empty.bin", "../y")):
+            with pytest.raises(UnsafeContentError):
+                transport.move(source, target)
 
     @pytest.mark.parametrize("path", UNSAFE)
     def test_never_writes_outside_its_root(self, writes: Writes, path: str) -> None:

@@ -9,17 +9,13 @@ from typing import BinaryIO
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._base import Buffer, Entry, ReadCost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
-from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, means_exists
+from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_sink import SpooledSink
 from saev_store.transport._locks import ForkSafeLock
 
 #: 10-30 ms to the first byte at 50-100 MB/s for one connection: a MiB is about the price of a request.
 _FAR = ReadCost(1 << 20, 16 << 20)
 _NEAR = ReadCost(256 << 10, 64 << 20)
-# All members of an archive are read through one file object, and `zipfile` of Python 3.13 seeks in a stored member relative
-# to wherever the last reader left it: two readers at a time would get wrong bytes.
-_ARCHIVES = frozenset({"zip", "tar", "libarchive"})
-_ARCHIVE_LOCK = ForkSafeLock()
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()
 
@@ -28,8 +24,8 @@ class FsspecTransport:
     """Any fsspec URL. Memory of all buffers is fresh.
 
     Asynchronous file systems (object stores, HTTP) fetch all ranges of a call at once and are given up on after
-    `timeout_s`, plus one second per MiB asked for. The others are read one range after the other through one open
-    file, and wait as long as their library does.
+    `timeout_s`, plus one second per MiB asked for. The others (archives, caches, SFTP, …) are read one range after the
+    other, by one thread at a time, and wait as long as their library does.
 
     Args:
         url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
@@ -79,7 +75,7 @@ class FsspecTransport:
         # A range without an end looks useless, but makes s3fs skip the request for the size.
         end = None if max_bytes is None else max_bytes + 1
         try:
-            with self._client.errors("read", below):
+            with self._client.errors("read", below), self._client.turn():
                 data = self._client.fs().cat_file(
                     self._full(below), start=0, end=end, **self._client.deadline(end or 0)
                 )
@@ -147,13 +143,8 @@ class FsspecTransport:
                 nbytes = sum(ends) - sum(starts)
                 found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
             else:
-                turn = _ARCHIVE_LOCK if _ARCHIVES.intersection(client.protocols) else contextlib.nullcontext()
-                with turn:
-                    # Caches download when they open, and two threads that do would write into the same file.
-                    with client.opening:
-                        opened = fs.open(full, "rb")
-                    with opened as file:
-                        found = [_read_range(file, start, end) for start, end in zip(starts, ends, strict=True)]
+                with client.turn():
+                    found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
         for start, end, part in zip(starts, ends, found, strict=True):
             # fsspec can hand out exceptions as data, and servers may ignore ranges.
             if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -270,6 +261,14 @@ class FsspecTransport:
 
     def _where(self, below: str) -> str:
         return f"{self._client.safe_url}/{below}" if below else self._client.safe_url
+
+
+def _read_ranges(fs: FileSystem, path: str, starts: list[int], ends: list[int], *, by_range: bool) -> list[bytes]:
+    ranges = zip(starts, ends, strict=True)
+    if by_range:
+        return [fs.cat_file(path, start, end) for start, end in ranges]
+    with fs.open(path, "rb") as file:  # once: what is compressed is unpacked from its beginning
+        return [_read_range(file, start, end) for start, end in ranges]
 
 
 def _read_range(file: BinaryIO, start: int, end: int) -> bytes:

@@ -33,6 +33,12 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 #: Slower than this is as good as stalled, so it is part of every deadline.
 _SLOWEST_BYTES_PER_S = 1 << 20
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
+#: Protocols whose open files (or whose `cat_file`) do not disturb each other.
+_OWN_POSITIONS = {"file", "local", "memory"}
+# All members of an archive are read through one file object, and `zipfile` of Python 3.13 seeks in a stored member
+# relative to wherever the last reader left it: two readers at a time would get wrong bytes. A cache downloads a file when
+# it is opened, two readers into the same place. One lock for all, for two clients may stand on the same archive.
+_TURN = ForkSafeLock()
 # File systems that belong to a parent process: closing their connections here would wait for a dead thread.
 _INHERITED: list[object] = []
 
@@ -73,11 +79,10 @@ class Client:
         self.safe_url = safe_url(url)
         self._secrets = sorted(_strings(self.options), key=len, reverse=True)
         self._lock = ForkSafeLock()
-        self.opening = ForkSafeLock()
         self._pid = -1
         self._fs: FileSystem | None = None
         self.root = ""
-        self.is_async = False
+        self.is_async = self.has_cat_file = False
         self.fs()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -97,8 +102,8 @@ class Client:
             return self._fs
 
     def _open(self, *, fresh: bool) -> FileSystem:
-        # By name, for neither module has types; `FileSystem` above is what we rely on.
-        core, asyn = import_module("fsspec.core"), import_module("fsspec.asyn")
+        # By name, for these modules have no types; `FileSystem` above is what we rely on.
+        core, asyn, spec = (import_module(f"fsspec.{name}") for name in ("core", "asyn", "spec"))
         options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
         if len(self.protocols) == 1:
             options |= {"use_listings_cache": False} if self.protocols[0] in _LISTING_PROTOCOLS else {}
@@ -122,8 +127,9 @@ class Client:
                 ) from None
         fs, root = cast("tuple[FileSystem, str]", found)
         self.root = root.rstrip("/") if root.strip("/") else root
-        # By type: a caching file system pretends to have the attributes of the one it wraps.
-        self.is_async = issubclass(type(fs), cast("type", asyn.AsyncFileSystem))
+        # By type: a caching file system pretends to have the attributes of the one it wraps. `dir::` can wrap either.
+        self.is_async = issubclass(type(fs), cast("type", asyn.AsyncFileSystem)) and self.protocols[0] != "dir"
+        self.has_cat_file = type(fs).cat_file is not cast("object", spec.AbstractFileSystem.cat_file)
         return fs
 
     def _missing(self, text: str) -> MissingDependencyError:
@@ -132,6 +138,10 @@ class Client:
         return MissingDependencyError(
             f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy
         )
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which files may be open."""
+        return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN
 
     def deadline(self, nbytes: int = 0) -> dict[str, object]:
         """The keyword that gives an operation its deadline: only asynchronous file systems can be given up on."""

@@ -150,8 +150,9 @@ class MemoryTransport:
     def move(self, source: str, target: str) -> None:
         """Rename a file, replacing another one."""
         old, new = self._key(source), self._key(target)
-        self._content(source)
         with self._files.lock:
+            if old not in self._files.content:
+                raise NotFoundError("there is no such file", where=self._where(source))
             self._files.content[new] = self._files.content.pop(old)
 
     @contextlib.contextmanager
