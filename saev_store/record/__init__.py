@@ -13,6 +13,15 @@ Needs the extra `record` (torch and transformers). Importing this room does not 
 from saev_store.record._batches import Batches
 from saev_store.record._dump import record_to_store
 from saev_store.record._hooks import Recorder
+from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record.demo import DemoResult, run_demo
 
-__all__ = ["Batches", "DemoResult", "Recorder", "record_to_store", "run_demo"]
+__all__ = [
+    "Batches",
+    "DemoResult",
+    "Photographs",
+    "Recorder",
+    "load_photographs",
+    "record_to_store",
+    "run_demo",
+]
