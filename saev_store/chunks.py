@@ -161,7 +161,7 @@ def default_chunk(layout: Layout, *, max_gap_bytes: float) -> Shape:
         return (max(1, min(most, layout.n_examples)), n_layers, *plane)
     lengths = divisors(layout.examples_per_shard)
     examples = max((n for n in lengths if n <= most), default=1)
-    if is_mapped and examples * layout.example_nbytes < _MAPPED_CHUNK_LEAST_BYTES:
+    if is_mapped and examples * layout.example_nbytes < _MAPPED_CHUNK_LEAST_BYTES // 8:
         # A capacity with few divisors, such as a prime: larger chunks cost nothing where memory is mapped.
         larger = (n for n in lengths if examples < n and n * layout.example_nbytes <= 16 * _MAPPED_CHUNK_BYTES)
         examples = min(larger, default=examples)

@@ -155,24 +155,25 @@ class ZarrView(Store):
                 in_file = value.nbytes
         starts = [value.start + min(start, in_file) for start, _ in parts]
         ends = [value.start + min(stop, in_file) for _, stop in parts]
-        self._check_readable(value, max(ends))
         found = self._fetch(value, starts, ends)
         return [
-            part if stop <= in_file else self._completed(value, part, in_file, start, stop)
+            part if stop <= in_file else self._completed(value, part, start, stop)
             for part, (start, stop) in zip(found, parts, strict=True)
         ]
 
-    def _completed(self, value: Extent, part: Bytes, in_file: int, start: int, stop: int) -> Bytes:
+    def _completed(self, value: Extent, part: Bytes, start: int, stop: int) -> Bytes:
         """What the file has of a part, with the zeros and the piece of the index that follow."""
-        index = b""
+        whole = bytearray(stop - start)
+        whole[: len(part)] = part
         if stop > value.nbytes:
             index = self._keys.index(value)[max(start - value.nbytes, 0) : stop - value.nbytes]
-            if start >= value.nbytes:
-                return index
-        zeros = min(stop, value.nbytes) - max(start, in_file)
-        return b"".join((part, bytes(max(zeros, 0)), index))
+            whole[len(whole) - len(index) :] = index
+        return whole
 
     def _fetch(self, value: Extent, starts: list[int], ends: list[int]) -> Sequence[Bytes]:
+        if starts == ends:  # zeros and index are made here: nobody has to be asked
+            return [b""] * len(starts)
+        self._check_readable(value, max(end for start, end in zip(starts, ends, strict=True) if start < end))
         try:
             if self._is_mapped:
                 return self._transport.get_ranges(value.path, starts=starts, ends=ends)
@@ -190,14 +191,13 @@ class ZarrView(Store):
         order = np.argsort(np.array(starts), kind="stable")
         begin, end = np.array(starts, dtype=np.int64)[order], np.array(ends, dtype=np.int64)[order]
         spans = coalesce(begin, end, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
-        found: list[Bytes] = [b""] * len(starts)
         bounds = zip(spans.starts.tolist(), spans.ends.tolist(), strict=True)
-        pieces = [cut for first, last in bounds for cut in _cut(first, last, int(cost.max_request_bytes))]
-        fetched = iter(self._in_batches(path, pieces))
-        for number in range(len(spans)):
-            first, last = int(spans.starts[number]), int(spans.ends[number])
-            parts = [next(fetched) for _ in _cut(first, last, int(cost.max_request_bytes))]
-            whole = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+        cuts = [_cut(first, last, cost.max_request_bytes) for first, last in bounds]
+        fetched = iter(self._in_batches(path, [piece for cut in cuts for piece in cut]))
+        found: list[Bytes] = [b""] * len(starts)
+        for number, cut in enumerate(cuts):
+            parts = [next(fetched) for _ in cut]
+            whole, first = memoryview(parts[0] if len(parts) == 1 else b"".join(parts)), cut[0][0]
             for place in range(int(spans.first[number]), int(spans.first[number + 1])):
                 found[int(order[place])] = whole[int(begin[place]) - first : int(end[place]) - first]
         return found
@@ -325,10 +325,11 @@ def _bounds(request: ByteRequest | None, nbytes: int) -> tuple[int, int]:
             raise ValueError(f"Unexpected byte_range, got {request!r}; a Range-, Offset- or SuffixByteRequest is one")
 
 
-def _cut(start: int, end: int, nbytes: int) -> Sequence[tuple[int, int]]:
+def _cut(start: int, end: int, nbytes: float) -> Sequence[tuple[int, int]]:
     if end - start <= nbytes:
         return [(start, end)]
-    return [(at, min(at + nbytes, end)) for at in range(start, end, nbytes)]
+    step = max(1, int(nbytes))
+    return [(at, min(at + step, end)) for at in range(start, end, step)]
 
 
 def _to_buffer(found: Bytes, prototype: BufferPrototype | None) -> Buffer:

@@ -1,0 +1,207 @@
+"""What reading through the view costs: requests, bytes and memory; counted, never timed."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from dense_stores import plain_store
+from zarr.abc.store import Store
+
+from saev_store import SaevStoreWarning, ShardStore, new_metadata
+from saev_store.documents import shards_bytes
+from saev_store.layout import Layout
+from saev_store.transport import Counters, CountingTransport, LatencyTransport, MemoryTransport, Transport
+from saev_store.zarr import TensorKeys, ZarrView
+
+CAN_READ_SHARDS = hasattr(Store, "get_ranges")
+if_shards = pytest.mark.skipif(not CAN_READ_SHARDS, reason="zarr >= 3.3 reads parts of shards together")
+
+LAYOUT = Layout(n_examples=40, layers=tuple(range(6)), content_tokens_per_example=16, cls_token=True, d_model=32, examples_per_shard=10)
+VECTOR = 4 * 32
+PLANE = 17 * VECTOR
+EXAMPLE = 6 * PLANE
+
+
+def opened(transport: Transport, **options: object) -> ShardStore:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)
+        return ShardStore.open(transport, **options)  # type: ignore[arg-type]
+
+
+def counted(layout: Layout = LAYOUT, *, gap_bytes: float = 0, labelled: bool = False) -> tuple[CountingTransport, ShardStore]:
+    """A store far away (its gaps have a price) that counts, opened."""
+    files = plain_store(layout, labelled=labelled).files
+    transport = CountingTransport(LatencyTransport(MemoryTransport(files), gap_bytes / 1e12, 1e12))
+    return transport, opened(transport)
+
+
+def cost_of(transport: CountingTransport, work: Callable[[], object]) -> tuple[int, int]:
+    transport.reset()
+    work()
+    counters = transport.counters
+    assert set(counters.operations) <= {"get_ranges"}
+    return counters.requests, counters.bytes_read
+
+
+def activations(view: ZarrView) -> zarr.Array:
+    array = zarr.open_group(view, mode="r")["activations"]
+    assert isinstance(array, zarr.Array)
+    return array
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_opening_reads_the_two_documents_and_asks_whether_there_are_labels():
+    transport, store = counted(labelled=True)
+    counters = transport.counters
+    assert counters.operations == {"read": 2}
+    transport.reset()
+    group = zarr.open_group(store.as_zarr(), mode="r")
+    assert group["labels"].shape == (40, 16)
+    assert group["layer"][:].tolist() == list(range(6))
+    assert transport.counters == Counters(requests=1, operations={"size": 1})
+
+
+def test_opening_a_local_view_asks_nothing(tmp_path: Path):
+    folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
+    transport = CountingTransport(ShardStore.open(folder).transport)
+    store = opened(transport)
+    store.labels  # noqa: B018
+    transport.reset()
+    group = zarr.open_group(store.as_zarr(), mode="r")
+    assert group["activations"].nbytes == LAYOUT.nbytes
+    assert transport.counters == Counters()
+
+
+#: Selection -> (requests, bytes) by way of reading; docs/zarr-view.md has the same for a store of real size.
+PATTERNS = {
+    "one layer of everything": np.s_[:, 3],
+    "one example": np.s_[17],
+    "one vector": np.s_[17, 3, 5],
+    "full scan": np.s_[:],
+}
+EXPECTED = {
+    ("one layer of everything", (1, 1, 17, 32)): (40, 40 * PLANE),
+    ("one example", (1, 1, 17, 32)): (6, EXAMPLE),
+    ("one vector", (1, 1, 17, 32)): (1, PLANE),
+    ("full scan", (1, 1, 17, 32)): (240, 40 * EXAMPLE),
+    ("one layer of everything", (5, 6, 17, 32)): (8, 40 * EXAMPLE),
+    ("one example", (5, 6, 17, 32)): (1, 5 * EXAMPLE),
+    ("one vector", (5, 6, 17, 32)): (1, 5 * EXAMPLE),
+    ("full scan", (5, 6, 17, 32)): (8, 40 * EXAMPLE),
+}
+EXPECTED_SHARDED = {
+    ("one layer of everything", (1, 1, 17, 32)): (40, 40 * PLANE),
+    ("one example", (1, 1, 17, 32)): (1, EXAMPLE),
+    ("one vector", (1, 1, 17, 32)): (1, PLANE),
+    ("full scan", (1, 1, 17, 32)): (4, 40 * EXAMPLE),
+    ("one layer of everything", (1, 1, 1, 32)): (40, 40 * PLANE),
+    ("one example", (1, 1, 1, 32)): (1, EXAMPLE),
+    ("one vector", (1, 1, 1, 32)): (1, VECTOR),
+    ("full scan", (1, 1, 1, 32)): (4, 40 * EXAMPLE),
+}
+
+
+@pytest.mark.parametrize(("pattern", "chunks"), EXPECTED, ids=str)
+def test_requests_per_access_pattern(pattern: str, chunks: tuple[int, int, int, int]):
+    transport, store = counted()
+    array = activations(store.as_zarr(chunks=chunks, sharded=False))
+    assert cost_of(transport, lambda: array[PATTERNS[pattern]]) == EXPECTED[pattern, chunks]
+
+
+@if_shards
+@pytest.mark.parametrize(("pattern", "chunks"), EXPECTED_SHARDED, ids=str)
+def test_requests_per_access_pattern_of_virtual_shards(pattern: str, chunks: tuple[int, int, int, int]):
+    transport, store = counted()
+    array = activations(store.as_zarr(chunks=chunks, sharded=True))
+    assert cost_of(transport, lambda: array[PATTERNS[pattern]]) == EXPECTED_SHARDED[pattern, chunks]
+
+
+@if_shards
+def test_gaps_are_read_where_they_are_cheaper_than_requests():
+    transport, store = counted(gap_bytes=5 * PLANE)
+    array = activations(store.as_zarr(chunks=(1, 1, 17, 32), sharded=True))
+    assert cost_of(transport, lambda: array[:, 3]) == (4, 4 * (10 * EXAMPLE - 5 * PLANE))
+
+
+def test_long_chunks_are_fetched_as_several_requests():
+    class Small(MemoryTransport):
+        cost = type(LatencyTransport(MemoryTransport(), 0.0, 1.0).cost)(max_gap_bytes=0, max_request_bytes=1000)
+        is_local = False
+
+    plain = plain_store(LAYOUT)
+    transport = CountingTransport(Small(plain.files))
+    array = activations(opened(transport).as_zarr(chunks=(10, 6, 17, 32), sharded=False))
+    assert cost_of(transport, lambda: array[:10]) == (-(-10 * EXAMPLE // 1000), 10 * EXAMPLE)
+    assert array[...].tobytes() == plain.dense.tobytes()
+
+
+def test_xarray_and_dask_fetch_no_more_than_zarr():
+    pytest.importorskip("dask")
+    transport, store = counted()
+    lazy = store.as_xarray(zarr_chunks=(1, 1, 17, 32), sharded=False)
+    assert cost_of(transport, lambda: lazy.activations.sel(layer=3).values) == (40, 40 * PLANE)
+    tasks = store.as_xarray(chunks={}, zarr_chunks=(1, 1, 17, 32), sharded=False)
+    assert cost_of(transport, lambda: tasks.activations.sel(layer=3).values) == (40, 40 * PLANE)
+    store[0:40:10, 0, 0]  # each shard's size is asked for when it is first touched
+    array = store.as_dask()
+    assert cost_of(transport, lambda: array[:, 3].compute()) == (40, 40 * PLANE)
+    assert cost_of(transport, lambda: array[17, 3, 5].compute()) == (1, VECTOR)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", ["padded", "cut"])
+def test_reading_mapped_memory_costs_the_output_and_no_more(tail: str, tmp_path: Path):
+    layout = Layout(550, tuple(range(3)), 15, True, 320, 100)  # 33 MB, six shards, the last one half full
+    plain = plain_store(layout, tail=tail)
+    array = activations(ShardStore.open(plain.write(tmp_path)).as_zarr())
+    array[:1]
+    for selection in (np.s_[:], np.s_[:, 1], np.s_[100:400]):
+        nbytes = plain.dense[selection].nbytes
+        tracemalloc.start()
+        try:
+            found = array[selection]
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert found.tobytes() == plain.dense[selection].tobytes()
+        assert nbytes <= peak <= 1.05 * nbytes, f"{peak / nbytes:.3f}"
+
+
+def test_seven_million_chunks_open_without_a_list():
+    metadata = new_metadata(
+        family="clip", ckpt="ViT-L/14", layers=range(6), content_tokens_per_example=256, cls_token=True, d_model=1024,
+        n_examples=1_200_000, max_tokens_per_shard=2_400_000,
+    )  # fmt: skip
+    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
+    transport = LatencyTransport(MemoryTransport(files, label=metadata.hash), 0.0, 1e9)
+    store = ShardStore.open(transport)
+    zarr.open_group(store.as_zarr(), mode="r")  # imports, and zarr's own caches
+    tracemalloc.start()
+    try:
+        view = store.as_zarr(chunks=(1, 1, 257, 1024), sharded=False)
+        array = activations(view)
+        assert array.nchunks == 7_200_000
+        assert view.get_sync("zarr.json") is not None
+        assert next(view.keys.children("activations/c/1199999")) == "0"
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(view.keys, TensorKeys)
+    assert view.keys.n_chunks == 7_200_000
+    assert peak < 5 << 20
+    raw = view.get_sync("zarr.json")
+    assert raw is not None
+    assert len(raw) < 10_000
+    assert math.prod(json.loads(raw.to_bytes())["consolidated_metadata"]["metadata"]["activations"]["shape"]) > 1.8e12
