@@ -217,6 +217,18 @@ class Partition:
         start, stop = self.first_block(cohort), self.first_block(cohort + 1)
         return self.order.block_numbers(self.first_position + start, self.first_position + stop)
 
+    def rows_of_cohort(self, cohort: int) -> int:
+        """Rows of all blocks of a cohort."""
+        start, stop = (self.first_position + self.first_block(number) for number in (cohort, cohort + 1))
+        if start == stop:
+            return 0
+        return min(self.order.rows_before(stop), self.end_row) - max(self.order.rows_before(start), self.first_row)
+
+    def spent_before(self, tick: int, cohort: int, counts: IntArray) -> IntArray:
+        """How many rows each block of a cohort has handed out before a tick; `counts` are the blocks' rows."""
+        age = min(max(tick - self.first_tick(cohort), 0), self.life_ticks(cohort))
+        return age * counts // self.life_ticks(cohort)
+
     def _pieces(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
         """(numbers, rows skipped at the front, rows) of blocks, counted from this partition's first."""
         numbers = self.order.block_numbers(self.first_position + start, self.first_position + stop)

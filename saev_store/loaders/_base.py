@@ -1,0 +1,301 @@
+"""What both loaders share: epochs, state, iteration, closing."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from saev_store.errors import ArgumentError
+from saev_store.indexing import Progression
+from saev_store.loaders._batches import Dressing, Equipment
+from saev_store.loaders._explain import Explanation
+from saev_store.loaders._medium import medium_of, unwrapped
+from saev_store.loaders._memory import Allocate, Outputs, allocate
+from saev_store.loaders._metrics import Metrics, Tally
+from saev_store.loaders._reads import Reads
+from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
+from saev_store.loaders._scale import norm_scale
+from saev_store.loaders._workers import n_cpus
+from saev_store.order import Batching
+from saev_store.selected import Selection
+from saev_store.selection import Labels, RowSpace
+
+STATE_VERSION = 1
+
+#: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
+_N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
+#: What one task reads: small enough to share the work, large enough for the medium.
+_TASK_BYTES = {
+    "memory": 1 << 20, "cached": 1 << 20, "flash": 2 << 20, "disk": 8 << 20, "parallel": 8 << 20, "remote": 8 << 20,
+}  # fmt: skip
+
+
+class Loader(ABC):
+    """Batches of a selection's rows, made ahead of time by threads. Use `OrderedLoader` or `ShuffledLoader`.
+
+    A loader is iterated once per epoch: `for batch in loader`. Iterating again ends the iteration before. It is a context
+    manager; `close` ends all threads. Loaders may be inherited by forked processes, iterators may not.
+    """
+
+    kind = ""
+
+    def __init__(
+        self,
+        rows: Selection,
+        *,
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        world: int,
+        n_threads: int | None,
+        prefetch_batches: int,
+        batch_timeout_s: float,
+        scale_norm: bool,
+        labels: Labels | None,
+        read_bytes: int | None,
+        make_buffer: Allocate | None,
+    ) -> None:
+        for name, value, low in (
+            ("batch_size", batch_size, 1), ("prefetch_batches", prefetch_batches, 1), ("world", world, 1), ("rank", rank, 0),
+            ("n_threads", n_threads or 1, 1), ("read_bytes", read_bytes or 1, 1),
+        ):  # fmt: skip
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
+                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {low}", where=name)
+        if rank >= world:
+            raise ArgumentError(f"rank is {rank} in a world of {world}; ranks count from 0", where="rank")
+        if not batch_timeout_s > 0:
+            raise ArgumentError(f"batch_timeout_s is {batch_timeout_s}; it must be positive", where="batch_timeout_s")
+        space = rows.space
+        if labels is not None and space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
+            labels = None  # special tokens only: they have no labels
+        self._rows, self._space, self._labels = rows, space, labels
+        self._rank, self._world = int(rank), int(world)
+        self._batching = Batching(len(space), int(batch_size) * self._world, bool(drop_last), self._world)
+        self._medium = medium_of(rows._reader.transport, space.layout)
+        self._n_threads = int(n_threads or _N_THREADS[self._medium.kind])
+        self._read_bytes = int(read_bytes or _TASK_BYTES[self._medium.kind])
+        # A core is left to the thread that makes batches, and one to the consumer.
+        self._n_gather = min(3, max(0, n_cpus() - 2))
+        self._prefetch, self._timeout_s = int(prefetch_batches), float(batch_timeout_s)
+        self._scale_norm, self._scale = bool(scale_norm), None
+        self._make_buffer = make_buffer
+        self._outputs: Outputs | None = None
+        self._lock = threading.Lock()
+        self._iterator: Callable[[], BatchIterator | None] = lambda: None
+        self._epoch, self._batch, self._resume_at = 0, 0, 0
+        self._tally = Tally(rows.space.layout.vector_nbytes)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._batching)
+
+    @property
+    def n_batches(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._batching)
+
+    @property
+    def n_samples(self) -> int:
+        """Rows of the selection, over all ranks."""
+        return len(self._space)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a full batch of this rank."""
+        return self._batching.batch_size // self._world
+
+    @property
+    def drop_last(self) -> bool:
+        return self._batching.drop_last
+
+    @property
+    def d_model(self) -> int:
+        return self._space.layout.d_model
+
+    @property
+    def scale(self) -> float | None:
+        """What activations are multiplied by with `scale_norm`, else None."""
+        if self._scale_norm and self._scale is None:
+            self._scale = norm_scale(self._rows)
+        return self._scale
+
+    # -- iterating -----------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that `iter(loader)` gives; it advances by itself when an epoch has been handed out."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, from its beginning."""
+        if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
+            raise ArgumentError(f"epoch is {epoch!r}; it must be an integer of at least 0", where="epoch")
+        self._end_iteration()
+        self._epoch, self._batch, self._resume_at = int(epoch), 0, 0
+
+    def __iter__(self) -> BatchIterator:
+        """The epoch's batches; after `load_state_dict`, those that had not been handed out.
+
+        Raises (from the iterator):
+            CorruptShardError, TransportError: a shard could not be read; the message names it.
+            DeadlineError: no batch within `batch_timeout_s`.
+        """
+        with self._lock:
+            self._end_iteration()
+            epoch, first, self._resume_at = self._epoch, self._resume_at, 0
+            self._batch = first
+            tally = self._tally = Tally(self._space.layout.vector_nbytes)
+            machinery = Machinery(self._n_threads, self._n_gather, tally)
+            reads = Reads(self._rows._reader, tally.reads, machinery.stop, task_bytes=self._read_bytes)
+            if self._outputs is None:
+                shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
+                self._outputs = Outputs(
+                    shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate
+                )
+            labels = self._labels
+            equipment = Equipment(reads, machinery, self._outputs, Dressing(self._space, labels, self.scale))
+            n_batches, make = len(self), self._batches(epoch, equipment)
+            run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
+            iterator = BatchIterator(
+                run, timeout_s=self._timeout_s, on_batch=self._count, on_end=lambda: self._end(epoch)
+            )
+            self._iterator = weakref.ref(iterator)
+            return iterator
+
+    #: Output buffers in use besides those that are ready and the consumer's.
+    _n_extra_buffers = 1
+
+    @abstractmethod
+    def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:
+        """Makes batches number `first` to `stop` of an epoch."""
+
+    def _count(self) -> None:
+        self._batch += 1
+
+    def _end(self, epoch: int) -> None:
+        self._epoch, self._batch = epoch + 1, 0
+
+    def close(self) -> None:
+        """End the current iteration and its threads, and give back all memory. The loader can be used again."""
+        self._end_iteration()
+        self._outputs = None
+
+    def _end_iteration(self) -> None:
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.close()
+        self._iterator = lambda: None
+
+    def shutdown(self) -> None:
+        """The same as `close`: the name that older training scripts call."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- looking into it -----------------------------------------------------------------------------------------------
+
+    def metrics(self) -> Metrics:
+        """Measures of the latest iteration, since it began."""
+        iterator = self._iterator()
+        return self._tally.metrics(iterator.n_ready if iterator is not None else 0)
+
+    @abstractmethod
+    def explain(self) -> Explanation:
+        """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the loader stands: JSON, below 1 kB. Counts batches that were handed out, not those made ahead.
+
+        With several ranks every rank's state is the same.
+        """
+        return {**self._identity(), "epoch": self._epoch, "batch": self._batch, **self._order_state()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was taken: the next iteration begins with the batch that came after it.
+
+        An iteration under way is ended. The state may come from another number of ranks, as long as ranks times batch
+        size is the same.
+
+        Raises:
+            ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
+        """
+        if not isinstance(state, Mapping):
+            raise ArgumentError(
+                f"the state is a {type(state).__name__}; it must be what state_dict() gave", where="state"
+            )
+        for name, mine in self._identity().items():
+            if state.get(name) != mine:
+                raise ArgumentError(
+                    f"the state was saved with {name} = {state.get(name)!r}, but this loader has {mine!r}",
+                    where="load_state_dict",
+                    remedy="Make the loader with the same rows and options.",
+                )
+        epoch, batch = whole_number(state, "epoch", 0), whole_number(state, "batch", 0, len(self))
+        self._adopt(state)
+        self._end_iteration()
+        self._epoch, self._batch, self._resume_at = epoch, batch, batch
+
+    def _identity(self) -> dict[str, object]:
+        """What has to be equal for a state to make sense."""
+        return {
+            "version": STATE_VERSION,
+            "kind": self.kind,
+            "rows": fingerprint(self._space),
+            "n_rows": len(self._space),
+            "global_batch_size": self._batching.batch_size,
+            "drop_last": self.drop_last,
+        }
+
+    def _order_state(self) -> dict[str, object]:
+        return {}
+
+    def _adopt(self, state: Mapping[str, object]) -> None:  # noqa: B027 - storage order has nothing to adopt
+        """Take over what a state says about the order."""
+
+    @property
+    def transport_name(self) -> str:
+        """The engine that reads."""
+        return unwrapped(self._rows._reader.transport).name
+
+
+def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2**63 - 1) -> int:
+    """An integer out of a state, checked.
+
+    Raises:
+        ArgumentError: it is missing, no integer, or out of range.
+    """
+    value = state.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise ArgumentError(
+            f"the state has {name} = {value!r}, which this loader never writes", where="load_state_dict"
+        )
+    return value
+
+
+def fingerprint(space: RowSpace) -> str:
+    """16 hex digits that tell row spaces apart: the geometry, what was chosen, what was left out. Not where it lies."""
+    digest = hashlib.sha256(repr((space.layout, space.layer_idx, space.tokens, len(space))).encode())
+    if isinstance(space.examples, Progression):
+        digest.update(repr(space.examples).encode())
+    else:
+        digest.update(np.ascontiguousarray(space.examples, dtype="<i8").tobytes())
+    if space.kept is not None:
+        digest.update(space.kept.tobytes())
+    return digest.hexdigest()[:16]

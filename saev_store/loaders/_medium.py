@@ -1,0 +1,119 @@
+"""What the shards lie on, as far as that can be known: it decides how they are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from saev_store.layout import Layout, shard_name
+from saev_store.transport import Transport
+
+#: `memory`: a dict or tmpfs; `cached`: a disk whose pages are in memory now; `flash`, `disk`: a local device, by whether
+#: it spins; `parallel`: a network or parallel file system; `remote`: behind a client, such as an object store.
+Kind = Literal["memory", "cached", "flash", "disk", "parallel", "remote"]
+
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_PARALLEL = {
+    "lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "cephfs", "cifs", "smb3", "glusterfs", "pvfs2", "panfs", "afs", "9p",
+    "virtiofs", "wekafs", "daos",
+}  # fmt: skip
+#: Pages looked at to decide whether a store is in the page cache.
+_N_PROBES = 64
+_CACHED_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """What was found, and how.
+
+    Attributes:
+        kind: See `Kind`.
+        reason: One sentence for people.
+        path: The store's folder, if its shards are files of this machine.
+    """
+
+    kind: Kind
+    reason: str
+    path: str | None = None
+
+
+def unwrapped(transport: Transport) -> Transport:
+    """The innermost transport: the one that moves the bytes."""
+    while (inner := getattr(transport, "inner", None)) is not None:
+        transport = inner
+    return transport
+
+
+def medium_of(transport: Transport, layout: Layout) -> Medium:
+    """Find out what a store's shards lie on; never raises, never reads more than a few pages."""
+    innermost = unwrapped(transport)
+    if not getattr(innermost, "is_local", False):
+        return Medium("remote", f"{innermost.name} is a client of something else")
+    path = innermost.url
+    if not os.path.isdir(path):
+        return Medium("memory", f"{innermost.name} holds its files in this process")
+    file_system, device = _mount(path)
+    if file_system in _IN_MEMORY:
+        return Medium("memory", f"{file_system} is memory", path)
+    share = _cached_share(path, layout)
+    if share is not None and share >= _CACHED_SHARE:
+        return Medium("cached", f"{share:.0%} of the pages looked at are in memory ({file_system})", path)
+    if file_system in _PARALLEL or file_system.startswith("fuse"):
+        return Medium("parallel", f"{file_system} is reached over a network", path)
+    spins = _spins(device)
+    if spins:
+        return Medium("disk", f"{file_system} on a device that spins", path)
+    how = "does not spin" if spins is False else "does not say whether it spins"
+    return Medium("flash", f"{file_system} on a device that {how}", path)
+
+
+def _mount(path: str) -> tuple[str, str]:
+    """(file system, major:minor) of the mount that holds a path, as Linux tells; ("unknown", "") elsewhere."""
+    real, best = os.path.realpath(path), ("unknown", "", -1)
+    try:
+        lines = Path("/proc/self/mountinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return best[:2]
+    for line in lines:
+        fields = line.split(" ")
+        if "-" not in fields or len(fields) < 10:
+            continue
+        point = fields[4].encode().decode("unicode_escape", errors="replace")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best[2]:
+            best = (fields[fields.index("-") + 1], fields[2], len(point))
+    return best[:2]
+
+
+def _spins(device: str) -> bool | None:
+    for name in (f"/sys/dev/block/{device}/queue/rotational", f"/sys/dev/block/{device}/../queue/rotational"):
+        try:
+            return Path(name).read_text("ascii").strip() == "1"
+        except OSError:
+            continue
+    return None
+
+
+def _cached_share(path: str, layout: Layout) -> float | None:
+    """How many of some evenly spread pages can be read without waiting; None where the system cannot tell."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
+    found, page = 0, bytearray(4096)
+    for probe in range(_N_PROBES):
+        example = (2 * probe + 1) * layout.n_examples // (2 * _N_PROBES)
+        shard, within = divmod(example, layout.examples_per_shard)
+        try:
+            fd = os.open(os.path.join(path, shard_name(shard)), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            found += os.preadv(fd, [page], within * layout.example_nbytes // 4096 * 4096, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            pass
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+    return found / _N_PROBES

@@ -1,0 +1,78 @@
+"""What a loader has done so far, in numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from saev_store.loaders._reads import ReadTally
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Measures of the latest iteration of a loader, since it began.
+
+    Attributes:
+        n_batches: Batches handed out.
+        n_rows: Rows handed out.
+        elapsed_s: Seconds since the iteration began.
+        rows_per_s: Rows per second of that.
+        mb_per_s: Megabytes (10^6 bytes) of rows per second of that.
+        n_requests: Requests made to the transport.
+        bytes_read: Bytes that were read for that.
+        n_retries: Reads that were repeated after a passing failure.
+        read_s: Time spent in reads, summed over threads.
+        gather_s: Time spent in gathering rows into batches.
+        waited_s: Time the consumer waited for batches.
+        window_fill: Rows of the window that are read and not yet handed out, as a share of what it can hold.
+        batches_ready: Batches that are finished and wait for the consumer.
+    """
+
+    n_batches: int
+    n_rows: int
+    elapsed_s: float
+    rows_per_s: float
+    mb_per_s: float
+    n_requests: int
+    bytes_read: int
+    n_retries: int
+    read_s: float
+    gather_s: float
+    waited_s: float
+    window_fill: float
+    batches_ready: int
+
+
+@dataclass
+class Tally:
+    """Running sums behind `Metrics`; each number has one writer."""
+
+    vector_nbytes: int
+    reads: ReadTally = field(default_factory=ReadTally)
+    n_batches: int = 0
+    n_rows: int = 0
+    gather_s: float = 0.0
+    waited_s: float = 0.0
+    window_fill: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+
+    def metrics(self, batches_ready: int) -> Metrics:
+        """The sums as they are now."""
+        elapsed = max((self.ended or time.perf_counter()) - self.started, 1e-9)
+        reads = self.reads
+        return Metrics(
+            n_batches=self.n_batches,
+            n_rows=self.n_rows,
+            elapsed_s=elapsed,
+            rows_per_s=self.n_rows / elapsed,
+            mb_per_s=self.n_rows * self.vector_nbytes / elapsed / 1e6,
+            n_requests=reads.n_requests,
+            bytes_read=reads.n_bytes,
+            n_retries=reads.n_retries,
+            read_s=reads.read_s,
+            gather_s=self.gather_s,
+            waited_s=self.waited_s,
+            window_fill=self.window_fill,
+            batches_ready=batches_ready,
+        )

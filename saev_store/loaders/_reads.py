@@ -1,0 +1,242 @@
+"""From rows to reads: which bytes of which shard go to which rows of a buffer, and the tasks that bring them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from saev_store.errors import NotFoundError, TransportError
+from saev_store.indexing import Progression
+from saev_store.layout import IntArray, Layout, shard_name
+from saev_store.loaders._medium import unwrapped
+from saev_store.reader import FloatArray, Reader, _Piece
+from saev_store.transport import ReadsInto
+
+#: A read that failed for a passing reason is tried again after these waits.
+_WAITS_S = (0.05, 0.2, 0.8)
+#: Runs shorter than this are cheaper as one gather than as a request each.
+SMALL_RUN_BYTES = 16 << 10
+
+
+class Runs(NamedTuple):
+    """Vectors that are neighbours both in a shard and in a buffer, int64 arrays of equal length.
+
+    Attributes:
+        shard: Number of the shard.
+        vector: First vector, counted from the shard's beginning.
+        place: First row of the buffer.
+        count: How many vectors.
+    """
+
+    shard: IntArray
+    vector: IntArray
+    place: IntArray
+    count: IntArray
+
+    def take(self, index: IntArray) -> Runs:
+        """Some of the runs."""
+        return Runs(self.shard[index], self.vector[index], self.place[index], self.count[index])
+
+
+def runs_of_planes(
+    layout: Layout, example: IntArray, layer: IntArray, token: IntArray, count: IntArray, place: IntArray
+) -> Runs:
+    """One run per (example, layer), beginning at a token; all of them positions, not labels."""
+    shard, within = np.divmod(example, np.int64(layout.examples_per_shard))
+    vector = (within * layout.n_layers + layer) * layout.tokens_per_example + token
+    return Runs(shard, vector, place, count)
+
+
+def merged(runs: Runs) -> Runs:
+    """The same vectors in as few runs as possible."""
+    if len(runs.shard) < 2:
+        return runs
+    follows = (
+        (runs.shard[1:] == runs.shard[:-1])
+        & (runs.vector[1:] == runs.vector[:-1] + runs.count[:-1])
+        & (runs.place[1:] == runs.place[:-1] + runs.count[:-1])
+    )
+    if not follows.any():
+        return runs
+    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    count = np.add.reduceat(runs.count, first)
+    return Runs(runs.shard[first], runs.vector[first], runs.place[first], count)
+
+
+def cut(runs: Runs, longest: int) -> Runs:
+    """The same vectors in runs of at most `longest`."""
+    if not len(runs.count) or int(runs.count.max()) <= longest:
+        return runs
+    n_parts = -(-runs.count // longest)
+    which = np.repeat(np.arange(len(n_parts)), n_parts)
+    part = np.arange(len(which)) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
+    whole = runs.take(which)
+    count = np.minimum(longest, whole.count - part * longest)
+    return Runs(whole.shard, whole.vector + part * longest, whole.place + part * longest, count)
+
+
+@dataclass
+class ReadTally:
+    """What reading has cost so far; threads add to it under its lock."""
+
+    n_requests: int = 0
+    n_bytes: int = 0
+    n_retries: int = 0
+    read_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, requests: int, n_bytes: int, seconds: float) -> None:
+        """Count finished requests."""
+        with self.lock:
+            self.n_requests += requests
+            self.n_bytes += n_bytes
+            self.read_s += seconds
+
+
+class Reads:
+    """Brings runs of vectors into buffers, by whichever way the transport is best at.
+
+    Args:
+        reader: The store's.
+        tally: Where costs are counted.
+        stop: Set when nobody wants the data any more.
+        task_bytes: About how much one task reads.
+        after_read: Called with (shard, first byte, one past the last) of each finished request.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        tally: ReadTally,
+        stop: threading.Event,
+        *,
+        task_bytes: int,
+        after_read: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        self.reader, self.layout = reader, reader.layout
+        self._tally, self._stop, self._after_read = tally, stop, after_read
+        transport = reader.transport
+        self._into = transport if isinstance(transport, ReadsInto) else None
+        self._resident = np.isinf(transport.cost.max_gap_bytes)
+        # Gaps are read into memory that is thrown away; where the source is memory, only a token's worth pays.
+        self._max_gap_bytes = int(min(transport.cost.max_gap_bytes, SMALL_RUN_BYTES if self._resident else 1 << 20))
+        self._task_bytes = int(min(task_bytes, transport.cost.max_request_bytes))
+        self._junk = np.empty(max(self._max_gap_bytes, 1), dtype=np.uint8)
+
+    def tasks(self, runs: Runs, buffer: FloatArray) -> Iterator[tuple[Callable[[], None], str]]:
+        """Tasks that together fill the rows of `buffer` which `runs` name, each with the name of its file."""
+        v = self.layout.vector_nbytes
+        if not len(runs.count):
+            return
+        runs = cut(runs, max(1, self._task_bytes // v))
+        runs = runs.take(np.lexsort((runs.vector, runs.shard)))
+        gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
+        n_far = 1 + np.count_nonzero((gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1]))
+        if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far:
+            yield from self._small(runs, buffer)
+            return
+        size = np.cumsum(runs.count * v)
+        # A task ends with its shard, and where it has enough to do.
+        part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
+        bounds = np.concatenate(([0], np.flatnonzero(np.diff(part)) + 1, [len(part)])).tolist()
+        for lo, hi in pairwise(bounds):
+            some = Runs(*(column[lo:hi] for column in runs))
+            yield (lambda some=some: self._read(some, buffer)), shard_name(int(some.shard[0]))
+
+    def _small(self, runs: Runs, buffer: FloatArray) -> Iterator[tuple[Callable[[], None], str]]:
+        """Scattered single vectors: the reader gathers them from maps, or merges them into requests."""
+        where = np.repeat(np.arange(len(runs.count)), runs.count)
+        within = np.arange(len(where)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
+        shard, vector, place = runs.shard[where], runs.vector[where] + within, runs.place[where] + within
+        rest, token = np.divmod(vector, np.int64(self.layout.tokens_per_example))
+        in_shard, layer = np.divmod(rest, np.int64(self.layout.n_layers))
+        example = shard * self.layout.examples_per_shard + in_shard
+        step = max(1, self._task_bytes // self.layout.vector_nbytes)
+        for start in range(0, len(example), step):
+            some = slice(start, start + step)
+            name = shard_name(int(shard[start]))
+            yield (
+                (
+                    lambda e=example[some], la=layer[some], t=token[some], p=place[some]: self._gather(
+                        e, la, t, p, buffer
+                    )
+                ),
+                name,
+            )
+
+    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, buffer: FloatArray) -> None:
+        started = time.perf_counter()
+        dense = len(place) > 0 and int(place[-1] - place[0]) == len(place) - 1 and bool((np.diff(place) == 1).all())
+        out = buffer[place[0] : place[0] + len(place)] if dense else np.empty((len(place), buffer.shape[1]), np.float32)
+        self._retried(lambda: self.reader.read_rows(example, layer, token, out))
+        if not dense:
+            buffer[place] = out
+        self._tally.add(len(place), out.nbytes, time.perf_counter() - started)
+
+    def _read(self, runs: Runs, buffer: FloatArray) -> None:
+        """Runs of one shard, in the order of the shard."""
+        started = time.perf_counter()
+        v, shard = self.layout.vector_nbytes, int(runs.shard[0])
+        starts, ends = runs.vector * v, (runs.vector + runs.count) * v
+        per_example = self.layout.vectors_per_example
+        lowest = int(runs.vector[0]) // per_example
+        highest = int((runs.vector + runs.count).max() - 1) // per_example
+        self.reader._touch(_Piece(shard, Progression(lowest, 1, highest + 1 - lowest), slice(None)))
+        gap = starts[1:] - ends[:-1]
+        # Vectors that are wanted twice are read twice.
+        first = [0, *(np.flatnonzero((gap > self._max_gap_bytes) | (gap < 0)) + 1).tolist(), len(starts)]
+        raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        nbytes = 0
+        begins, stops = starts.tolist(), ends.tolist()
+        places = (runs.place * v).tolist()
+        for lo, hi in pairwise(first):
+            views: list[memoryview] = []
+            at = begins[lo]
+            for run in range(lo, hi):
+                if begins[run] > at:
+                    views.append(memoryview(self._junk)[: begins[run] - at])
+                views.append(raw[places[run] : places[run] + stops[run] - begins[run]])
+                at = stops[run]
+            self._retried(lambda lo=lo, views=views: self._fill(shard, begins[lo], views))
+            nbytes += at - begins[lo]
+            if self._after_read is not None:
+                self._after_read(shard, begins[lo], at)
+        self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
+
+    def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
+        name = shard_name(shard)
+        try:
+            if self._into is not None:
+                self._into.readinto(name, start=start, buffers=views)
+                return
+            end = start + sum(view.nbytes for view in views)
+            (found,) = self.reader.transport.get_ranges(name, starts=[start], ends=[end])
+        except NotFoundError:
+            self.reader._unchecked.add(shard)
+            self.reader._check_size(shard)
+            raise
+        source, at = memoryview(found).cast("B"), 0
+        for view in views:
+            view[:] = source[at : at + view.nbytes]
+            at += view.nbytes
+
+    def _retried(self, read: Callable[[], None]) -> None:
+        """Carry out a read, again where the reason of a failure may have passed."""
+        for wait_s in (*_WAITS_S, None):
+            try:
+                read()
+                return
+            except TransportError as error:
+                if wait_s is None or not error.transient or self._stop.wait(wait_s):
+                    raise
+                with self._tally.lock:
+                    self._tally.n_retries += 1
+                if getattr(unwrapped(self.reader.transport), "is_local", False):
+                    # A stale handle of a network file system only goes away with a new descriptor.
+                    self.reader.transport.close()

@@ -1,0 +1,145 @@
+"""One iteration of a loader: a thread that makes batches ahead of the consumer, and the consumer's end of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from saev_store.errors import ArgumentError, ForkError
+from saev_store.loaders._metrics import Tally
+from saev_store.loaders._workers import Handoff, StoppedError, Workers
+
+#: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
+#: `token_labels` (n,) uint8.
+Batch = dict[str, np.ndarray]
+
+
+class Machinery:
+    """Threads and counters of one iteration.
+
+    Args:
+        n_threads: Reading threads.
+        n_gather: Threads that gather, besides the one that makes batches.
+        tally: Where measures are kept.
+    """
+
+    def __init__(self, n_threads: int, n_gather: int, tally: Tally) -> None:
+        self.stop = threading.Event()
+        self.tally = tally
+        self.readers = Workers(n_threads, "saev-read", self.stop)
+        self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
+
+    def close(self) -> None:
+        """End all threads."""
+        self.stop.set()
+        self.readers.close()
+        if self.gatherers is not None:
+            self.gatherers.close()
+
+
+class Run:
+    """Makes batches in a thread of its own, at most `depth` ahead.
+
+    Args:
+        machinery: Threads to read with; closed together with the run.
+        batches: Makes the iterator of batches; called in the thread.
+        depth: Batches that may wait for the consumer.
+    """
+
+    def __init__(self, machinery: Machinery, batches: Callable[[], Iterator[Batch]], depth: int) -> None:
+        self.machinery = machinery
+        self.handoff: Handoff[Batch] = Handoff(depth, machinery.stop)
+        self._thread = threading.Thread(target=_produce, args=(batches, self.handoff), name="saev-batches", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.machinery.stop.is_set()
+
+    def close(self) -> None:
+        """End all threads and give back all memory that no batch holds; calling it again does nothing."""
+        self.machinery.stop.set()
+        self.handoff.wake()
+        self.machinery.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        if self.machinery.tally.ended is None:
+            self.machinery.tally.ended = time.perf_counter()
+
+
+def _produce(batches: Callable[[], Iterator[Batch]], handoff: Handoff[Batch]) -> None:
+    try:
+        for batch in batches():
+            handoff.put(batch)
+            # The consumer alone decides how long a batch lives.
+            del batch
+        handoff.end()
+    except StoppedError:
+        handoff.end()
+    except BaseException as error:
+        handoff.end(error)
+
+
+class BatchIterator(Iterator[Batch]):
+    """The consumer's end of a run; ends its threads when it is exhausted, fails, is closed or is forgotten."""
+
+    def __init__(self, run: Run, *, timeout_s: float, on_batch: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._run, self._timeout_s, self._on_batch, self._on_end = run, timeout_s, on_batch, on_end
+        self._pid = os.getpid()
+        self._ended = False
+        self._finalizer = weakref.finalize(self, _close_in, self._pid, run)
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        if os.getpid() != self._pid:
+            raise ForkError(
+                "this iterator's threads live in the parent process",
+                where="iter(loader)",
+                remedy="Call iter(loader) in the child; loaders themselves may be inherited.",
+            )
+        if self._run.is_closed:
+            raise ArgumentError(
+                "this iterator was closed: its loader was closed, iterated anew or given another state",
+                where="iter(loader)",
+                remedy="Call iter(loader) again.",
+            )
+        tally, started = self._run.machinery.tally, time.perf_counter()
+        try:
+            batch = self._run.handoff.get(self._timeout_s, self._run.machinery.readers.busy_with)
+        except BaseException:
+            self.close()
+            raise
+        tally.waited_s += time.perf_counter() - started
+        if batch is None:
+            self._ended = True
+            self.close()
+            self._on_end()
+            raise StopIteration
+        tally.n_batches += 1
+        tally.n_rows += len(batch["act"])
+        self._on_batch()
+        return batch
+
+    def close(self) -> None:
+        """End the iteration's threads."""
+        self._finalizer()
+
+    @property
+    def n_ready(self) -> int:
+        """Batches that are finished and wait."""
+        return len(self._run.handoff)
+
+
+def _close_in(pid: int, run: Run) -> None:
+    # A forked child inherits the object, but not its threads.
+    if os.getpid() == pid:
+        run.close()

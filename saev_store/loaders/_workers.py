@@ -1,0 +1,195 @@
+"""Threads that carry out small tasks, stop within a moment, and never lose an error.
+
+Everything a loader does at length (`preadv`, copies, `np.take`) releases the GIL, so threads are enough. They are daemons:
+a read that hangs in the kernel must not keep the interpreter from ending.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from saev_store.errors import DeadlineError
+
+T = TypeVar("T")
+
+#: Waits come in slices of at most this length, so that Ctrl-C and `close` are noticed.
+SLICE_S = 0.2
+#: How long `close` waits for a thread that is inside a system call.
+_JOIN_S = 5.0
+
+
+class StoppedError(Exception):
+    """Control flow inside the threads: the run was closed while somebody waited. Never leaves a loader."""
+
+
+class Group:
+    """Tasks that are waited for together; remembers the first error."""
+
+    def __init__(self, n_tasks: int) -> None:
+        self._left = n_tasks
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        if n_tasks == 0:
+            self._done.set()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Count one task as done."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left == 0 or error is not None:
+                self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, stop: threading.Event) -> None:
+        """Return when all tasks are done.
+
+        Raises:
+            StoppedError: `stop` was set meanwhile.
+            Exception: whatever a task raised, with its traceback.
+        """
+        while not self._done.wait(SLICE_S):
+            if stop.is_set():
+                raise StoppedError
+        if self._error is not None:
+            raise self._error
+
+
+class Workers:
+    """A fixed number of threads and a queue of tasks.
+
+    Args:
+        n: How many threads.
+        name: Prefix of the threads' names.
+        stop: When set, waiting tasks are dropped (their groups are told) and the threads end.
+    """
+
+    def __init__(self, n: int, name: str, stop: threading.Event) -> None:
+        self._stop = stop
+        self.n_threads = n
+        self._tasks: SimpleQueue[tuple[Callable[[], None], Group, str] | None] = SimpleQueue()
+        self._busy: dict[int, str] = {}
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True)
+            for number in range(n)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Callable[[], None], group: Group, where: str) -> None:
+        """Queue a task; `where` names what it reads, for messages about time-outs."""
+        self._tasks.put((task, group, where))
+
+    def busy_with(self) -> str:
+        """What the threads are doing right now, for an error message."""
+        return ", ".join(sorted(set(self._busy.copy().values()))) or "nothing"
+
+    def _work(self, number: int) -> None:
+        while (item := self._tasks.get()) is not None:
+            task, group, where = item
+            del item
+            error: BaseException | None = None
+            if self._stop.is_set():
+                error = StoppedError()
+            else:
+                self._busy[number] = where
+                try:
+                    task()
+                except BaseException as raised:
+                    error = raised
+                self._busy.pop(number, None)
+            group.finish(error)
+            # Nothing may keep the memory of the last task alive while waiting for the next.
+            del task, group, error
+
+    def close(self) -> None:
+        """End the threads; one that hangs in a system call is left behind after a few seconds."""
+        self._stop.set()
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Handoff(Generic[T]):
+    """A bounded queue from one thread to another that can be closed from both sides."""
+
+    def __init__(self, depth: int, stop: threading.Event) -> None:
+        self._depth = depth
+        self._stop = stop
+        self._items: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._ended = False
+
+    def put(self, item: T) -> None:
+        """Append an item as soon as there is room.
+
+        Raises:
+            StoppedError: the run was closed.
+        """
+        with self._changed:
+            while len(self._items) >= self._depth and not self._stop.is_set():
+                self._changed.wait(SLICE_S)
+            if self._stop.is_set():
+                raise StoppedError
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more will come; with an error, `get` raises it once the items are gone."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let everybody who waits look at `stop`."""
+        with self._changed:
+            self._items.clear()
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, timeout_s: float, waiting_for: Callable[[], str]) -> T | None:
+        """The next item, or None at the end.
+
+        Raises:
+            DeadlineError: none came within `timeout_s`.
+            Exception: what the other side ended with.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._items:
+                if self._ended or self._stop.is_set():
+                    if self._error is not None:
+                        raise self._error
+                    return None
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"no batch within {timeout_s:g} s; reading threads are busy with: {waiting_for()}",
+                        where="batch_timeout_s",
+                        remedy="Allow more time, or look at loader.explain() and loader.metrics().",
+                    )
+                self._changed.wait(min(SLICE_S, left))
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+
+def n_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,116 @@
+"""Batches in storage order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from saev_store.loaders._base import Loader
+from saev_store.loaders._batches import Equipment, OrderedBatches
+from saev_store.loaders._explain import Explanation
+from saev_store.loaders._memory import Allocate
+from saev_store.loaders._run import Batch
+from saev_store.selected import Selection
+from saev_store.selection import Labels
+
+
+class OrderedLoader(Loader):
+    """Batches in storage order: example by example, in it layer by layer, in that token by token. Always the same.
+
+    A batch is a dict: `act` float32 (n, d_model), `example_idx` and `token_idx` int64 (n,), with several layers `layer`
+    int64 (n,), and `token_labels` uint8 (n,) where labels were given (255 for special tokens, which have none).
+    `token_idx` counts content tokens from 0; -1 is the special token. Memory of a batch is the consumer's for as long as
+    he holds it, then it is used again.
+
+    Args:
+        rows: What to load: `store.sel(…)`.
+        batch_size: Rows of a batch of this rank.
+        drop_last: Leave out a last batch that is not full.
+        labels: `store.labels`, to have them in the batches.
+        rank: This process among `world`; each takes an equal slice of every global batch.
+        world: How many processes share the work.
+        n_threads: Reads in flight; default: what suits the medium.
+        prefetch_batches: Batches that may be ready and wait.
+        batch_timeout_s: How long to wait for a batch before `DeadlineError`.
+        scale_norm: Scale activations so that their mean L2 norm is sqrt(d_model).
+        read_bytes: About how much one read brings; default: what suits the medium.
+        make_buffer: Makes the memory of a batch, such as pinned memory; default: plain memory.
+
+    Raises:
+        ArgumentError: a number is out of range.
+
+    >>> from saev_store import ShardStore
+    >>> store = ShardStore.open(SAMPLE)
+    >>> with OrderedLoader(store.sel(layer=5, tokens="content"), batch_size=8) as loader:
+    ...     [batch["act"].shape for batch in loader]
+    [(8, 8), (8, 8), (8, 8), (4, 8)]
+    """
+
+    kind = "ordered"
+    _n_extra_buffers = 3
+
+    def __init__(
+        self,
+        rows: Selection,
+        *,
+        batch_size: int = 16_384,
+        drop_last: bool = False,
+        labels: Labels | None = None,
+        rank: int = 0,
+        world: int = 1,
+        n_threads: int | None = None,
+        prefetch_batches: int = 2,
+        batch_timeout_s: float = 30.0,
+        scale_norm: bool = False,
+        read_bytes: int | None = None,
+        make_buffer: Allocate | None = None,
+    ) -> None:
+        super().__init__(
+            rows,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            rank=rank,
+            world=world,
+            n_threads=n_threads,
+            prefetch_batches=prefetch_batches,
+            batch_timeout_s=batch_timeout_s,
+            scale_norm=scale_norm,
+            labels=labels,
+            read_bytes=read_bytes,
+            make_buffer=make_buffer,
+        )
+
+    @property
+    def _n_ahead(self) -> int:
+        """Enough batches under way that all threads have something to read."""
+        batch_bytes = self.batch_size * self._space.layout.vector_nbytes
+        return min(1 + self._n_threads * self._read_bytes // max(batch_bytes, 1), 64)
+
+    def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:
+        del epoch
+        return OrderedBatches(
+            self._space, self._batching, self._rank, n_ahead=self._n_ahead, equipment=equipment
+        ).batches
+
+    def explain(self) -> Explanation:
+        """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+        layout, space = self._space.layout, self._space
+        n_bytes = len(space) * layout.vector_nbytes // self._world
+        contiguous = len(space.layer_idx) == layout.n_layers and space.tokens.count == layout.tokens_per_example
+        extent = self._read_bytes if contiguous else min(space.tokens.count * layout.vector_nbytes, self._read_bytes)
+        return Explanation(
+            n_rows=len(space),
+            n_batches=len(self),
+            medium=self._medium.kind,
+            reason=self._medium.reason,
+            engine=self.transport_name,
+            n_threads=self._n_threads,
+            extent_bytes=extent,
+            n_requests=-(-n_bytes // max(extent, 1)),
+            bytes_read=n_bytes,
+            window_bytes=0,
+            buffer_bytes=(self._prefetch + self._n_ahead + 2) * self.batch_size * layout.vector_nbytes,
+            slots="",
+            n_partitions=1,
+            examples_per_block=1,
+            mixing=None,
+        )

@@ -1,0 +1,270 @@
+"""Batches of a seeded shuffle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from saev_store.errors import ArgumentError
+from saev_store.loaders._base import Loader, whole_number
+from saev_store.loaders._batches import Equipment, ShuffledBatches, n_window_rows
+from saev_store.loaders._explain import Explanation
+from saev_store.loaders._medium import Medium
+from saev_store.loaders._memory import Allocate
+from saev_store.loaders._run import Batch
+from saev_store.loaders._slots import BlockSlots, RowSlots
+from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
+from saev_store.selected import Selection
+from saev_store.selection import Labels, RowSpace
+
+Slots = Literal["block", "row"]
+
+#: Cohorts that are read ahead of the window. A constant, because the order must not depend on the medium's speed.
+_N_AHEAD = 2
+#: Partitions where nothing else is said: any number of ranks that divides it can continue a state.
+_N_PARTITIONS = 8
+#: A lane's window holds at least this many blocks, or there are fewer lanes.
+_MIN_WINDOW_BLOCKS = 8
+#: What one read should bring where requests are dear and neighbouring examples are neighbours in the file.
+_DEAR_EXTENT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """What the order is made with, besides seed and epoch."""
+
+    examples_per_block: int
+    n_partitions: int
+    window_blocks: int
+
+
+class ShuffledLoader(Loader):
+    """Batches of a seeded shuffle, at the speed of the hardware; the same for the same arguments, on every machine.
+
+    A window of blocks (a block is one layer of one example, or of a few) slides over the permuted blocks; docs/loaders.md
+    says how, and what it means for mixing. `loader.explain()` says it for this loader. Batches are as `OrderedLoader`
+    describes.
+
+    Args:
+        rows: What to load: `store.sel(…)`.
+        batch_size: Rows of a batch of this rank.
+        seed: Any integer.
+        drop_last: Leave out a last batch that is not full. Without, and with several ranks, partitions that are one row
+            short repeat their last row, so that all ranks have equally many.
+        window_bytes: Memory for the window, of this rank. More mixes better; a window of the size of the data gives exact
+            permutations.
+        slots: What memory is managed in: whole blocks, or `"row"`s: twice as many blocks in the same memory, for longer
+            I/O vectors. With equal `window_blocks` the order is the same.
+        examples_per_block: Examples that are read and shuffled as one; default: 1, and more where requests are dear and
+            neighbouring examples are neighbours in the file.
+        n_partitions: Streams of the order, a multiple of `world` that divides the global batch; default: 8 where possible.
+        window_blocks: Blocks in the window of one partition, instead of `window_bytes`.
+        labels, rank, world, n_threads, prefetch_batches, batch_timeout_s, scale_norm, read_bytes, make_buffer: As for
+            `OrderedLoader`.
+
+    Raises:
+        ArgumentError: a number is out of range, or does not divide what it should.
+
+    >>> from saev_store import ShardStore
+    >>> store = ShardStore.open(SAMPLE)
+    >>> with ShuffledLoader(store.sel(layer=5, tokens="content"), batch_size=8, seed=1) as loader:
+    ...     [len(batch["act"]) for batch in loader]
+    [8, 8, 8, 4]
+    """
+
+    kind = "shuffled"
+
+    def __init__(
+        self,
+        rows: Selection,
+        *,
+        batch_size: int = 16_384,
+        seed: int = 17,
+        drop_last: bool = False,
+        window_bytes: int = 2 << 30,
+        slots: Slots = "block",
+        examples_per_block: int | None = None,
+        n_partitions: int | None = None,
+        window_blocks: int | None = None,
+        labels: Labels | None = None,
+        rank: int = 0,
+        world: int = 1,
+        n_threads: int | None = None,
+        prefetch_batches: int = 2,
+        batch_timeout_s: float = 30.0,
+        scale_norm: bool = False,
+        read_bytes: int | None = None,
+        make_buffer: Allocate | None = None,
+    ) -> None:
+        super().__init__(
+            rows,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            rank=rank,
+            world=world,
+            n_threads=n_threads,
+            prefetch_batches=prefetch_batches,
+            batch_timeout_s=batch_timeout_s,
+            scale_norm=scale_norm,
+            labels=labels,
+            read_bytes=read_bytes,
+            make_buffer=make_buffer,
+        )
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+            raise ArgumentError(f"seed is {seed!r}; it must be an integer", where="seed")
+        if slots not in ("block", "row"):
+            raise ArgumentError(f"slots is {slots!r}; it must be 'block' or 'row'", where="slots")
+        for name, value in (("window_bytes", window_bytes), ("window_blocks", window_blocks or 1), ("n_partitions", n_partitions or 1)):  # fmt: skip
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1", where=name)
+        self._seed, self._rows_apart, self._window_bytes = int(seed), slots == "row", int(window_bytes)
+        self._fixed_window = window_blocks is not None
+        group = examples_per_block or _examples_per_block(self._space, self._medium)
+        blocks = Blocks(self._space, group)
+        n_lanes = self._n_partitions(n_partitions, blocks)
+        self._geometry = _Geometry(group, n_lanes, 1)
+        window = window_blocks or self._fitting_window(blocks, n_lanes)
+        self._geometry = _Geometry(group, n_lanes, window)
+        self._blocks = blocks
+
+    # -- choosing the geometry -----------------------------------------------------------------------------------------
+
+    def _n_partitions(self, wanted: int | None, blocks: Blocks) -> int:
+        batch = self._batching.batch_size
+        if wanted is not None:
+            if batch % wanted or wanted % self._world:
+                raise ArgumentError(
+                    f"n_partitions is {wanted}; it must divide the global batch of {batch} rows and be a multiple of the "
+                    f"{self._world} rank(s)",
+                    where="n_partitions",
+                )
+            return int(wanted)
+        block_bytes = blocks.cells_per_block * self._space.layout.vector_nbytes
+        per_lane = self._window_bytes // (_MIN_WINDOW_BLOCKS * block_bytes)
+        most = max(1, min(_N_PARTITIONS, per_lane * self._world, len(blocks) // 2))
+        fitting = [n for n in range(self._world, most + 1, self._world) if batch % n == 0]
+        found = max(fitting, default=self._world)
+        if found > max(len(self._space), 1) and not self.drop_last:
+            raise ArgumentError(
+                f"{len(self._space)} rows cannot be shared by {self._world} ranks without drop_last", where="world"
+            )
+        return found
+
+    def _order(self, epoch: int) -> ShuffledOrder:
+        geometry = self._geometry
+        share = self._batching.batch_size // geometry.n_partitions
+        blocks = Blocks(self._space, geometry.examples_per_block)
+        return ShuffledOrder(blocks, self._seed, epoch, geometry.n_partitions, geometry.window_blocks, share)
+
+    def _partitions(self) -> range:
+        each = self._geometry.n_partitions // self._world
+        return range(self._rank * each, (self._rank + 1) * each)
+
+    def _fitting_window(self, blocks: Blocks, n_partitions: int) -> int:
+        """The largest window of a partition that fits into this rank's memory."""
+        if not len(blocks):
+            return 1
+        n_rows = self._window_bytes // self._space.layout.vector_nbytes // (n_partitions // self._world)
+        fits = n_rows // blocks.cells_per_block
+        if -(-len(blocks) // n_partitions) + 2 <= fits:
+            return fits
+        kind = RowSlots if self._rows_apart else BlockSlots
+
+        def needed(window: int) -> int:
+            order = ShuffledOrder(
+                blocks, self._seed, 0, n_partitions, window, self._batching.batch_size // n_partitions
+            )
+            return kind.n_rows(order.partition(0), _N_AHEAD)
+
+        low, high = 1, 4 * fits + 2  # needed(low) is taken as it is: a loader works with any memory
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if needed(middle) <= n_rows else (low, middle)
+        return low
+
+    # -- the contract of Loader ----------------------------------------------------------------------------------------
+
+    def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:
+        return ShuffledBatches(
+            self._order(epoch),
+            self._partitions(),
+            fill_up=self._world > 1 and not self.drop_last,
+            n_ahead=_N_AHEAD,
+            rows_apart=self._rows_apart,
+            equipment=equipment,
+        ).batches
+
+    def explain(self) -> Explanation:
+        """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+        order, layout, space = self._order(self._epoch), self._space.layout, self._space
+        plane_bytes = space.tokens.count * layout.vector_nbytes
+        joined = order.blocks.examples_per_block if layout.n_layers == 1 else 1
+        extent = min(plane_bytes * joined, max(self._read_bytes, plane_bytes))
+        n_bytes = len(order.blocks) * order.blocks.cells_per_block * layout.vector_nbytes // self._world
+        window = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart) * layout.vector_nbytes
+        return Explanation(
+            n_rows=len(space),
+            n_batches=len(self),
+            medium=self._medium.kind,
+            reason=self._medium.reason,
+            engine=self.transport_name,
+            n_threads=self._n_threads,
+            extent_bytes=extent,
+            n_requests=-(-n_bytes // max(extent, 1)),
+            bytes_read=n_bytes,
+            window_bytes=window,
+            buffer_bytes=(self._prefetch + 3) * self.batch_size * layout.vector_nbytes,
+            slots="row" if self._rows_apart else "block",
+            n_partitions=order.n_partitions,
+            examples_per_block=order.blocks.examples_per_block,
+            mixing=predict_mixing(order, self.batch_size, len(self._partitions())),
+        )
+
+    def _identity(self) -> dict[str, object]:
+        return {**super()._identity(), "seed": self._seed, "order_version": ORDER_VERSION}
+
+    def _order_state(self) -> dict[str, object]:
+        geometry = self._geometry
+        return {
+            "examples_per_block": geometry.examples_per_block,
+            "n_partitions": geometry.n_partitions,
+            "window_blocks": geometry.window_blocks,
+        }
+
+    def _adopt(self, state: Mapping[str, object]) -> None:
+        batch = self._batching.batch_size
+        geometry = _Geometry(
+            whole_number(state, "examples_per_block", 1, MAX_ROWS_PER_BLOCK),
+            whole_number(state, "n_partitions", 1, batch),
+            whole_number(state, "window_blocks", 1),
+        )
+        if batch % geometry.n_partitions or geometry.n_partitions % self._world:
+            raise ArgumentError(
+                f"the state's order has {geometry.n_partitions} partitions, which {self._world} ranks cannot share equally",
+                where="load_state_dict",
+                remedy="Use a number of ranks that divides it.",
+            )
+        mine, self._geometry = self._geometry, geometry
+        needed = n_window_rows(self._order(0), self._partitions(), _N_AHEAD, rows_apart=self._rows_apart)
+        needed *= self._space.layout.vector_nbytes
+        if mine != geometry and not self._fixed_window and needed > self._window_bytes:
+            self._geometry = mine
+            raise ArgumentError(
+                f"the state's window takes {needed:,} bytes on each of {self._world} rank(s), but window_bytes is "
+                f"{self._window_bytes:,}",
+                where="load_state_dict",
+                remedy=f"Make the loader with window_bytes={needed}.",
+            )
+
+
+def _examples_per_block(space: RowSpace, medium: Medium) -> int:
+    """One, or as many as make a good extent where requests are dear and nothing else lies in between."""
+    layout = space.layout
+    plane_bytes = space.tokens.count * layout.vector_nbytes
+    contiguous = layout.n_layers == 1 and 2 * space.tokens.count > layout.tokens_per_example
+    if medium.kind not in ("disk", "parallel", "remote") or not contiguous:
+        return 1
+    return max(1, min(_DEAR_EXTENT_BYTES // plane_bytes, space.n_examples // 64))
