@@ -1,0 +1,14 @@
+"""The formats that activations are recorded from: token streams, pre-formed batches, folders of images and text.
+
+>>> from saev_store.formats import open_source
+>>> source = open_source(TOKENS)
+>>> source.format, len(source), source[1].tolist()
+('mmididx', 3, [100, 101, 102, 103])
+"""
+
+from __future__ import annotations
+
+from saev_store.formats._sniff import open_source, reopen, sniff
+from saev_store.formats._source import Source
+
+__all__ = ["Source", "open_source", "reopen", "sniff"]

@@ -1,0 +1,64 @@
+"""From the address of one file to the transport of its folder and the file's name there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import cast
+
+from saev_store.errors import ArgumentError, brief
+from saev_store.transport import Engine, Transport, open_transport
+
+Url = str | os.PathLike[str]
+
+
+def split_address(url: Url) -> tuple[str, str]:
+    """The address of the folder, and the name in it; of a chained URL, the part that names a path is split.
+
+    Raises:
+        ArgumentError: it is no address, or names no file.
+
+    >>> split_address("s3://lab/tokens/train.idx")
+    ('s3://lab/tokens', 'train.idx')
+    >>> split_address("zip://a/train.batch::file:///data/all.zip")
+    ('zip://a::file:///data/all.zip', 'train.batch')
+    """
+    text = cast("object", os.fspath(url)) if isinstance(url, (str, os.PathLike)) else url
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"{brief(text)} is not an address: pass a path or a URL as str", where="url")
+    links = text.split("::")
+    at = next((i for i, link in enumerate(links) if link.partition("://")[2]), len(links) - 1)
+    path, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
+    scheme, mark, below = path.rpartition("://")
+    folder, slash, name = below.rstrip("/").rpartition("/")
+    if name in {"", ".", "..", "~"}:
+        raise ArgumentError(f"{text!r} names no file", where="url")
+    root = slash if slash and not folder else folder
+    links[at] = f"{scheme}{mark}{root}{question}{query}" if root or mark else "."
+    return "::".join(links), name
+
+
+def locate(
+    url: Url, storage_options: Mapping[str, object] | None, *, engine: Engine, transport: Transport | None
+) -> tuple[Transport, str]:
+    """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
+    if transport is not None:
+        path = cast("object", os.fspath(url)) if isinstance(url, (str, os.PathLike)) else url
+        if not isinstance(path, str) or not path:
+            raise ArgumentError(f"{brief(path)} is no path below the transport", where="url")
+        if storage_options is not None:
+            raise ArgumentError("a transport has its options already", where="storage_options")
+        return transport, path
+    folder, name = split_address(url)
+    return open_transport(folder, storage_options, engine=engine), name
+
+
+def full_url(transport: Transport, path: str) -> str:
+    """A file's address, safe to show.
+
+    >>> from saev_store.transport import MemoryTransport
+    >>> full_url(MemoryTransport(label="x"), "a.idx")
+    'memory://x/a.idx'
+    """
+    head, sep, rest = transport.url.partition("::")
+    return f"{head}{'' if head.endswith('/') else '/'}{path}{sep}{rest}"

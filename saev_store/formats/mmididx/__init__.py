@@ -1,0 +1,17 @@
+"""MMIDIDX: token sequences and documents, and samples of one length over them (`docs/formats/mmididx.md`)."""
+
+from __future__ import annotations
+
+from saev_store.formats.mmididx.index import Index, parse_index
+from saev_store.formats.mmididx.reader import IndexedDataset, split_documents
+from saev_store.formats.mmididx.samples import SampleIndices, build_indices, build_sample_idx
+
+__all__ = [
+    "Index",
+    "IndexedDataset",
+    "SampleIndices",
+    "build_indices",
+    "build_sample_idx",
+    "parse_index",
+    "split_documents",
+]

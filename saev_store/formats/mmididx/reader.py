@@ -1,0 +1,372 @@
+"""Reading MMIDIDX: token sequences and documents, whole or in part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.coalesce import coalesce
+from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
+from saev_store.formats._address import Url, full_url, locate
+from saev_store.formats._digest import describe_digest, digest_files
+from saev_store.formats._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
+from saev_store.formats.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
+from saev_store.layout import IntArray
+
+if TYPE_CHECKING:
+    from saev_store.inspect import Report
+    from saev_store.problems import Problem
+    from saev_store.transport import Buffer, Engine, Transport
+
+TokenArray: TypeAlias = npt.NDArray[np.number]
+
+
+class IndexedDataset(NumberedSource):
+    """An MMIDIDX data set (`.idx` and `.bin`), opened: `dataset[i]` is the i-th sequence of token ids.
+
+    Where the transport maps files, arrays are read-only views of the map that stay valid after `close`; a file that is
+    cut while it is mapped ends the process, so use `engine="pread"` where that can happen. Elsewhere they are fresh,
+    and several sequences are fetched with as few requests as the transport likes.
+
+    Args:
+        path: The `.idx` file, the `.bin` file, or what both names begin with: a path, any fsspec URL, or, with
+            `transport`, a path below its root.
+        storage_options: What fsspec hands to the file system.
+        engine: As in `open_transport`.
+        transport: Read through this one.
+        dtype: Type of a token, for the codes (6 and 7) that tools do not agree on and only where the files do not decide.
+
+    Raises:
+        NotFoundError: one of the two files is missing.
+        DocumentError: the index breaks a rule; `UnknownProtocolError` if it is of a later version or an unknown dtype.
+        CorruptShardError: `.bin` is longer or shorter than the index says.
+    """
+
+    format = "mmididx"
+
+    def __init__(
+        self,
+        path: Url,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
+        self._prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
+        self._asked_dtype = dtype
+        self._index, self.problems = self._open()
+        index = self._index
+        #: Type of a token, little-endian.
+        self.dtype = index.dtype
+        self._n, self._itemsize = index.n_sequences, index.dtype.itemsize
+        self._resident = math.isinf(self._transport.cost.max_gap_bytes)
+        self._whole: TokenArray | None = None
+        if self._resident:
+            self._map()
+
+    def _open(self) -> tuple[Index, tuple[Problem, ...]]:
+        transport, idx = self._transport, self.idx_path
+        where, nbytes = full_url(transport, idx), transport.size(idx)
+        (head,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
+        check_header(head, idx_nbytes=nbytes, where=where)
+        try:
+            bin_nbytes = transport.size(self.bin_path)
+        except NotFoundError as error:
+            raise NotFoundError(
+                "the .bin file is missing",
+                where=full_url(transport, self.bin_path),
+                remedy="Copy it beside the .idx file.",
+            ) from error
+        return parse_index(
+            _read_whole(transport, idx, nbytes), bin_nbytes=bin_nbytes, where=where, dtype=self._asked_dtype
+        )
+
+    def _map(self) -> TokenArray:
+        (whole,) = self._transport.get_ranges(self.bin_path, starts=[0], ends=[self._index.bin_nbytes])
+        found = np.frombuffer(whole, self.dtype) if self._index.bin_nbytes else np.zeros(0, self.dtype)
+        found.flags.writeable = False
+        self._whole = cast("TokenArray", found)
+        return self._whole
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (type(self), self._transport, self.idx_path, self._asked_dtype))
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The address of the `.idx` file, without credentials."""
+        return full_url(self._transport, self.idx_path)
+
+    @property
+    def transport(self) -> Transport:
+        """What the bytes are read through."""
+        return self._transport
+
+    @property
+    def idx_path(self) -> str:
+        """The index, below the transport's root."""
+        return f"{self._prefix}.idx"
+
+    @property
+    def bin_path(self) -> str:
+        """The tokens, below the transport's root."""
+        return f"{self._prefix}.bin"
+
+    @property
+    def index(self) -> Index:
+        """The checked index."""
+        return self._index
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence, int32, read-only."""
+        return self._index.sizes
+
+    @property
+    def doc_idx(self) -> IntArray:
+        """First sequence of each document, and the number of sequences at the end; int64, read-only."""
+        return self._index.doc_idx
+
+    @property
+    def modes(self) -> npt.NDArray[np.int8] | None:
+        """One int8 for each sequence of a multimodal data set, else None."""
+        return self._index.modes
+
+    @property
+    def n_documents(self) -> int:
+        """Documents; every sequence is one where the file does not say."""
+        return self._index.n_documents
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self._index.sizes.sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __repr__(self) -> str:
+        index = self._index
+        variant = "" if index.variant == "megatron" else ", not recorded in this variant"
+        facts = {
+            "sequences": f"{self._n:,} in {index.n_documents:,} documents{variant}",
+            "tokens": f"{self.n_tokens:,} of {index.dtype.name}",
+            "modes": "none" if index.modes is None else "one for each sequence",
+            "read through": self._transport.name,
+        }
+        return text_card(f"MMIDIDX {self.url}", facts, self.problems)
+
+    # -- sequences -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> TokenArray:
+        """A sequence: its token ids in the data set's dtype, read-only.
+
+        Raises:
+            SelectionError: there is no such sequence.
+        """
+        whole = self._whole
+        if whole is None or type(index) is not int or not 0 <= index < self._n:
+            return self.get(index)
+        begin = self._index.pointers.item(index) // self._itemsize
+        return whole[begin : begin + self._index.sizes.item(index)]
+
+    def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> TokenArray:
+        """Part of a sequence: `length` tokens from `offset` on, to its end by default. Nothing else is read.
+
+        Raises:
+            SelectionError: there is no such sequence, or the part is not inside it.
+        """
+        position = check_index(index, self._n, what="sequence")
+        size = self._index.sizes.item(position)
+        length = size - offset if length is None else length
+        if not 0 <= offset <= offset + length <= size:
+            raise SelectionError(
+                f"tokens {offset} to {offset + length} of sequence {position} were asked for; it has {size}",
+                where="offset",
+            )
+        return self._tokens(self._index.pointers.item(position) + offset * self._itemsize, length)
+
+    def mode(self, index: SupportsIndex) -> int:
+        """The mode of a sequence of a multimodal data set.
+
+        Raises:
+            SelectionError: there is no such sequence, or the data set has no modes.
+        """
+        position = check_index(index, self._n, what="sequence")
+        if self._index.modes is None:
+            raise SelectionError("this data set has no modes", where=self.url)
+        return int(self._index.modes[position])
+
+    def read_many(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
+        """Several sequences in the order asked for, fetched together."""
+        if isinstance(indices, slice):
+            wanted = np.arange(*indices.indices(self._n), dtype=np.int64)
+        else:
+            wanted = np.asarray(indices)
+            if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
+                raise SelectionError(f"{brief(indices)} is no list of sequences: pass integers", where="indices")
+            if wanted.size and (int(wanted.min()) < -self._n or int(wanted.max()) >= self._n):
+                raise SelectionError(
+                    f"sequences from {int(wanted.min())} to {int(wanted.max())} of {self._n} were asked for",
+                    where="indices",
+                )
+            wanted = wanted.astype(np.int64) % max(self._n, 1)
+        return self.read_parts(wanted, np.zeros(len(wanted), np.int64), self._index.sizes[wanted].astype(np.int64))
+
+    def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
+        """Parts of many sequences (int64 arrays of one length), fetched together; the caller has checked the bounds."""
+        starts = self._index.pointers[sequences] + offsets * self._itemsize
+        if self._resident:
+            whole = self._whole if self._whole is not None else self._map()
+            begins = starts // self._itemsize
+            return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
+        order = np.argsort(starts, kind="stable")
+        ends = starts + lengths * self._itemsize
+        cost = self._transport.cost
+        spans = coalesce(
+            starts[order], ends[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
+        )
+        parts = self._transport.get_ranges(self.bin_path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
+        found: list[TokenArray] = [np.zeros(0, self.dtype)] * len(order)
+        for span, part in enumerate(parts):
+            tokens = self._view(part)
+            for i in order[spans.first[span] : spans.first[span + 1]].tolist():
+                begin = int(starts[i] - spans.starts[span]) // self._itemsize
+                found[i] = tokens[begin : begin + int(lengths[i])]
+        return found
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Sequence[TokenArray]]:
+        """Consecutive sequences as lists of arrays."""
+        for first, end in steps(self._n, batch_size, start=start, drop_last=drop_last):
+            yield self.read_many(slice(first, end))
+
+    def _tokens(self, start: int, length: int) -> TokenArray:
+        if self._resident:
+            whole = self._whole if self._whole is not None else self._map()
+            begin = start // self._itemsize
+            return whole[begin : begin + length]
+        (part,) = self._transport.get_ranges(self.bin_path, starts=[start], ends=[start + length * self._itemsize])
+        return self._view(part)
+
+    def _view(self, part: Buffer) -> TokenArray:
+        tokens = np.frombuffer(part, self.dtype) if len(part) else np.zeros(0, self.dtype)
+        tokens.flags.writeable = False
+        return cast("TokenArray", tokens)
+
+    # -- documents -----------------------------------------------------------------------------------------------------
+
+    def sequences_of(self, document: SupportsIndex) -> range:
+        """The numbers of the sequences of a document.
+
+        Raises:
+            SelectionError: there is no such document.
+        """
+        position = check_index(document, self.n_documents, what="document")
+        return range(self._index.doc_idx.item(position), self._index.doc_idx.item(position + 1))
+
+    def document(self, document: SupportsIndex, start: int = 0, stop: int | None = None) -> TokenArray:
+        """The tokens of a document, its sequences joined; or only tokens `start` to `stop` of it.
+
+        Only those are read: a few tokens out of the middle of a long document cost as much as a short one.
+
+        Raises:
+            SelectionError: there is no such document, or the part is not inside it.
+        """
+        sequences = self.sequences_of(document)
+        sizes = self._index.sizes[sequences.start : sequences.stop].astype(np.int64)
+        ends = np.cumsum(sizes)
+        total = int(ends[-1]) if len(ends) else 0
+        stop = total if stop is None else stop
+        if not 0 <= start <= stop <= total:
+            raise SelectionError(
+                f"tokens {start} to {stop} of document {brief(document)} were asked for; it has {total}", where="start"
+            )
+        begins = ends - sizes
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = max(int(np.searchsorted(begins, stop, side="left")), first)
+        offsets = np.maximum(start - begins[first:last], 0)
+        lengths = np.minimum(ends[first:last], stop) - begins[first:last] - offsets
+        numbers = np.arange(sequences.start + first, sequences.start + last, dtype=np.int64)
+        if not len(numbers):
+            return self._tokens(0, 0)
+        starts = self._index.pointers[numbers] + offsets * self._itemsize
+        if np.array_equal(starts[1:], starts[:-1] + lengths[:-1] * self._itemsize):
+            return self._tokens(int(starts[0]), int(lengths.sum()))
+        return np.concatenate(self.read_parts(numbers, offsets, lengths))
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """What a store recorded from these sequences says about them in `metadata.data`."""
+        return {
+            "format": self.format,
+            "url": self.url,
+            "n_samples": self._n,
+            "mapping": "example i is sequence i",
+            "dtype": self.dtype.name,
+            "digest": describe_digest(self._transport, self.sized_files(), scope=digest),
+        }
+
+    def sized_files(self) -> Sequence[tuple[str, int]]:
+        """Path and size of both files, the index first."""
+        index = self._index
+        idx_nbytes = HEADER_NBYTES if index.variant == "megatron" else HEADER_NBYTES - 8
+        idx_nbytes += 12 * self._n + (8 * len(index.doc_idx) if index.variant == "megatron" else 0)
+        idx_nbytes += self._n if index.modes is not None else 0
+        return [(self.idx_path, idx_nbytes), (self.bin_path, index.bin_nbytes)]
+
+    def digest(self, *, scope: DigestScope = "full", progress: bool | None = None) -> str:
+        """The xxh3_128 digest of both files, 32 hex digits."""
+        return digest_files(self._transport, self.sized_files(), scope=scope, progress=progress)
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """What is wrong. Opening has checked every number of the index; `deep` reads `.bin` once, to meet its disk."""
+        from saev_store.formats.mmididx.check import validate
+
+        return validate(self, deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Let go of maps and connections; views that were handed out stay valid."""
+        self._whole = None
+        self._transport.close()
+
+
+def _reopen(kind: type[IndexedDataset], transport: Transport, path: str, dtype: npt.DTypeLike | None) -> IndexedDataset:
+    return kind(path, transport=transport, dtype=dtype)
+
+
+def _read_whole(transport: Transport, path: str, nbytes: int) -> Buffer:
+    """A file that may be large: one view where it is mapped, else pieces that travel side by side."""
+    piece = transport.cost.max_request_bytes
+    if math.isinf(piece) or nbytes <= piece:
+        return transport.get_ranges(path, starts=[0], ends=[nbytes])[0]
+    starts = list(range(0, nbytes, int(piece)))
+    return b"".join(transport.get_ranges(path, starts=starts, ends=[*starts[1:], nbytes]))
+
+
+def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
+    """Documents cut into consecutive parts in proportion to weights, such as (969, 30, 1), as Megatron cuts them.
+
+    Every document is in exactly one part; rounding errors go to the last part that has any weight.
+
+    Raises:
+        ArgumentError: a weight is negative, or all are 0.
+
+    >>> split_documents(10, [8, 1, 1])
+    [range(0, 8), range(8, 9), range(9, 10)]
+    """
+    n_documents = check_count(n_documents, name="n_documents", least=0)
+    total = math.fsum(weights)
+    if not weights or min(weights) < 0 or not 0 < total < math.inf:
+        raise ArgumentError(f"{brief(weights)} are no weights: none may be negative, one positive", where="weights")
+    last = max(i for i, weight in enumerate(weights) if weight > 0)
+    ends = [round(n_documents * math.fsum(weights[: i + 1]) / total) for i in range(len(weights))]
+    ends = [n_documents if i >= last else end for i, end in enumerate(ends)]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
