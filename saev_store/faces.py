@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 if TYPE_CHECKING:
     import dask.array
+    import icechunk
     import xarray
 
     from saev_store.store import ShardStore
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Faces:
-    """What `ShardStore` inherits: `as_zarr`, `as_xarray`, `as_dask`."""
+    """What `ShardStore` inherits: `as_zarr`, `as_xarray`, `as_dask`, exports, and statistics."""
 
     def as_zarr(
         self, *, chunks: Literal["auto"] | Sequence[int] = "auto", sharded: Literal["auto"] | bool = "auto"
@@ -80,3 +82,91 @@ class Faces:
         from saev_store.dask import from_store
 
         return from_store(cast("ShardStore", self), chunks=chunks)
+
+    def to_kerchunk(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: Literal["json", "parquet"] = "json",
+        chunks: Literal["auto"] | Sequence[int] = "auto",
+        base: str | None = None,
+        storage_options: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write references that fsspec's `reference://` reads, and so zarr and xarray where this package is unknown.
+
+        Args:
+            path: The JSON document, or the folder of Parquet files (new, or an earlier export); any fsspec URL.
+            format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
+            chunks: As in `as_zarr`; `"auto"` cuts as `as_zarr` does far away, with no chunk larger than is worth a request.
+            base: Where readers will find the store's folder; default: its address here. With `""` Parquet files name only
+                the shards, for readers that bring a file system of their own.
+            storage_options: For writing to `path`.
+
+        Raises:
+            ArgumentError: `chunks` is no legal shape, or the store has no address that others could use.
+            CorruptShardError: shards are missing or short.
+            MissingDependencyError: `"parquet"` without fastparquet.
+            StoreExistsError: the folder holds something else.
+
+        Warns:
+            SaevStoreWarning: there are a million references or more.
+        """
+        from saev_store.export import write_kerchunk
+
+        write_kerchunk(
+            cast("ShardStore", self),
+            os.fspath(path),
+            format=format,
+            chunks=chunks,
+            base=base,
+            storage_options=storage_options,
+        )
+
+    def to_icechunk(
+        self,
+        target: str | os.PathLike[str] | icechunk.Storage,
+        *,
+        chunks: Literal["auto"] | Sequence[int] = "auto",
+        base: str | None = None,
+        container: icechunk.VirtualChunkContainer | None = None,
+    ) -> str:
+        """Create an Icechunk repository whose chunks are ranges of the shards; returns the commit's id.
+
+        Args:
+            target: A new folder, an `s3://` or `gs://` URL (credentials from the environment), or an `icechunk.Storage`.
+            chunks: As in `to_kerchunk`.
+            base: As in `to_kerchunk`.
+            container: What lets Icechunk read the shards; default: what suits `base`.
+
+        Raises:
+            ArgumentError: `chunks` is no legal shape, or Icechunk cannot read `base` or write to `target`.
+            CorruptShardError: shards are missing or short.
+            MissingDependencyError: icechunk or virtualizarr is not installed.
+            StoreExistsError: a repository is there already.
+        """
+        from saev_store.export import write_icechunk
+
+        where = os.fspath(target) if isinstance(target, (str, os.PathLike)) else target
+        return write_icechunk(cast("ShardStore", self), where, chunks=chunks, base=base, container=container)
+
+    def to_tensorstore_spec(
+        self, array: str = "activations", *, base: str | Mapping[str, object] | None = None
+    ) -> dict[str, object]:
+        """What `tensorstore.open` takes to read one array: plain JSON types, each shard as one chunk.
+
+        Args:
+            array: `"activations"`, `"layer"`, `"token"`, and where there are labels `"labels"` and `"content_token"`.
+            base: Where readers will find the store's folder: an address, or TensorStore's own JSON for it (a kvstore).
+
+        Raises:
+            ArgumentError: there is no such array, or TensorStore has no driver for the address.
+            CorruptShardError: shards are missing or short.
+
+        >>> from saev_store import ShardStore
+        >>> spec = ShardStore.open(SAMPLE).to_tensorstore_spec("token")
+        >>> spec["array"]
+        [-1, 0, 1, 2, 3]
+        """
+        from saev_store.export import tensorstore_spec
+
+        return tensorstore_spec(cast("ShardStore", self), array, base=base)

@@ -10,6 +10,7 @@ from saev_store._version import __version__
 from saev_store.cli._output import UsageText, emit
 from saev_store.cli.copy import copy
 from saev_store.cli.demo import demo
+from saev_store.cli.export import export
 from saev_store.cli.head import head
 from saev_store.cli.info import info
 from saev_store.cli.ls import ls
@@ -27,7 +28,7 @@ def app() -> typer.main.TyperCommand | typer.main.TyperGroup:
         help=_HELP, add_completion=False, no_args_is_help=False, rich_markup_mode=None, pretty_exceptions_enable=False
     )
     typed.callback(invoke_without_command=True)(_top)
-    for command in (info, ls, head, validate, copy, demo):
+    for command in (info, ls, head, validate, copy, export, demo):
         typed.command()(command)
     return typer.main.get_command(typed)
 

@@ -1,0 +1,76 @@
+"""`saev-store export`: references to the shards, for people without this package."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
+from saev_store.cli._output import emit, emit_json
+from saev_store.errors import ArgumentError
+
+_FORMATS = ("kerchunk", "kerchunk-parquet", "icechunk", "tensorstore")
+
+
+def export(
+    url: Url,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")],
+    format: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="Who will read it.")] = "kerchunk",
+    chunks: Annotated[
+        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: what suits remote readers].")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="BASE", help="Where readers will find the store's folder [default: URL].")
+    ] = None,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    out_options: Annotated[
+        str | None, typer.Option("--out-storage-options", metavar="JSON", help="For writing OUT (kerchunk).")
+    ] = None,
+) -> None:
+    """Write references to a store's shards that open without this package; no activation is copied."""
+    from saev_store.store import ShardStore
+
+    if format not in _FORMATS:
+        raise ArgumentError(f"{format!r} is not one of {', '.join(_FORMATS)}", where="--format")
+    if format == "tensorstore" and chunks is not None:
+        raise ArgumentError("TensorStore reads whole shards", where="--chunks")
+    shape = "auto" if chunks is None else parse_chunks(chunks)
+    with ShardStore.open(url, storage_options(options, option)) as store:
+        match format:
+            case "tensorstore":
+                from saev_store.export import array_names
+
+                specs = {name: store.to_tensorstore_spec(name, base=template) for name in array_names(store)}
+                with open(out, "w", encoding="utf-8") as file:
+                    json.dump(specs, file, indent=1)
+            case "icechunk":
+                store.to_icechunk(out, chunks=shape, base=template)
+            case _:
+                store.to_kerchunk(
+                    out,
+                    format="parquet" if format == "kerchunk-parquet" else "json",
+                    chunks=shape,
+                    base=template,
+                    storage_options=storage_options(out_options, None, name="--out-storage-options"),
+                )
+    emit_json({"out": out, "format": format}) if as_json else emit(out)
+
+
+def parse_chunks(text: str) -> list[int]:
+    """A chunk shape from a list with commas.
+
+    >>> parse_chunks("1,1,197,768")
+    [1, 1, 197, 768]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(
+            f"{text!r} is no chunk shape",
+            where="--chunks",
+            remedy="Write four lengths with commas: --chunks 1,1,197,768.",
+        ) from None

@@ -1,0 +1,230 @@
+"""What all exports say: for each array its shape, its cutting, and which bytes of which file each chunk is.
+
+Readers elsewhere know nothing of padding: a chunk that goes beyond the end of a file has to be given to them as bytes.
+Short chunks are few (the last of a shard that is cut, the last of the labels) and small by default.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.chunks import ChunkGrid, Shape, default_chunk
+from saev_store.documents import labels_nbytes
+from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.layout import DIMS, IntArray, shard_name
+from saev_store.names import LABELS_NAME
+from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, attributes_of
+from saev_store.zarr._open import _has_labels
+
+if TYPE_CHECKING:
+    from saev_store.store import ShardStore
+
+Chunks = Literal["auto"] | Sequence[int]
+
+#: Readers elsewhere pay a request for each chunk, so exports are cut as if everything were far away.
+_MAX_GAP_BYTES = 1 << 20
+_LABEL_CHUNK_BYTES = 1 << 20
+#: Bytes that an export may hold instead of pointing at.
+_INLINE_MAX_BYTES = 32 << 20
+#: About 100 MB of JSON.
+MANY_REFERENCES = 1_000_000
+
+
+@dataclass(frozen=True)
+class ArrayReferences:
+    """One array that lies in files.
+
+    Attributes:
+        name: Its name in the group.
+        data_type: As Zarr v3 spells it.
+        shape: Its shape.
+        chunk: Shape of a chunk.
+        dims: Names of its axes.
+        chunk_nbytes: Bytes of a chunk; all chunks have as many.
+        files: Names of the files, relative to the store.
+        locate: From numbers of chunks, counted in C order, to (numbers of files, first bytes).
+        inline: Chunks that are given as bytes, by their number.
+    """
+
+    name: str
+    data_type: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dims: tuple[str, ...]
+    chunk_nbytes: int
+    files: Sequence[str]
+    locate: Callable[[IntArray], tuple[IntArray, IntArray]] = field(repr=False)
+    inline: Mapping[int, bytes] = field(repr=False)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Chunks along each axis."""
+        return tuple(-(-full // part) for full, part in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def n_chunks(self) -> int:
+        return math.prod(self.counts)
+
+
+@dataclass(frozen=True)
+class References:
+    """Everything an export needs: arrays in files, coordinates as values, attributes, and where the store lies.
+
+    Attributes:
+        base: Address of the store's folder, as its readers will find it.
+        arrays: `activations`, and `labels` where there are some.
+        coordinates: (name of array and axis, values).
+        attributes: The group's.
+    """
+
+    base: str
+    arrays: tuple[ArrayReferences, ...]
+    coordinates: tuple[tuple[str, npt.NDArray[np.int64]], ...]
+    attributes: Mapping[str, object]
+
+    @property
+    def n_references(self) -> int:
+        return sum(array.n_chunks for array in self.arrays)
+
+
+def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None = None) -> References:
+    """What an export of a store says.
+
+    Args:
+        store: An opened store without damage.
+        chunks: As in `ShardStore.as_zarr`.
+        base: Where readers will find the store's folder; default: where it is.
+
+    Raises:
+        ArgumentError: `chunks` is no legal shape, more than 32 MiB would have to be copied, or the store has no address
+            that others could use and `base` is missing.
+        CorruptShardError: shards are missing or short; others would read them as fill values.
+    """
+    store.validate(progress=False).raise_if_bad()
+    layout = store.layout
+    address = usable_base(store, base)
+    shape = default_chunk(layout, max_gap_bytes=_MAX_GAP_BYTES) if isinstance(chunks, str) else _as_shape(chunks)
+    if isinstance(chunks, str) and chunks != "auto":
+        raise ArgumentError(f'{chunks!r} is no chunk shape: pass four integers or "auto"', where="chunks")
+    grid = ChunkGrid(layout, shape)
+    coordinates = [
+        ("layer", np.array(layout.layers, dtype=np.int64)),
+        ("token", np.arange(-layout.n_special_tokens, layout.content_tokens_per_example, dtype=np.int64)),
+    ]
+    arrays = [_activations(store, grid)]
+    if _has_labels(store):
+        arrays.append(_labels(store))
+        coordinates.append((CONTENT, np.arange(layout.content_tokens_per_example, dtype=np.int64)))
+    attributes = attributes_of(store.metadata, url=address)
+    return References(address, tuple(arrays), tuple(coordinates), attributes)
+
+
+def warn_if_many(found: References, *, what: str, remedy: str) -> None:
+    """Say so before an export becomes large."""
+    if found.n_references >= MANY_REFERENCES:
+        warnings.warn(
+            f"{found.n_references:,} references make {what} of more than 100 bytes each; {remedy}",
+            SaevStoreWarning,
+            stacklevel=4,
+        )
+
+
+def usable_base(store: ShardStore, base: str | None) -> str:
+    """The address that an export names, without a slash at its end."""
+    if base is not None:
+        if base and ("{{" in base or not base.strip("/")):
+            raise ArgumentError(f"{base!r} is no address of a store's folder", where="base")
+        return base.rstrip("/")
+    url = store.url
+    if url.startswith("/"):
+        return f"file://{url}"
+    if url.startswith("memory://") or "::" in url or "{{" in url:
+        raise ArgumentError(
+            f"{url!r} is an address that nobody else can use",
+            where="base",
+            remedy="Pass where readers will find the store's folder, such as base='s3://bucket/shards/<HASH>'.",
+        )
+    return url
+
+
+def _as_shape(chunks: Sequence[int]) -> Shape:
+    try:
+        example, layer, token, d_model = (int(n) for n in chunks)
+    except (TypeError, ValueError):
+        raise ArgumentError(f'{chunks!r} is no chunk shape: pass four integers or "auto"', where="chunks") from None
+    return example, layer, token, d_model
+
+
+def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
+    layout = grid.layout
+
+    def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
+        # The pivot rule leaves one axis that is cut, those left of it with length 1: chunks lie one after the other.
+        example, layer, token, column = np.unravel_index(numbers, grid.counts)
+        k, layers, tokens, columns = grid.chunk
+        files, offsets = layout.locate_many(example * k, layer * layers, token * tokens)
+        return files, offsets + column * columns * 4
+
+    inline: dict[int, bytes] = {}
+    n_examples_left = layout.examples_in(layout.n_shards - 1) % grid.chunk[0]
+    if n_examples_left:
+        # Only chunks of whole examples can be short, and only the very last one.
+        end = layout.used_nbytes(layout.n_shards - 1)
+        path, start = shard_name(layout.n_shards - 1), end - n_examples_left * layout.example_nbytes
+        if store.transport.size(path) < start + grid.chunk_nbytes:
+            last = math.prod(grid.counts) - 1
+            inline[last] = _padded(store, path, start, end, grid.chunk_nbytes, where="chunks")
+    files = _ShardNames(layout.n_shards)
+    return ArrayReferences(ARRAY, "float32", layout.shape, grid.chunk, DIMS, grid.chunk_nbytes, files, locate, inline)
+
+
+def _labels(store: ShardStore) -> ArrayReferences:
+    layout = store.layout
+    n_content = layout.content_tokens_per_example
+    rows = max(1, min(layout.n_examples, _LABEL_CHUNK_BYTES // n_content))
+    nbytes = rows * n_content
+
+    def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
+        row = np.unravel_index(numbers, (-(-layout.n_examples // rows), 1))[0]
+        return np.zeros_like(numbers), row.astype(np.int64) * nbytes
+
+    inline: dict[int, bytes] = {}
+    if layout.n_examples % rows:
+        last = layout.n_examples // rows
+        inline[last] = _padded(store, LABELS_NAME, last * nbytes, labels_nbytes(layout), nbytes, where="labels")
+    shape, dims = (layout.n_examples, n_content), ("example", CONTENT)
+    return ArrayReferences(LABELS, "uint8", shape, (rows, n_content), dims, nbytes, [LABELS_NAME], locate, inline)
+
+
+def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, where: str) -> bytes:
+    if nbytes > _INLINE_MAX_BYTES:
+        raise ArgumentError(
+            f"the last chunk of {path} has {end - start:,} of {nbytes:,} bytes, and the file ends there: an export would "
+            "have to hold the whole chunk",
+            where=where,
+            remedy=f"Take chunks of at most {_INLINE_MAX_BYTES:,} bytes.",
+        )
+    (found,) = store.transport.get_ranges(path, starts=[start], ends=[end])
+    return bytes(found) + bytes(nbytes - (end - start))
+
+
+class _ShardNames(Sequence[str]):
+    """The names of shards, computed."""
+
+    def __init__(self, n_shards: int) -> None:
+        self._n_shards = n_shards
+
+    def __len__(self) -> int:
+        return self._n_shards
+
+    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if isinstance(key, slice):
+            return [shard_name(n) for n in range(*key.indices(self._n_shards))]
+        return shard_name(range(self._n_shards)[key])

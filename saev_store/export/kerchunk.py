@@ -1,0 +1,220 @@
+"""Kerchunk references: Zarr v2 documents and byte ranges, as one JSON document or as a folder of Parquet files.
+
+Read by fsspec's `reference://` file system, and so by zarr, xarray and everything above them. In JSON all ranges name the
+template `u`, so that a store that moves needs one line changed, or `template_overrides={"u": …}`. The Parquet layout has
+no templates.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from saev_store.errors import AccessError, ArgumentError, MissingDependencyError, NotFoundError, StoreExistsError
+from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
+from saev_store.layout import IntArray
+from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
+
+if TYPE_CHECKING:
+    from saev_store.store import ShardStore
+
+Format = Literal["json", "parquet"]
+
+#: References turned into text at once.
+_STEP = 1 << 16
+#: References in one Parquet file: some hundred KB, which a reader loads for any of them.
+_RECORD_SIZE = 100_000
+_ROOT = ".zmetadata"
+_DTYPES = {"float32": "<f4", "uint8": "|u1", "int64": "<i8"}
+
+
+def write_kerchunk(
+    store: ShardStore,
+    path: str,
+    *,
+    format: Format = "json",
+    chunks: Chunks = "auto",
+    base: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> None:
+    """See `ShardStore.to_kerchunk`."""
+    if format not in {"json", "parquet"}:
+        raise ArgumentError(f'{format!r} is not one of "json" and "parquet"', where="format")
+    if format == "parquet":
+        _check_fastparquet()
+    elif base == "":
+        raise ArgumentError("a JSON document names the store's folder once, in its template", where="base")
+    found = references(store, chunks=chunks, base=base)
+    if format == "json":
+        warn_if_many(found, what="a JSON document", remedy='use format="parquet", or larger chunks')
+        folder, name = posixpath.split(path.rstrip("/"))
+        _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found)))
+    else:
+        warn_if_many(found, what="a set of Parquet files", remedy="larger chunks make fewer")
+        _write_parquet(found, path, storage_options)
+
+
+def _check_fastparquet() -> None:
+    try:
+        import fastparquet  # noqa: F401  # fsspec reads with nothing else
+    except ImportError as error:
+        raise MissingDependencyError(
+            "fastparquet is not installed, which Parquet references are written and read with",
+            where="format",
+            remedy="pip install 'saev_store[kerchunk]'",
+        ) from error
+
+
+def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writes:
+    transport: Transport = open_transport(folder, storage_options)
+    if not isinstance(transport, Writes):
+        raise AccessError("nothing can be written there", where=transport.url)
+    return transport
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def v2_documents(found: References) -> dict[str, dict[str, object]]:
+    """The Zarr v2 documents by key, `.zmetadata` left out."""
+    documents: dict[str, dict[str, object]] = {".zgroup": {"zarr_format": 2}, ".zattrs": dict(found.attributes)}
+    for array in found.arrays:
+        documents |= _array_documents(array.name, array.data_type, array.shape, array.chunk, array.dims)
+    for name, values in found.coordinates:
+        documents |= _array_documents(name, "int64", values.shape, values.shape, (name,))
+    return documents
+
+
+def _array_documents(
+    name: str, data_type: str, shape: tuple[int, ...], chunk: tuple[int, ...], dims: tuple[str, ...]
+) -> dict[str, dict[str, object]]:
+    array: dict[str, object] = {
+        "zarr_format": 2,
+        "shape": list(shape),
+        "chunks": list(chunk),
+        "dtype": _DTYPES[data_type],
+        "compressor": None,
+        "filters": None,
+        # xarray takes a v2 fill value for "not measured": a label 0 would become NaN.
+        "fill_value": "NaN" if data_type == "float32" else None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+    return {f"{name}/.zarray": array, f"{name}/.zattrs": {"_ARRAY_DIMENSIONS": list(dims)}}
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _json_pieces(found: References) -> Iterator[bytes]:
+    """One entry a line; the template comes first, where people find it."""
+    yield f'{{"version": 1, "templates": {{"u": {json.dumps(found.base)}}}, "refs": {{\n'.encode()
+    documents = v2_documents(found)
+    consolidated = {"zarr_consolidated_format": 1, "metadata": documents}
+    for key, document in {".zmetadata": consolidated, **documents}.items():
+        yield f"{json.dumps(key)}: {json.dumps(json.dumps(document, allow_nan=False))},\n".encode()
+    for array in found.arrays:
+        yield from _array_pieces(array)
+    entries = [f'"{name}/0": {json.dumps(_inline(values.tobytes()))}' for name, values in found.coordinates]
+    yield (",\n".join(entries) + "\n}}\n").encode()
+
+
+def _array_pieces(array: ArrayReferences) -> Iterator[bytes]:
+    for first in range(0, array.n_chunks, _STEP):
+        numbers = np.arange(first, min(first + _STEP, array.n_chunks))
+        files, offsets = array.locate(numbers)
+        places = zip(*(axis.tolist() for axis in np.unravel_index(numbers, array.counts)), strict=True)
+        lines = []
+        for number, place, file, offset in zip(numbers.tolist(), places, files.tolist(), offsets.tolist(), strict=True):
+            key = f"{array.name}/{'.'.join(map(str, place))}"
+            if number in array.inline:
+                lines.append(f'"{key}": "{_inline(array.inline[number])}",\n')
+            else:
+                lines.append(f'"{key}": ["{{{{u}}}}/{array.files[file]}", {offset}, {array.chunk_nbytes}],\n')
+        yield "".join(lines).encode()
+
+
+def _inline(data: bytes) -> str:
+    return f"base64:{base64.b64encode(data).decode()}"
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _write_parquet(found: References, path: str, storage_options: Mapping[str, object] | None) -> None:
+    """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
+    target = _writable(path, storage_options)
+    names = {entry.path for entry in _listed(target)}
+    if names and _ROOT not in names:
+        raise StoreExistsError(
+            "the folder holds something that is no export",
+            where=path,
+            remedy="Name a folder that is new, or one that an export may replace.",
+        )
+    target.delete(_ROOT)
+    for array in found.arrays:
+        for record in range(-(-array.n_chunks // _RECORD_SIZE)):
+            numbers = np.arange(record * _RECORD_SIZE, min((record + 1) * _RECORD_SIZE, array.n_chunks))
+            target.put(f"{array.name}/refs.{record}.parq", _record(array, numbers, found.base))
+    for name, values in found.coordinates:
+        target.put(f"{name}/refs.0.parq", _parquet({"raw": [values.tobytes()]}))
+    document = {"metadata": v2_documents(found), "record_size": _RECORD_SIZE}
+    target.put(_ROOT, json.dumps(document, allow_nan=False).encode())
+
+
+def _listed(target: object) -> Sequence[Entry]:
+    try:
+        return target.list("") if isinstance(target, Lists) else ()
+    except NotFoundError:
+        return ()
+
+
+def _record(array: ArrayReferences, numbers: IntArray, base: str) -> bytes:
+    """One file of references; `raw` only where something is given as bytes, for its absence is what readers test."""
+    import pandas as pd
+
+    files, offsets = array.locate(numbers)
+    first, last = int(files.min()), int(files.max())
+    names = [f"{base}/{name}" if base else name for name in array.files[first : last + 1]]
+    codes, sizes = files - first, np.full(len(numbers), array.chunk_nbytes)
+    columns: dict[str, object] = {"offset": offsets, "size": sizes}
+    inline = {place: array.inline[n] for place, n in enumerate(numbers.tolist()) if n in array.inline}
+    if inline:
+        for place in inline:
+            codes[place], offsets[place], sizes[place] = -1, 0, 0
+        columns["raw"] = [inline.get(place) for place in range(len(numbers))]
+    return _parquet({"path": pd.Categorical.from_codes(codes, names), **columns})
+
+
+def _parquet(columns: Mapping[str, object]) -> bytes:
+    import fastparquet
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        {name: pd.Series(values, dtype=object) if name == "raw" else values for name, values in columns.items()}
+    )
+    kept = _Kept()
+    fastparquet.write(
+        "refs",
+        frame,
+        open_with=lambda *_: kept,
+        compression="ZSTD",
+        write_index=False,
+        stats=False,  # pyright: ignore[reportArgumentType]
+        object_encoding={"path": "utf8", "raw": "bytes"},  # pyright: ignore[reportArgumentType]
+        has_nulls=[name for name in ("path", "raw") if name in columns],  # pyright: ignore[reportArgumentType]
+    )
+    return kept.getvalue()
+
+
+class _Kept(io.BytesIO):
+    """A file in memory that outlives being closed."""
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,127 @@
+"""TensorStore specs: plain JSON that `tensorstore.open` takes, without any library of ours.
+
+TensorStore has no driver for ranges of files, so each shard is one chunk: right for scans of whole shards, too much for
+single vectors. The pieces are its `zarr3` driver with the array's metadata in the spec, over its `kvstack`, which gives
+each chunk's key the file it lies in. A last shard that is cut short is an array of its own, joined by `stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from saev_store.errors import ArgumentError
+from saev_store.export._references import usable_base
+from saev_store.layout import DIMS, shard_name
+from saev_store.names import LABELS_NAME
+from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, array_document
+from saev_store.zarr._open import _has_labels
+
+if TYPE_CHECKING:
+    from saev_store.store import ShardStore
+
+Spec = dict[str, object]
+
+#: What TensorStore's metadata check does not want to see; names of axes are kept.
+_NOT_IN_SPECS = ("attributes", "storage_transformers")
+
+
+def array_names(store: ShardStore) -> tuple[str, ...]:
+    """The arrays that there is a spec for."""
+    return (ARRAY, "layer", "token", *((LABELS, CONTENT) if _has_labels(store) else ()))
+
+
+def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
+    """See `ShardStore.to_tensorstore_spec`."""
+    names = array_names(store)
+    if array not in names:
+        raise ArgumentError(f"{array!r} is not an array of this store; it has {', '.join(names)}", where="array")
+    layout = store.layout
+    if array in {"layer", "token", CONTENT}:
+        first = -layout.n_special_tokens if array == "token" else 0
+        values = layout.layers if array == "layer" else range(first, layout.content_tokens_per_example)
+        transform = {"input_inclusive_min": [0], "input_exclusive_max": [len(values)], "input_labels": [array]}
+        return {"driver": "array", "array": list(values), "dtype": "int64", "transform": transform}
+    store.validate(progress=False).raise_if_bad()
+    folder = _kvstore(usable_base(store, base) if base is None or isinstance(base, str) else base)
+    if array == LABELS:
+        shape = (layout.n_examples, layout.content_tokens_per_example)
+        return _zarr3("uint8", shape, shape, ("example", CONTENT), {"c/0/0": LABELS_NAME}, folder)
+    last = layout.n_shards - 1
+    in_last_file = store.transport.size(shard_name(last)) // layout.example_nbytes
+    files = {f"c/{n}/0/0/0": shard_name(n) for n in range(layout.n_shards)}
+    rest = layout.shape[1:]
+    if in_last_file == layout.examples_per_shard or last == 0:
+        return _zarr3("float32", layout.shape, (in_last_file, *rest), DIMS, files, folder)
+    n_before = last * layout.examples_per_shard
+    tail_file = {"c/0/0/0/0": files.pop(f"c/{last}/0/0/0")}
+    before = _zarr3("float32", (n_before, *rest), (layout.examples_per_shard, *rest), DIMS, files, folder)
+    tail = _zarr3("float32", (layout.n_examples - n_before, *rest), (in_last_file, *rest), DIMS, tail_file, folder)
+    tail["transform"] = _moved_by(n_before, layout.shape)
+    return {"driver": "stack", "layers": [before, tail]}
+
+
+def _zarr3(
+    data_type: str,
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    dims: Sequence[str],
+    files: Mapping[str, str],
+    folder: Mapping[str, object],
+) -> Spec:
+    document = dict(array_document(data_type, shape, chunk, dims))
+    for name in _NOT_IN_SPECS:
+        document.pop(name)
+    path = str(folder.get("path", ""))
+    layers = [
+        {"base": {**folder, "path": f"{path}/{name}" if path else name}, "exact": key, "strip_prefix": len(key)}
+        for key, name in files.items()
+    ]
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "kvstack", "layers": layers},
+        "metadata": document,
+        # There is no zarr.json anywhere to compare it with.
+        "open": True,
+        "assume_metadata": True,
+        # A shard that disappears is an error, and does not read as NaN.
+        "fill_missing_data_reads": False,
+    }
+
+
+def _moved_by(n_before: int, shape: Sequence[int]) -> Spec:
+    """The part of the whole tensor's coordinates that belongs to the last shard, and where they lead in it."""
+    output = [{"input_dimension": axis, **({"offset": -n_before} if axis == 0 else {})} for axis in range(len(shape))]
+    return {
+        "input_inclusive_min": [n_before, 0, 0, 0],
+        "input_exclusive_max": list(shape),
+        "input_labels": list(DIMS),
+        "output": output,
+    }
+
+
+def _kvstore(base: str | Mapping[str, object]) -> dict[str, object]:
+    """TensorStore's name for a folder."""
+    if not isinstance(base, str):
+        if "driver" not in base:
+            raise ArgumentError(f"{dict(base)!r} is no kvstore: it names no driver", where="base")
+        return {**base, "path": str(base.get("path", "")).rstrip("/")}
+    if base.startswith("/"):
+        return {"driver": "file", "path": base}
+    scheme, host, path, *_ = urlsplit(base)
+    match scheme:
+        case "file" | "local":
+            return {"driver": "file", "path": base.partition("://")[2]}
+        case "s3" | "s3a":
+            return {"driver": "s3", "bucket": host, "path": path.lstrip("/")}
+        case "gs" | "gcs":
+            return {"driver": "gcs", "bucket": host, "path": path.lstrip("/")}
+        case "http" | "https":
+            return {"driver": "http", "base_url": f"{scheme}://{host}", "path": path.lstrip("/")}
+        case _:
+            raise ArgumentError(
+                f"TensorStore has no driver for {base!r}",
+                where="base",
+                remedy='Pass its own name of the folder, such as {"driver": "file", "path": "/data/…"}.',
+            )
