@@ -426,6 +426,28 @@ def test_a_shard_that_vanishes_after_opening(tmp_path: Path) -> None:
         store[3:6]
 
 
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_shard_that_is_replaced_is_never_mixed_with_what_was_there(engine: str, tmp_path: Path) -> None:
+    layout = Layout(8, (0,), 64, False, 1024, 4)  # large enough for direct reads
+    plain = plain_store(layout)
+    folder = plain.write(tmp_path)
+    store = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
+    same_bits(store[:4], plain.dense[:4])
+    other = plain_store(layout, seed=1)
+    (folder / "new").write_bytes(other.files["acts000000.bin"])
+    (folder / "new").replace(folder / "acts000000.bin")
+    for key in (slice(0, 4), (1, 0, 3), (slice(0, 4), 0, 5)):
+        try:
+            found = store[key]  # type: ignore[index]
+        except CorruptShardError as error:
+            assert "taken the place" in str(error)
+        else:
+            same_bits(found, plain.dense[key])
+    fresh = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
+    same_bits(fresh[:4], other.dense[:4])
+    same_bits(fresh[1, 0, 3], other.dense[1, 0, 3])
+
+
 def test_labels_of_a_wrong_size_are_an_error(tmp_path: Path) -> None:
     folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
     (folder / "labels.bin").write_bytes(bytes(27))

@@ -93,15 +93,31 @@ def test_a_file_that_grew_is_read_to_its_new_end(tmp_path, engine):
     assert bytes(one(transport, "a.bin", 90, 110)) == b"x" * 10 + b"y" * 10
 
 
-def test_a_replaced_file_is_mapped_again_and_old_views_stay(tmp_path):
+@engines
+def test_a_replaced_file_is_an_error_until_it_is_opened_again(tmp_path, engine):
     (tmp_path / "a.bin").write_bytes(b"old!")
-    transport = MmapTransport(tmp_path)
+    transport = engine(tmp_path)
     view = one(transport, "a.bin", 0, 4)
     (tmp_path / "b.bin").write_bytes(b"new!")
     os.replace(tmp_path / "b.bin", tmp_path / "a.bin")
     DESCRIPTORS.forget(str(tmp_path))
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        one(transport, "a.bin", 0, 4)
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(4))])
+    transport.close()
     assert bytes(one(transport, "a.bin", 0, 4)) == b"new!"
     assert bytes(view) == b"old!"
+
+
+@engines
+def test_what_this_transport_replaces_itself_is_read_at_once(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    (tmp_path / "b.bin").write_bytes(b"new!")
+    transport = engine(tmp_path)
+    assert bytes(one(transport, "a.bin", 0, 4)) == b"old!"
+    transport.move("b.bin", "a.bin")
+    assert bytes(one(transport, "a.bin", 0, 4)) == b"new!"
 
 
 @engines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 
 from saev_store.errors import TransportError
 from saev_store.transport._locks import ForkSafeLock
@@ -53,9 +54,10 @@ class OpenFile:
         """The size of the file now, in bytes; a third of the price of `fstat`. Nobody uses the file position."""
         return os.lseek(self.fd, 0, os.SEEK_END)
 
-    def __del__(self) -> None:
+    # Bound here because the interpreter may have emptied `os` by the time it ends the last open file.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)
 
 
 class DescriptorCache:
@@ -77,7 +79,10 @@ class DescriptorCache:
         """
         file = self._files.get(where)
         if file is not None:
-            return file
+            status = os.stat(where)
+            if (status.st_dev, status.st_ino) == file.identity:
+                return file
+            self.forget(where)  # another file has the name by now
         try:
             file = OpenFile(where)
         except OSError as error:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from saev_store.errors import ArgumentError, SaevStoreError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
 from saev_store.transport._base import FREE, Buffer, Entry, ReadCost
 from saev_store.transport._checks import byte_views, check_ranges, from_os_error, os_errors, too_big, too_short
 from saev_store.transport._descriptors import DESCRIPTORS, OpenFile, check_regular
@@ -54,6 +54,7 @@ class LocalTransport(LocalWrites):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = local_root(root)
+        self._pins = {}
 
     @property
     def url(self) -> str:
@@ -94,12 +95,23 @@ class LocalTransport(LocalWrites):
         where = self._where(path)
         views = byte_views(buffers, writable=True)
         with os_errors(where, "read"):
-            file = DESCRIPTORS.open(where)
+            file = self._open(path, where)
             end = start + sum(view.nbytes for view in views)
             check_ranges(where, (start,), (end,))
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
             _preadv(file.fd, views, start, where=where, end=end)
+
+    def _open(self, path: str, where: str) -> OpenFile:
+        """The same file as the last time: one that took its place since is an error, never half of an answer."""
+        file = DESCRIPTORS.open(where)
+        if self._pins.setdefault(path, file.identity) != file.identity:
+            raise CorruptShardError(
+                "another file has taken the place of the one that was read here before",
+                where=where,
+                remedy="Open it again to read the new one.",
+            )
+        return file
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
@@ -113,6 +125,7 @@ class LocalTransport(LocalWrites):
 
     def close(self) -> None:
         """Close the descriptors of files below the root; using the transport again reopens them."""
+        self._pins = {}
         DESCRIPTORS.forget(self._root)
 
 
@@ -162,7 +175,7 @@ class MmapTransport(LocalTransport):
 
     def _map(self, path: str) -> _Mapped:
         where = self._where(path)
-        file = DESCRIPTORS.open(where)
+        file = self._open(path, where)
         size = file.size()
         try:
             view = map_file(file.fd, size)
@@ -199,7 +212,7 @@ class PreadTransport(LocalTransport):
         where = self._where(path)
         needed = check_ranges(where, starts, ends)
         with os_errors(where, "read"):
-            file = DESCRIPTORS.open(where)
+            file = self._open(path, where)
             # Before anything is allocated: a wrong number must not cost memory.
             if (size := file.size()) < needed:
                 raise too_short(where, size=size, needed=needed)

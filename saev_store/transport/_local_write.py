@@ -30,6 +30,8 @@ class LocalWrites:
     """The write half of both local engines."""
 
     _root: str
+    #: Which file (device, inode) each name meant when a range of it was first read.
+    _pins: dict[str, tuple[int, int]]
 
     @property
     def pads(self) -> bool:
@@ -40,6 +42,12 @@ class LocalWrites:
         checked = check_path(path, root_ok=root_ok)
         return f"{self._root}/{checked}" if checked else self._root
 
+    def _changed(self, path: str) -> None:
+        """What was known of a file, or of all files in a folder, no longer holds: this transport has changed them."""
+        DESCRIPTORS.forget(self._where(path))
+        for pinned in [name for name in self._pins if name == path or name.startswith(f"{path}/")]:
+            del self._pins[pinned]
+
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a small file: a temporary file, fsync, rename, fsync of the folder."""
         where = self._where(path)
@@ -47,7 +55,7 @@ class LocalWrites:
             with _temporary(where, data) as temporary:
                 os.replace(temporary, where)
             fsync_folder(os.path.dirname(where))
-        DESCRIPTORS.forget(where)
+        self._changed(path)
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a small file with all of its content at once, unless the name is taken: then `StoreExistsError`."""
@@ -72,7 +80,7 @@ class LocalWrites:
             else:
                 os.unlink(where)
             fsync_folder(os.path.dirname(where))
-        DESCRIPTORS.forget(where)
+        self._changed(path)
 
     def move(self, source: str, target: str) -> None:
         """Rename a file over another one: rename, fsync of both folders."""
@@ -81,8 +89,8 @@ class LocalWrites:
             os.replace(old, new)
             fsync_folder(os.path.dirname(new))
             fsync_folder(os.path.dirname(old))
-        DESCRIPTORS.forget(old)
-        DESCRIPTORS.forget(new)
+        self._changed(source)
+        self._changed(target)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> LocalSink:
         """A file that is written in place, its space reserved first.
@@ -93,6 +101,7 @@ class LocalWrites:
         """
         if not 0 <= used_nbytes <= file_nbytes:
             raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
+        self._changed(path)
         return LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
 
     @contextlib.contextmanager
