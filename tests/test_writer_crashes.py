@@ -38,7 +38,8 @@ def write(disk: Disk, this: Case, *, batch: int, part: tuple[int, int] | None = 
         return False
     except (SaevStoreError, RuntimeError) as error:
         # After the cut the writer's own thread is what fails first; the caller hears of that.
-        assert disk.dies_before is not None and disk.n_operations >= disk.dies_before, error
+        assert disk.dies_before is not None, error
+        assert disk.n_operations >= disk.dies_before, error
         return False
 
 
@@ -53,9 +54,20 @@ def never_mistaken(disk: Disk, this: Case) -> None:
 
 
 @pytest.mark.parametrize("posix", [True, False], ids=["posix", "bucket"])
-@pytest.mark.parametrize("labelled", [True, False], ids=["labels", "no-labels"])
-def test_every_crash_point_resumes_to_the_same_bytes(posix: bool, labelled: bool) -> None:
-    this = case(pad=posix, labelled=labelled)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"labelled": False},
+        {"n": 8, "per_shard": 4, "block_bytes": 48},  # shards end where checkpoints do
+        {"n": 6, "per_shard": 2, "block_bytes": 32},
+        {"n": 3, "per_shard": 1, "block_bytes": 4096},
+        {"n": 2, "per_shard": 9, "block_bytes": 16, "d_model": 5},
+    ],
+    ids=str,
+)
+def test_every_crash_point_resumes_to_the_same_bytes(posix: bool, shape: dict[str, object]) -> None:
+    this = case(pad=posix, **shape)
     whole = Disk(posix=posix)
     assert write(whole, this, batch=2)
     this.check(whole.content(this.name))

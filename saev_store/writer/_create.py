@@ -9,6 +9,7 @@ from saev_store.errors import (
     ArgumentError,
     IncompleteStoreError,
     ResumeError,
+    SaevStoreError,
     StoreExistsError,
     WriterConflictError,
 )
@@ -29,6 +30,7 @@ from saev_store.writer._folder import (
     CLAIM,
     HIDDEN,
     LABELLED,
+    METADATA,
     SHARDS,
     TEMPORARY,
     Folder,
@@ -136,12 +138,6 @@ def create_store(
     try:
         held.enter_context(folder.lock(f"part{rank:05d}"))
         claim = _claim(folder, here, resume=resume)
-        # Whoever published between our first look and the claim has removed its own; then ours must go as well.
-        if published_already(folder, metadata):
-            remove_hidden(folder)
-            held.close()
-            if _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok):
-                return nothing_to_do()
         if resume is not False:
             owner.take_over()
         elif not owner.create():
@@ -149,11 +145,18 @@ def create_store(
         kept = kept_of(plan, shards, verify=verify, progress=progress)
         if kept.file is not None:
             held.callback(kept.file.abort)
-        labelled = kept.labelled if kept.labelled is not None else _declared_labelled(folder)
-        return writer(kept, held, claim=claim, labelled=labelled)
-    except BaseException:
+        if not folder.exists(METADATA):
+            labelled = kept.labelled if kept.labelled is not None else _declared_labelled(folder)
+            return writer(kept, held, claim=claim, labelled=labelled)
+    except BaseException as error:
         held.close()
-        raise
+        if not isinstance(error, SaevStoreError) or not published_already(folder, metadata):
+            raise
+    # Somebody has published since our first look. Its hidden files are gone; those that we made have to go as well.
+    held.close()
+    remove_hidden(folder)
+    _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok)
+    return nothing_to_do()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

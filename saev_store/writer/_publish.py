@@ -29,6 +29,7 @@ from saev_store.writer._blocks import BlockDigester, block_ranges, digest, part_
 from saev_store.writer._claim import Claim, check_claim, new_attempt, read_claim
 from saev_store.writer._digests import Digests, FileDigests
 from saev_store.writer._folder import (
+    CLAIM,
     DIGESTS,
     HIDDEN,
     LABELS,
@@ -278,7 +279,11 @@ def remove_hidden(folder: Folder) -> None:
     """Remove what only the writing needed from a published store, and what a crashed process left unfinished."""
     if folder.exists(JOURNAL):  # a repair that was interrupted: `open_repair` finishes it
         return
-    folder.delete(HIDDEN)
+    with contextlib.suppress(SaevStoreError):  # litter harms nobody: the store is published
+        folder.delete(HIDDEN)
+    if folder.exists(CLAIM):  # somebody was just looking at it, and made a folder anew while it was being emptied
+        with contextlib.suppress(SaevStoreError):
+            folder.delete(HIDDEN)
     for name in folder.names() or ():
         if name.startswith(TEMPORARY):
             folder.delete(name)

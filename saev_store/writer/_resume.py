@@ -44,6 +44,7 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
         for shard_idx, receipt in zip(shards, receipts, strict=False):
             if receipt.complete and _complete_is_whole(plan, shard_idx, receipt, verify, bar):
                 continue
+            plan.owner.check()  # nothing is dropped from a store that somebody else has published meanwhile
             file = _continued(plan, shard_idx, receipt, verify, bar)
             _drop_receipts(plan, range(shard_idx + 1, shards.start + len(receipts)))
             kept_nbytes = file.nbytes if file is not None else 0
@@ -53,6 +54,9 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
                 plan.folder.delete(receipt_path(shard_idx))
                 nothing = kept_nbytes == 0 and shard_idx == shards.start
                 return Kept(shard_idx, None, None if nothing else labelled)
+            if file.nbytes == plan.layout.used_nbytes(shard_idx):  # killed between its last byte and its completion
+                file.complete()
+                return Kept(shard_idx + 1, None, labelled)
             return Kept(shard_idx, file, labelled)
     return Kept(shards.start + len(receipts), None, labelled)
 

@@ -97,7 +97,8 @@ class ShardFile:
             self._sink = self._plan.new_sink(self.shard_idx)
         self._sink.write(offset, [piece])
         self._digester.update(piece)
-        if self.nbytes - self._durable_nbytes >= self._plan.checkpoint_bytes:
+        full = self.nbytes == self._plan.layout.used_nbytes(self.shard_idx)  # `complete` comes next
+        if not full and self.nbytes - self._durable_nbytes >= self._plan.checkpoint_bytes:
             self.checkpoint()
 
     def checkpoint(self) -> None:
