@@ -187,8 +187,8 @@ def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TAS
     if most >= capacity:
         step = most // capacity * capacity
         return (*(step for _ in range(n // step)), *((n % step,) if n % step else ()))
-    n_parts = -(-capacity // most)
-    part = -(-(-(-capacity // n_parts)) // multiple_of) * multiple_of
+    n_parts = math.ceil(capacity / most)
+    part = math.ceil(capacity / n_parts / multiple_of) * multiple_of
     whole = (*(part for _ in range(capacity // part)), *((capacity % part,) if capacity % part else ()))
     lengths = whole * (n // capacity)
     rest = n % capacity

@@ -61,9 +61,13 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:
         return dask.array.from_array(
-            Blocks(store), chunks=sizes, asarray=False, fancy=True, meta=np.empty((0,) * 4, "f4")
+            Blocks(store),
+            chunks=cast("str", sizes),  # dask takes more than its annotation says
+            asarray=False,
+            fancy=True,
+            meta=np.empty((0,) * 4, np.float32),
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ArgumentError(
             f"{chunks!r} cannot be laid over a tensor of shape {layout.shape}: {error}", where="chunks"
         ) from error

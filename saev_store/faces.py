@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Literal, cast
 
 if TYPE_CHECKING:
     import dask.array
+    import distributed
     import icechunk
     import xarray
 
+    from saev_store.stats import Stats
     from saev_store.store import ShardStore
     from saev_store.zarr import ZarrView
+
+#: What xarray takes for `chunks`.
+TaskSizes = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | Literal["auto"] | int | None
 
 
 class Faces:
@@ -49,7 +54,7 @@ class Faces:
     def as_xarray(
         self,
         *,
-        chunks: Mapping[str, object] | Literal["auto"] | int | None = None,
+        chunks: TaskSizes = None,
         zarr_chunks: Literal["auto"] | Sequence[int] = "auto",
         sharded: Literal["auto"] | bool = "auto",
     ) -> xarray.Dataset:
@@ -170,3 +175,54 @@ class Faces:
         from saev_store.export import tensorstore_spec
 
         return tensorstore_spec(cast("ShardStore", self), array, base=base)
+
+    def stats(
+        self,
+        *,
+        sample: int | None = None,
+        seed: int = 0,
+        client: distributed.Client | str | None = None,
+        refresh: bool = False,
+        save: bool = True,
+        progress: bool | None = None,
+    ) -> Stats:
+        """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
+
+        Computed with dask in float64, holding some tens of MiB for each worker. They are kept beside the store as
+        `stats.json` where that may be written, and read from there the next time.
+
+        Args:
+            sample: Look at so many examples only, drawn without repeats; statistics of all examples that lie beside the
+                store are preferred.
+            seed: Of the sample.
+            client: A `distributed.Client`, or the address of a scheduler whose workers can read the store. Default: the
+                active client, if there is one, else threads of this process.
+            refresh: Compute anew what is kept.
+            save: Keep the result beside the store.
+            progress: Show a bar on stderr; default: when it is a terminal.
+
+        Raises:
+            ArgumentError: the sample is no positive number.
+            CorruptShardError: a shard is missing or short.
+            MissingDependencyError: dask (or distributed, with `client`) is not installed.
+            TransportError: no scheduler answers.
+
+        Warns:
+            SaevStoreWarning: what is kept is broken or about another store; it is replaced.
+
+        >>> from saev_store import ShardStore
+        >>> stats = ShardStore.open(SAMPLE).stats(save=False)
+        >>> stats.mean_norm.shape, int(stats.count[0, 0])
+        ((3, 5), 56)
+        """
+        from saev_store.stats import store_stats
+
+        return store_stats(
+            cast("ShardStore", self),
+            sample=sample,
+            seed=seed,
+            client=client,
+            refresh=refresh,
+            save=save,
+            progress=progress,
+        )

@@ -24,6 +24,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from saev_store.faces import TaskSizes
     from saev_store.zarr import Chunks, Sharded
 
 
@@ -66,9 +67,10 @@ class SaevBackend(BackendEntrypoint):
         else:
             store = ShardStore.open(filename_or_obj, storage_options, damaged_ok=damaged_ok)
         view = open_view(store, chunks=zarr_chunks, sharded=sharded)
-        dataset = xarray.open_dataset(
+        # Values are as they were stored: nothing is masked, scaled or made a date of.
+        dataset = xarray.open_zarr(
             view,
-            engine="zarr",
+            chunks=None,
             consolidated=True,
             drop_variables=drop_variables,
             mask_and_scale=False,
@@ -82,7 +84,7 @@ class SaevBackend(BackendEntrypoint):
 def open_store(
     store: ShardStore,
     *,
-    chunks: Mapping[str, object] | Literal["auto"] | int | None,
+    chunks: TaskSizes,
     zarr_chunks: Literal["auto"] | Sequence[int],
     sharded: Sharded,
 ) -> xarray.Dataset:
@@ -95,7 +97,7 @@ def open_store(
     >>> dataset.activations.sel(layer=11, token=-1).shape
     (7, 8)
     """
-    take_hints = chunks is None or chunks == "auto" or chunks == {}
+    take_hints = chunks is None or chunks in ("auto", {})
     dataset = xarray.open_dataset(
         store,  # pyright: ignore[reportArgumentType]  # handed on to the back end as it is
         engine=SaevBackend,

@@ -63,9 +63,7 @@ def test_extents_hold_what_numpy_slices(layout: Layout, sharded: bool, data: st.
     shape = data.draw(st.sampled_from(legal_shapes(layout, sharded=sharded)))
     grid = ChunkGrid(layout, shape, sharded=sharded)
     dense = np.arange(1, math.prod(layout.shape) + 1, dtype="<u4").reshape(layout.shape)
-    shards = {
-        shard_name(i): dense[slice(*layout.example_range(i))].tobytes() for i in range(layout.n_shards)
-    }
+    shards = {shard_name(i): dense[slice(*layout.example_range(i))].tobytes() for i in range(layout.n_shards)}
     padded = np.zeros([-(-n // k) * k for n, k in zip(layout.shape, grid.outer, strict=True)], dtype="<u4")
     padded[tuple(slice(n) for n in layout.shape)] = dense
     assert grid.counts == tuple(-(-n // k) for n, k in zip(layout.shape, grid.outer, strict=True))

@@ -24,7 +24,14 @@ from saev_store.zarr import TensorKeys, ZarrView
 CAN_READ_SHARDS = hasattr(Store, "get_ranges")
 if_shards = pytest.mark.skipif(not CAN_READ_SHARDS, reason="zarr >= 3.3 reads parts of shards together")
 
-LAYOUT = Layout(n_examples=40, layers=tuple(range(6)), content_tokens_per_example=16, cls_token=True, d_model=32, examples_per_shard=10)
+LAYOUT = Layout(
+    n_examples=40,
+    layers=tuple(range(6)),
+    content_tokens_per_example=16,
+    cls_token=True,
+    d_model=32,
+    examples_per_shard=10,
+)
 VECTOR = 4 * 32
 PLANE = 17 * VECTOR
 EXAMPLE = 6 * PLANE
@@ -36,7 +43,9 @@ def opened(transport: Transport, **options: object) -> ShardStore:
         return ShardStore.open(transport, **options)  # type: ignore[arg-type]
 
 
-def counted(layout: Layout = LAYOUT, *, gap_bytes: float = 0, labelled: bool = False) -> tuple[CountingTransport, ShardStore]:
+def counted(
+    layout: Layout = LAYOUT, *, gap_bytes: float = 0, labelled: bool = False
+) -> tuple[CountingTransport, ShardStore]:
     """A store far away (its gaps have a price) that counts, opened."""
     files = plain_store(layout, labelled=labelled).files
     transport = CountingTransport(LatencyTransport(MemoryTransport(files), gap_bytes / 1e12, 1e12))
@@ -154,8 +163,8 @@ def test_xarray_and_dask_fetch_no_more_than_zarr():
     assert cost_of(transport, lambda: tasks.activations.sel(layer=3).values) == (40, 40 * PLANE)
     store[0:40:10, 0, 0]  # each shard's size is asked for when it is first touched
     array = store.as_dask()
-    assert cost_of(transport, lambda: array[:, 3].compute()) == (40, 40 * PLANE)
-    assert cost_of(transport, lambda: array[17, 3, 5].compute()) == (1, VECTOR)
+    assert cost_of(transport, array[:, 3].compute) == (40, 40 * PLANE)
+    assert cost_of(transport, array[17, 3, 5].compute) == (1, VECTOR)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

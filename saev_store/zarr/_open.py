@@ -59,7 +59,9 @@ def _as_shape(chunks: Sequence[int]) -> object:
     try:
         return tuple(int(n) if hasattr(n, "__index__") and not isinstance(n, bool) else n for n in chunks)
     except TypeError:
-        raise ArgumentError(f"a {type(chunks).__name__} is no chunk shape: pass four integers", where="chunks") from None
+        raise ArgumentError(
+            f"a {type(chunks).__name__} is no chunk shape: pass four integers", where="chunks"
+        ) from None
 
 
 def _has_labels(store: ShardStore) -> bool:

@@ -149,10 +149,8 @@ class ZarrView(Store):
         if isinstance(value, bytes):
             return [memoryview(value)[start:stop] for start, stop in parts]
         in_file = value.end - value.start
-        if self._is_mapped and value.nbytes > in_file and any(in_file < stop for _, stop in parts):
-            # Padded on disk? Then the last chunk is a view like all the others.
-            if self._size(value) >= value.start + value.nbytes:
-                in_file = value.nbytes
+        if in_file < min(value.nbytes, max(stop for _, stop in parts)) and self._is_padded(value):
+            in_file = value.nbytes  # the last chunk is a view like all the others
         starts = [value.start + min(start, in_file) for start, _ in parts]
         ends = [value.start + min(stop, in_file) for _, stop in parts]
         found = self._fetch(value, starts, ends)
@@ -212,11 +210,12 @@ class ZarrView(Store):
             starts, ends = zip(*pieces[batch:done], strict=True)
             yield from self._transport.get_ranges(path, starts=starts, ends=ends)
 
-    def _size(self, value: Extent) -> int:
+    def _is_padded(self, value: Extent) -> bool:
+        """Whether a mapped file holds the zeros after the last example as well; far away that is not worth a question."""
         try:
-            return self._transport.size(value.path)
+            return self._is_mapped and self._transport.size(value.path) >= value.start + value.nbytes
         except NotFoundError:
-            return 0
+            return False
 
     def _check_readable(self, value: Extent, end: int) -> None:
         readable = self._readable.get(value.shard_idx) if value.shard_idx is not None else None
