@@ -1,0 +1,11 @@
+"""Statistics of a store, per layer and token position: computed once with dask, kept beside the store.
+
+`store.stats()` is the way in.
+"""
+
+from __future__ import annotations
+
+from saev_store.stats._result import STATISTICS, Stats
+from saev_store.stats._store import STATS_NAME, Sample, store_stats
+
+__all__ = ["STATISTICS", "STATS_NAME", "Sample", "Stats", "store_stats"]

@@ -1,0 +1,178 @@
+"""Sums that can be merged: what one block of vectors says about each layer and token, exactly enough to add up.
+
+Mean and squared deviations are taken within small blocks in two passes and merged pairwise (Chan, Golub and LeVeque), in
+float64 throughout, so a large offset or a long store costs no digits. Nothing is as large as the data but the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Counts: TypeAlias = npt.NDArray[np.int64]
+
+#: A piece and its copies in float64 stay in a core's own cache.
+_PIECE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of some vectors, for each layer and token: arrays of shape (layer, token).
+
+    Attributes:
+        n_values: Numbers looked at.
+        n_finite: Of these, neither NaN nor infinite; the next four are about them.
+        mean: Their mean, 0 where there are none.
+        m2: Sum of their squared deviations from the mean.
+        low: The smallest, +inf where there are none.
+        high: The largest, -inf where there are none.
+        n_zeros: Numbers that are 0.
+        n_vectors: Vectors of finite numbers only.
+        mean_norm: The mean of these vectors' L2 norms, 0 where there are none.
+    """
+
+    n_values: Counts
+    n_finite: Counts
+    mean: Floats
+    m2: Floats
+    low: Floats
+    high: Floats
+    n_zeros: Counts
+    n_vectors: Counts
+    mean_norm: Floats
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> Moments:
+        """Of no vectors at all."""
+        n_values, n_finite, n_zeros, n_vectors = np.zeros((4, *shape), np.int64)
+        mean, m2, mean_norm = np.zeros((3, *shape))
+        low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
+        return cls(n_values, n_finite, mean, m2, low, high, n_zeros, n_vectors, mean_norm)
+
+    def at(self, where: object) -> Moments:
+        """Of some layers and tokens: a view."""
+        return Moments(**{field.name: getattr(self, field.name)[where] for field in fields(self)})
+
+    def put(self, where: object, part: Moments) -> None:
+        """Replace some layers and tokens, in place."""
+        for field in fields(self):
+            getattr(self, field.name)[where] = getattr(part, field.name)
+
+    def over(self, axis: int) -> Moments:
+        """All of one axis together."""
+        n = self.n_values.shape[axis]
+        return merge_all(self.at((slice(None),) * axis + (place,)) for place in range(n))
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """Of the vectors of both."""
+    mean, m2 = _merged_mean(a.n_finite, b.n_finite, a.mean, b.mean, a.m2 + b.m2)
+    mean_norm, _ = _merged_mean(a.n_vectors, b.n_vectors, a.mean_norm, b.mean_norm, a.mean_norm)
+    return Moments(
+        n_values=a.n_values + b.n_values,
+        n_finite=a.n_finite + b.n_finite,
+        mean=mean,
+        m2=m2,
+        low=np.minimum(a.low, b.low),
+        high=np.maximum(a.high, b.high),
+        n_zeros=a.n_zeros + b.n_zeros,
+        n_vectors=a.n_vectors + b.n_vectors,
+        mean_norm=mean_norm,
+    )
+
+
+def merge_all(parts: Iterable[Moments]) -> Moments:
+    """Of the vectors of all parts; there is at least one."""
+    return reduce(merge, parts)
+
+
+def _merged_mean(n_a: Counts, n_b: Counts, mean_a: Floats, mean_b: Floats, m2: Floats) -> tuple[Floats, Floats]:
+    share = n_b / np.maximum(n_a + n_b, 1)
+    delta = mean_b - mean_a
+    return mean_a + delta * share, m2 + delta * delta * (n_a * share)
+
+
+def moments_of(block: npt.NDArray[np.float32]) -> Moments:
+    """Of a block of vectors, float32 (example, layer, token, d_model).
+
+    >>> found = moments_of(np.array([[[[3.0, 4.0]]], [[[0.0, np.nan]]]], np.float32))
+    >>> found.n_finite.item(), found.n_zeros.item(), round(found.mean.item(), 3), found.mean_norm.item()
+    (3, 1, 2.333, 5.0)
+    """
+    n_examples, n_layers, n_tokens, d_model = block.shape
+    found = Moments.empty((n_layers, n_tokens))
+    tokens = max(1, min(n_tokens, _PIECE_BYTES // (4 * d_model)))
+    examples = max(1, _PIECE_BYTES // (4 * d_model * tokens))
+    for layer in range(n_layers):
+        for first in range(0, n_tokens, tokens):
+            where = (layer, slice(first, first + tokens))
+            pieces = (block[at : at + examples, *where] for at in range(0, n_examples, examples))
+            found.put(where, reduce(merge, map(_piece, pieces), found.at(where)))
+    return found
+
+
+def _piece(piece: npt.NDArray[np.float32]) -> Moments:
+    """Of (example, token, d_model): two passes over memory that is in the cache after the first."""
+    n_examples, _, d_model = piece.shape
+    per_token = n_examples * d_model
+    values = piece.astype(np.float64)
+    sums = values.sum(axis=2)
+    if not np.isfinite(sums).all():  # float64 cannot overflow by adding float32
+        return _piece_with_gaps(piece, values)
+    norms = np.sqrt(np.vecdot(values, values))
+    mean = sums.sum(axis=0) / per_token
+    values -= mean[:, np.newaxis]
+    counts = np.full(piece.shape[1], per_token)
+    return Moments(
+        n_values=counts,
+        n_finite=counts,
+        mean=mean,
+        m2=np.vecdot(values, values).sum(axis=0),
+        low=piece.min(axis=(0, 2)).astype(np.float64),
+        high=piece.max(axis=(0, 2)).astype(np.float64),
+        n_zeros=np.zeros_like(counts) if piece.all() else (piece == 0).sum(axis=(0, 2)),
+        n_vectors=np.full(piece.shape[1], n_examples),
+        mean_norm=norms.mean(axis=0),
+    )
+
+
+def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats) -> Moments:
+    """The same where some numbers are NaN or infinite."""
+    finite = np.isfinite(piece)
+    n_finite = finite.sum(axis=(0, 2))
+    values[~finite] = 0.0
+    whole = finite.all(axis=2)
+    norms = np.sqrt(np.vecdot(values, values)) * whole
+    n_vectors = whole.sum(axis=0)
+    mean = values.sum(axis=(0, 2)) / np.maximum(n_finite, 1)
+    deviations = (values - mean[:, np.newaxis]) * finite
+    return Moments(
+        n_values=np.full(piece.shape[1], piece.shape[0] * piece.shape[2]),
+        n_finite=n_finite,
+        mean=mean,
+        m2=np.vecdot(deviations, deviations).sum(axis=0),
+        low=piece.min(axis=(0, 2), where=finite, initial=np.inf).astype(np.float64),
+        high=piece.max(axis=(0, 2), where=finite, initial=-np.inf).astype(np.float64),
+        n_zeros=(piece == 0).sum(axis=(0, 2)),
+        n_vectors=n_vectors,
+        mean_norm=norms.sum(axis=0) / np.maximum(n_vectors, 1),
+    )
+
+
+def of_none_as_nan(moments: Moments) -> Moments:
+    """What there is nothing to say about becomes NaN."""
+    none, no_vector = moments.n_finite == 0, moments.n_vectors == 0
+    return replace(
+        moments,
+        mean=np.where(none, np.nan, moments.mean),
+        m2=np.where(none, np.nan, moments.m2),
+        low=np.where(none, np.nan, moments.low),
+        high=np.where(none, np.nan, moments.high),
+        mean_norm=np.where(no_vector, np.nan, moments.mean_norm),
+    )
