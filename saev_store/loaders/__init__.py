@@ -10,6 +10,7 @@ from saev_store.loaders._explain import Explanation
 from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._run import Batch, BatchIterator
 from saev_store.loaders.ordered import OrderedLoader
+from saev_store.loaders.quality import ShuffleQuality, shuffle_quality
 from saev_store.loaders.shuffled import ShuffledLoader
 from saev_store.order import Mixing
 
@@ -21,5 +22,7 @@ __all__ = [
     "Metrics",
     "Mixing",
     "OrderedLoader",
+    "ShuffleQuality",
     "ShuffledLoader",
+    "shuffle_quality",
 ]

@@ -114,6 +114,15 @@ class Loader(ABC):
         return self._batching.batch_size // self._world
 
     @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks share the work."""
+        return self._world
+
+    @property
     def drop_last(self) -> bool:
         return self._batching.drop_last
 

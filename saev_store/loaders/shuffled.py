@@ -223,6 +223,24 @@ class ShuffledLoader(Loader):
             mixing=predict_mixing(order, self.batch_size, len(self._partitions())),
         )
 
+    @property
+    def n_examples(self) -> int:
+        """Examples that the rows come from."""
+        return self._space.n_examples
+
+    def examples_of(self, batch: int) -> np.ndarray:
+        """The examples, counted among the chosen ones, of this rank's rows in a batch of the current epoch, int64.
+
+        By arithmetic alone: nothing is read.
+        """
+        order = self._order(self._epoch)
+        share, n_tokens = order.rows_per_tick, self._space.tokens.count
+        found = []
+        for part in map(order.partition, self._partitions()):
+            emitted = part.rows(batch * share, (batch + 1) * share)
+            found.append(order.blocks.places(emitted.block).first + emitted.cell // n_tokens)
+        return np.concatenate(found)
+
     def _identity(self) -> dict[str, object]:
         return {**super()._identity(), "seed": self._seed, "order_version": ORDER_VERSION}
 
@@ -243,7 +261,8 @@ class ShuffledLoader(Loader):
         )
         if batch % geometry.n_partitions or geometry.n_partitions % self._world:
             raise ArgumentError(
-                f"the state's order has {geometry.n_partitions} partitions, which {self._world} ranks cannot share equally",
+                f"the state has n_partitions = {geometry.n_partitions}, which {self._world} rank(s) and batches of {batch} "
+                "rows cannot share equally",
                 where="load_state_dict",
                 remedy="Use a number of ranks that divides it.",
             )

@@ -1,0 +1,418 @@
+"""When reading goes wrong: a correct retry or an error that names the file; never a wrong row, a hang or a leak."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import http.server
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store.errors import (
+    CorruptShardError,
+    DeadlineError,
+    ForkError,
+    NotFoundError,
+    SaevStoreError,
+    TransportError,
+)
+from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.transport import PreadTransport
+from saev_store.transport._wrap import Wrapper
+
+
+@pytest.fixture
+def plain(tmp_path) -> Plain:
+    return plain_store(tmp_path, n=24, tokens=7, per_shard=5, d_model=640)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("saev-")]
+
+
+KINDS = {
+    "ordered": (OrderedLoader, {}),
+    "block": (ShuffledLoader, {"window_blocks": 3}),
+    "row": (ShuffledLoader, {"window_blocks": 3, "slots": "row"}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(plain: Plain, kind: str, **options):
+    cls, more = KINDS[kind]
+    engine = options.pop("engine", "pread")
+    return cls(ShardStore.open(plain.path, engine=engine).sel(layer=5, tokens="content"), **{"batch_size": 8, "n_threads": 2, **more, **options})  # fmt: skip
+
+
+def check(plain: Plain, loader) -> None:
+    n = 0
+    for batch in loader:
+        np.testing.assert_array_equal(batch["act"], plain.acts[batch["example_idx"], 1, batch["token_idx"] + 1])
+        n += len(batch["act"])
+    assert n == loader.n_samples
+
+
+@every_kind
+def test_short_reads_are_continued(plain, kind, monkeypatch):
+    """The system may return fewer bytes than asked for, at any byte."""
+    real = os.preadv
+
+    def short(fd, buffers, offset, flags=0):
+        if not flags and sum(view.nbytes for view in buffers) > 33:
+            n = 0
+            for view in buffers:
+                part = view[: 33 - n]
+                n += real(fd, [part], offset + n)
+                if n >= 33:
+                    break
+            return n
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", short)
+    check(plain, make(plain, kind))
+
+
+@every_kind
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_passing_failures_are_retried(plain, kind, code, monkeypatch):
+    real, failures = os.preadv, iter(range(3))
+
+    def flaky(fd, buffers, offset, flags=0):
+        if not flags and next(failures, None) is not None:
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset, flags)
+
+    loader = make(plain, kind)
+    monkeypatch.setattr(os, "preadv", flaky)
+    check(plain, loader)
+    assert loader.metrics().n_retries == 3
+
+
+@every_kind
+def test_lasting_failures_name_the_file(plain, kind, monkeypatch):
+    real = os.preadv
+
+    def broken(fd, buffers, offset, flags=0):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("acts000003.bin"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset, flags)
+
+    loader = make(plain, kind)
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(TransportError, match=r"acts000003\.bin.*EIO") as raised:
+        check(plain, loader)
+    assert "broken" in "".join(traceback.format_exception(raised.value))  # the thread's own traceback
+    assert our_threads() == []
+
+
+@every_kind
+def test_a_shard_that_is_cut_mid_epoch(plain, kind):
+    loader = make(plain, kind)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    os.truncate(plain.shard(2), plain.shard_nbytes // 3)
+    with pytest.raises(CorruptShardError, match=r"acts000002\.bin"):
+        check(plain, loader)
+
+
+@every_kind
+def test_a_shard_that_is_deleted_mid_epoch(plain, kind):
+    """An open file lives on; one that is opened afterwards is missing, and named."""
+    loader = make(plain, kind)
+    loader._rows._reader.transport.close()
+    plain.shard(4).unlink()
+    with pytest.raises((CorruptShardError, NotFoundError), match=r"acts000004\.bin"):
+        check(plain, loader)
+
+
+@every_kind
+def test_lost_examples_are_not_handed_out(plain, kind):
+    os.truncate(plain.shard(1), plain.example_nbytes * 2)
+    cls, more = KINDS[kind]
+    store = ShardStore.open(plain.path, damaged_ok=True)
+    with pytest.raises(CorruptShardError, match=r"acts000001\.bin"):
+        list(cls(store.sel(layer=5, tokens="content"), batch_size=8, **more))
+    fine = [example for example in range(24) if example not in (7, 8, 9)]
+    loader = cls(store.sel(layer=5, tokens="content", examples=fine), batch_size=8, **more)
+    check(plain, loader)
+
+
+class Hanging(Wrapper):
+    """Never answers once `hang` is set, until `release` is."""
+
+    hang, release = threading.Event(), threading.Event()
+
+    def _around(self, operation, nbytes, call):
+        if self.hang.is_set() and operation in ("readinto", "get_ranges"):
+            self.release.wait(20)
+        return call()
+
+
+@pytest.mark.parametrize("kind", ["ordered", "block"])
+def test_a_read_that_hangs_is_a_time_out(plain, kind):
+    transport = Hanging(PreadTransport(plain.path))
+    cls, more = KINDS[kind]
+    loader = cls(ShardStore.open(transport).sel(layer=5), batch_size=8, batch_timeout_s=0.3, n_threads=2, **more)
+    transport.release.clear()
+    transport.hang.set()
+    began = time.monotonic()
+    threading.Timer(1.0, transport.release.set).start()
+    with pytest.raises(DeadlineError, match=r"no batch within 0.3 s.*acts00000\d\.bin"):
+        next(iter(loader))
+    transport.hang.clear()
+    assert time.monotonic() - began < 10
+
+
+class FlakyServer(http.server.BaseHTTPRequestHandler):
+    """Files by range; answers 503, or less than it promised, every now and then."""
+
+    root, faults, counter = "", "", 0
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        cls = type(self)
+        cls.counter += 1
+        path = os.path.join(self.root, os.path.basename(self.path))
+        if not os.path.exists(path):
+            self.send_error(404)
+            return
+        if cls.faults == "503" and body and cls.counter % 5 == 0:
+            self.send_error(503)
+            return
+        with open(path, "rb") as file:
+            data = file.read()
+        size, asked = len(data), self.headers.get("Range")
+        if asked:
+            start, end = asked.removeprefix("bytes=").split("-")
+            data = data[int(start) : int(end) + 1 if end else size]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{int(start) + len(data) - 1}/{size}")
+        else:
+            self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if body and cls.faults == "truncated" and cls.counter % 7 == 0:
+            self.wfile.write(data[: len(data) // 2])
+            self.close_connection = True
+        elif body:
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_that_fails_now_and_then(plain):
+    pytest.importorskip("aiohttp")
+    handler = type("Handler", (FlakyServer,), {"root": str(plain.path)})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        store = ShardStore.open(f"http://127.0.0.1:{server.server_port}/{plain.path.name}")
+        for handler.faults in ("503", "truncated"):
+            for cls in (OrderedLoader, ShuffledLoader):
+                try:
+                    check(plain, cls(store.sel(layer=5, tokens="content"), batch_size=32, n_threads=4))
+                except TransportError as error:
+                    assert handler.faults == "truncated"
+                    assert "acts00000" in str(error)
+        assert handler.counter > 20
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_nothing_leaks(plain):
+    """100 times made, begun and left in every way: no thread, descriptor, child or memory file stays."""
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process()
+
+    def once(number: int) -> None:
+        loader = make(plain, list(KINDS)[number % 3], engine=("pread", "mmap")[number % 2])
+        iterator = iter(loader)
+        for _ in range(number % 7):
+            next(iterator)
+        if number % 4 == 0:
+            loader.close()
+        elif number % 4 == 1:
+            list(iterator)
+        elif number % 4 == 2:
+            iter(loader).close()
+
+    for number in range(8):
+        once(number)
+    gc.collect()
+    before = (process.num_fds(), len(our_threads()), len(process.children(recursive=True)))
+    memory = process.memory_info().rss
+    for number in range(100):
+        once(number)
+    gc.collect()
+    assert (process.num_fds(), len(our_threads()), len(process.children(recursive=True))) == before
+    assert process.memory_info().rss - memory < 32 << 20
+    assert not [link for link in os.listdir("/proc/self/fd") if "memfd" in _link(link)]
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def test_a_context_manager_ends_everything(plain):
+    with make(plain, "block") as loader:
+        next(iter(loader))
+    assert our_threads() == []
+    loader.shutdown()
+    assert len(list(loader)) == len(loader)  # and can be used again
+
+
+def test_ctrl_c_ends_within_a_second(plain, tmp_path):
+    """Also while reads hang."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys, threading, time
+        sys.path[:0] = {sys.path!r}
+        from saev_store import ShardStore
+        from saev_store.loaders import ShuffledLoader
+        from saev_store.transport import PreadTransport
+        from saev_store.transport._wrap import Wrapper
+        class Slow(Wrapper):
+            def _around(self, operation, nbytes, call):
+                if operation == "readinto" and threading.active_count() > 1 and slow:
+                    time.sleep(0.1 if slow == 1 else 30)
+                return call()
+        slow = int(sys.argv[1])
+        store = ShardStore.open(Slow(PreadTransport({str(plain.path)!r})))
+        loader = ShuffledLoader(store.sel(layer=5), batch_size=8, n_threads=2, batch_timeout_s=60)
+        print("ready", flush=True)
+        while True:
+            for batch in loader:
+                pass
+        """)
+    )
+    for slow in ("0", "1"):
+        process = subprocess.Popen([sys.executable, str(script), slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.4)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, errors = process.communicate(timeout=20)
+        assert b"KeyboardInterrupt" in errors
+        assert process.returncode != 0
+        assert time.monotonic() - began < 5  # a busy machine; measured alone it is a tenth of a second
+
+
+def test_killed_while_it_reads(plain, tmp_path):
+    """kill -9 at random points leaves nothing behind: there are no helpers, no files, no shared memory."""
+    psutil = pytest.importorskip("psutil")
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from saev_store import ShardStore\nfrom saev_store.loaders import ShuffledLoader\n"
+        f"loader = ShuffledLoader(ShardStore.open({str(plain.path)!r}).sel(layer=5), batch_size=8)\n"
+        "print('ready', flush=True)\n"
+        "while True:\n    for batch in loader: pass\n"
+    )
+    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    files = sorted(os.listdir(plain.path))
+    for delay_s in (0.0, 0.05):
+        process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(delay_s)
+        assert psutil.Process(process.pid).children() == []
+        process.kill()
+        process.communicate()
+    assert sorted(os.listdir(plain.path)) == files
+    if shared:
+        assert not [name for name in set(os.listdir("/dev/shm")) - shared if "saev" in name]
+
+
+def _child_epoch(loader, pipe) -> None:
+    pipe.send(sum(len(batch["act"]) for batch in loader))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_loaders_work_in_children(plain, method):
+    loader = make(plain, "block")
+    n = sum(len(batch["act"]) for batch in loader)
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    # Inherited by a forked child, made anew in the others.
+    work, argument = (_child_epoch, loader) if method == "fork" else (_make_and_count, str(plain.path))
+    child = context.Process(target=work, args=(argument, theirs))
+    child.start()
+    assert ours.poll(60)
+    assert ours.recv() == n
+    child.join(20)
+    assert child.exitcode == 0
+
+
+def _make_and_count(path: str, pipe) -> None:
+    loader = ShuffledLoader(ShardStore.open(path).sel(layer=5, tokens="content"), batch_size=8)
+    pipe.send(sum(len(batch["act"]) for batch in loader))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_an_iterator_does_not_survive_fork(plain):
+    loader = make(plain, "block")
+    iterator = iter(loader)
+    next(iterator)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            next(iterator)
+            text = "handed out a batch"
+        except ForkError:
+            text = "ForkError"
+        except BaseException as error:
+            text = repr(error)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    assert os.read(read, 1000) == b"ForkError"
+    os.close(read)
+    assert len(list(iterator)) == len(loader) - 1
+
+
+def test_every_error_is_ours(plain):
+    """Whatever a transport raises on purpose arrives unchanged; a bug in one arrives as itself."""
+
+    class Broken(Wrapper):
+        error: BaseException = ValueError("a bug")
+
+        def _around(self, operation, nbytes, call):
+            if operation == "readinto":
+                raise self.error
+            return call()
+
+    transport = Broken(PreadTransport(plain.path))
+    loader = ShuffledLoader(ShardStore.open(transport).sel(layer=5), batch_size=8)
+    with pytest.raises(ValueError, match="a bug"):
+        next(iter(loader))
+    type(transport).error = SaevStoreError("on purpose")
+    with pytest.raises(SaevStoreError, match="on purpose"):
+        next(iter(loader))

@@ -1,0 +1,447 @@
+"""What loaders hand out: every chosen row exactly once, the right numbers, the same order however it is read."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+import tracemalloc
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError
+from saev_store.layout import Layout
+from saev_store.loaders import NO_LABEL, OrderedLoader, ShuffledLoader
+from saev_store.loaders._base import Loader
+from saev_store.loaders._memory import Outputs, allocate
+from saev_store.loaders.quality import shuffle_quality
+from saev_store.order import Blocks, ShuffledOrder
+from saev_store.reader import Reader
+from saev_store.selected import Selection
+from saev_store.selection import row_space
+from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost
+from saev_store.transport._wrap import Wrapper
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return plain_store(tmp_path_factory.mktemp("rows"), n=43, tokens=7, per_shard=5, labels=True, d_model=16)
+
+
+@pytest.fixture(scope="module")
+def store(plain: Plain) -> ShardStore:
+    return ShardStore.open(plain.path)
+
+
+def rows_of(
+    batches: Iterable[dict], plain: Plain, store: ShardStore, layers: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(example, layer, token) of what was handed out, after a comparison of every number with the truth."""
+    found: list[tuple[int, int, int]] = []
+    for batch in batches:
+        n = len(batch["act"])
+        label = batch["layer"] if len(layers) > 1 else np.full(n, layers[0])
+        layer = np.array([store.layers.index(value) for value in label.tolist()], dtype=int)
+        example, token = batch["example_idx"], batch["token_idx"]
+        np.testing.assert_array_equal(batch["act"], plain.acts[example, layer, token + 1])
+        if "token_labels" in batch:
+            expected = np.where(token < 0, NO_LABEL, plain.labels[example, np.maximum(token, 0)])
+            np.testing.assert_array_equal(batch["token_labels"], expected)
+        found += list(zip(example.tolist(), layer.tolist(), token.tolist(), strict=True))
+    return found
+
+
+def dull_rows(plain: Plain, layers: list[int], tokens: str, ignore: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+    """The chosen rows in storage order, one by one."""
+    first, stop = {"content": (0, 7), "special": (-1, 0), "all": (-1, 7)}[tokens]
+    return [
+        (example, layer, token)
+        for example in range(len(plain.acts))
+        for layer in layers
+        for token in range(first, stop)
+        if token < 0 or int(plain.labels[example, token]) not in ignore
+    ]
+
+
+LAYERS = {5: [1], (11, 2): [2, 0], "all": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("tokens", ["content", "special", "all"])
+@pytest.mark.parametrize("layer", list(LAYERS), ids=str)
+@pytest.mark.parametrize("ignore", [(), range(100)], ids=["every label", "some labels"])
+@pytest.mark.parametrize("batch_size", [7, 64, 1000])
+def test_every_combination_exactly_once(plain, store, layer, tokens, ignore, batch_size):
+    if tokens == "special" and ignore:
+        pytest.skip("special tokens have no labels")
+    chosen = list(layer) if isinstance(layer, tuple) else layer
+    rows = store.sel(layer=chosen, tokens=tokens, ignore_labels=list(ignore) or None)
+    expected = dull_rows(plain, LAYERS[layer], tokens, ignore)
+    labels = [store.layers[position] for position in LAYERS[layer]]
+    n_batches = -(-len(expected) // batch_size)
+
+    with OrderedLoader(rows, batch_size=batch_size, labels=store.labels) as loader:
+        batches = list(loader)
+    assert rows_of(batches, plain, store, labels) == expected
+    assert [len(batch["act"]) for batch in batches[:-1]] == [batch_size] * (n_batches - 1)
+    assert len(batches) == n_batches == len(loader) == loader.n_batches
+
+    options = {"batch_size": batch_size, "labels": store.labels, "n_threads": 2}
+    order = None
+    for slots in ("block", "row"):
+        with ShuffledLoader(rows, **options, slots=slots, window_blocks=3) as loader:
+            batches = list(loader)
+        found = rows_of(batches, plain, store, labels)
+        assert len(found) == len(expected)
+        assert set(found) == set(expected)
+        assert [len(batch["act"]) for batch in batches[:-1]] == [batch_size] * (n_batches - 1)
+        assert order in (None, found)
+        order = found
+    for more in ({"examples_per_block": 3, "window_bytes": 4000}, {"window_bytes": 6000, "slots": "row"}, {}):
+        with ShuffledLoader(rows, **options, **more) as loader:
+            found = rows_of(loader, plain, store, labels)
+        assert len(found) == len(expected)
+        assert set(found) == set(expected)
+
+
+def test_the_order_is_the_pure_one(plain, store):
+    rows = store.sel(layer="all", tokens="content")
+    loader = ShuffledLoader(rows, batch_size=32, seed=5, window_blocks=4, n_partitions=4, n_threads=3)
+    for epoch in range(3):
+        order = ShuffledOrder(Blocks(rows.space), 5, epoch, 4, 4, 8)
+        assert loader.epoch == epoch
+        for number, batch in enumerate(loader):
+            expected = [order.partition(part).rows(number * 8, number * 8 + 8) for part in range(4)]
+            block, cell = (np.concatenate(parts) for parts in zip(*expected, strict=True))
+            np.testing.assert_array_equal(batch["example_idx"], block // 3)
+            np.testing.assert_array_equal(batch["token_idx"], cell)
+
+
+class Shaken(Wrapper):
+    """Answers late, by chance."""
+
+    def _around(self, operation, nbytes, call):
+        time.sleep(random.random() * 0.002)
+        return call()
+
+
+class Fetched(Wrapper):
+    """A transport that cannot fill memory: ranges only, at a price."""
+
+    @property
+    def cost(self) -> ReadCost:
+        return ReadCost(64, 4096)
+
+
+def in_memory(plain: Plain, **changed: bytes) -> MemoryTransport:
+    files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
+    files.update({name.replace("_", "."): data for name, data in changed.items()})
+    return MemoryTransport({f"{plain.path.name}/{name}": data for name, data in files.items()}).at(plain.path.name)
+
+
+def transports(plain: Plain):
+    memory = in_memory(plain)
+    yield MmapTransport(plain.path)
+    yield PreadTransport(plain.path)
+    yield memory
+    yield Shaken(PreadTransport(plain.path))
+    yield Fetched(memory)
+    ranges_only = type("RangesOnly", (), {})()
+    for name in ("url", "name", "read", "size", "get_ranges", "close"):
+        setattr(ranges_only, name, getattr(memory, name))
+    ranges_only.cost = ReadCost(100, 2000)
+    yield ranges_only
+
+
+@pytest.mark.parametrize("tokens", ["content", "all", "special"])
+def test_how_it_is_read_never_shows(plain, tokens):
+    """All transports, threads from 1 to 64, all read sizes, delays, slots: one order, right numbers."""
+    reference = None
+    settings = [
+        {"n_threads": 1, "read_bytes": 1}, {"n_threads": 64, "read_bytes": 700}, {"n_threads": 5, "slots": "row"},
+        {"n_threads": 16, "prefetch_batches": 7}, {"n_threads": 3, "read_bytes": 10**9, "slots": "row"},
+    ]  # fmt: skip
+    for number, transport in enumerate(transports(plain)):
+        store = ShardStore.open(transport)
+        rows = store.sel(layer=[5, 11], tokens=tokens)
+        for options in settings if number < 2 else settings[number % 5 : number % 5 + 2]:
+            with ShuffledLoader(rows, batch_size=24, window_blocks=5, seed=3, n_partitions=4, **options) as loader:
+                found = rows_of(loader, plain, store, [5, 11])
+            assert reference in (None, found)
+            reference = found
+            plainly = {name: value for name, value in options.items() if name != "slots"}
+            with OrderedLoader(rows, batch_size=24, **plainly) as loader:
+                assert rows_of(loader, plain, store, [5, 11]) == dull_rows(plain, [1, 2], tokens)
+
+
+@given(st.data())
+def test_any_examples_in_any_order(plain, store, data):
+    """Lists with repeats, reversed slices and masks."""
+    choice = data.draw(
+        st.one_of(
+            st.lists(st.integers(0, 42), min_size=1, max_size=60),
+            st.sampled_from([slice(None, None, -1), slice(40, 3, -7), slice(2, 9)]),
+        )
+    )
+    rows = store.sel(layer=[11, 5], tokens="content", examples=choice)
+    order = np.arange(43)[choice].tolist()
+    expected = [(example, layer, token) for example in order for layer in (2, 1) for token in range(7)]
+    with OrderedLoader(rows, batch_size=10, n_threads=2) as loader:
+        assert rows_of(loader, plain, store, [11, 5]) == expected
+    group = data.draw(st.integers(1, 4))
+    with ShuffledLoader(rows, batch_size=10, window_blocks=2, examples_per_block=group, n_threads=2) as loader:
+        assert sorted(rows_of(loader, plain, store, [11, 5])) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_ranks_share_the_work(plain, store, kind, world, drop_last):
+    rows = store.sel(layer=5, tokens="content")  # 301 rows, 16 at a time
+    whole = kind(rows, batch_size=16, drop_last=drop_last, **({"n_partitions": 8} if kind is ShuffledLoader else {}))
+    expected = [batch["act"] for batch in whole]
+    ranks = []
+    for rank in range(world):
+        options = {"n_partitions": 8, "window_bytes": 10**7} if kind is ShuffledLoader else {}
+        with kind(rows, batch_size=16 // world, drop_last=drop_last, rank=rank, world=world, **options) as loader:
+            assert len(loader) == len(whole) == len(expected) == (18 if drop_last else 19)
+            ranks.append([batch["act"] for batch in loader])
+    for number, batch in enumerate(expected):
+        together = np.concatenate([rank[number] for rank in ranks])
+        if number < 18:
+            np.testing.assert_array_equal(together, batch)
+        else:
+            # 13 rows are left: all of them are there, and every rank has equally many.
+            assert len({len(rank[number]) for rank in ranks}) == 1
+            assert {row.tobytes() for row in together} == {row.tobytes() for row in batch}
+            assert len(together) == (
+                13 if world == 1 else 16 if kind is ShuffledLoader or world == 8 else -(-13 // world) * world
+            )
+
+
+def test_a_batch_belongs_to_whoever_holds_it(plain, store):
+    """Memory is used again, but never while a batch, or a piece of one, is held."""
+    rows = store.sel(layer=5, tokens="content")
+    for kind in (OrderedLoader, ShuffledLoader):
+        kept, copies = [], []
+        with kind(rows, batch_size=8, n_threads=2) as loader:
+            for number, batch in enumerate(loader):
+                held = batch["act"] if number % 3 else batch["act"][2:5].reshape(-1)[1:]
+                if number % 2:
+                    kept.append(held)
+                    copies.append(held.copy())
+        for held, copy in zip(kept, copies, strict=True):
+            np.testing.assert_array_equal(held, copy)
+
+
+def test_memory_is_used_again():
+    made: list[int] = []
+
+    def make(shape):
+        made.append(1)
+        return allocate(shape)
+
+    outputs = Outputs((4, 3), n_kept=3, make=make)
+    for _ in range(10):
+        outputs.get()[:2].fill(1)
+    assert len(made) == 1
+    held = [outputs.get()[1:] for _ in range(5)]
+    assert len(made) == 5
+    assert len({array.ctypes.data for array in held}) == 5
+    held.clear()
+    outputs.get()
+    assert len(made) == 5
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_norms_are_scaled_alike_everywhere(store, plain, kind):
+    rows = store.sel(layer=5, tokens="content")
+    loader = kind(rows, batch_size=50, scale_norm=True)
+    act = np.concatenate([batch["act"] for batch in loader])
+    assert np.linalg.norm(act, axis=1).mean() == pytest.approx(np.sqrt(16), rel=1e-5)
+    again = kind(rows, batch_size=10, scale_norm=True, rank=1, world=2)
+    assert again.scale == loader.scale
+    assert kind(rows).scale is None
+
+
+def test_class_sorted_data_is_mixed():
+    """A batch's effective number of classes is within 5 % of what a permutation of all rows gives."""
+    n, tokens, n_classes, batch = 18_480, 16, 77, 2048
+    layout = Layout(n, (0,), tokens, False, 1, 1000)
+    classes = np.repeat(np.arange(n_classes), n // n_classes)
+    acts = np.repeat(classes.astype("<f4"), tokens)
+    files = {f"acts{i:06d}.bin": acts[i * 16_000 : (i + 1) * 16_000].tobytes() for i in range(layout.n_shards)}
+    rows = Selection(Reader(MemoryTransport(files), layout), row_space(layout))
+    rng = np.random.default_rng(0)
+    whole = [effective(rng.permutation(acts)[:batch]) for _ in range(20)]
+    # As many examples as the default window holds of ViT-B/16: a fifth of the data here.
+    window = (2 << 30) // (196 * 768 * 4) * tokens * 4
+    with ShuffledLoader(rows, batch_size=batch, window_bytes=window, drop_last=True) as loader:
+        found = [effective(data["act"][:, 0]) for data in loader]
+        quality = shuffle_quality(loader, n_batches=20)
+    assert np.mean(found) > 0.95 * np.mean(whole)
+    assert quality.distinct_examples == pytest.approx(quality.expected.distinct_examples, rel=0.05)
+    assert 0 < quality.effective_examples <= quality.distinct_examples
+    assert 0.95 < quality.entropy_share < 1.05  # a window shares out more evenly than chance
+
+
+def effective(values: np.ndarray) -> float:
+    """Inverse Simpson index: how many equally frequent classes would be as mixed."""
+    share = np.unique(values, return_counts=True)[1] / len(values)
+    return 1 / (share**2).sum()
+
+
+class Synthetic:
+    """A store of any size: every vector says where it lies."""
+
+    url, name, cost, is_local = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20), False
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        shard = int(path[4:10])
+        return [
+            np.stack(
+                [np.full((end - start) // 16, shard), *np.divmod(np.arange(start // 16, end // 16), 1 << 12), np.ones((end - start) // 16)],
+                axis=1,
+            ).astype("<f4").tobytes()
+            for start, end in zip(starts, ends, strict=True)
+        ]  # fmt: skip
+
+    def size(self, path: str) -> int:
+        raise NotImplementedError
+
+    read = close = size
+
+
+def test_ten_thousand_million_rows_cost_what_a_million_do():
+    """Order, memory and start do not depend on the size of the data."""
+    peaks, spent = [], []
+    for n_examples in (5_100, 51_000_000):
+        layout = Layout(n_examples, (1, 2, 3), 196, True, 4, 3000)
+        rows = Selection(Reader(Synthetic(), layout), row_space(layout, layer=2, tokens="content"))
+        tracemalloc.start()
+        began = time.process_time()
+        loader = ShuffledLoader(rows, batch_size=4096, window_bytes=4 << 20, n_threads=4)
+        loader.load_state_dict({**loader.state_dict(), "batch": len(loader) // 2})
+        iterator = iter(loader)
+        for _ in range(4):
+            batch = next(iterator)
+            vector = batch["act"][:, 1].astype(int) * 4096 + batch["act"][:, 2].astype(int)
+            example = batch["act"][:, 0].astype(int) * 3000 + vector // (3 * 197)
+            np.testing.assert_array_equal(example, batch["example_idx"])
+            np.testing.assert_array_equal(vector % 197 - 1, batch["token_idx"])
+        loader.explain()
+        loader.close()
+        del iterator, batch
+        spent.append(time.process_time() - began)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] + 4e6
+    assert spent[1] < 5 * spent[0] + 2  # not a judgement of speed: 10^10 of anything would be hours
+
+
+def test_only_rows_of_the_window_are_in_memory(tmp_path):
+    """The process grows by the budget, not by the data."""
+    psutil = pytest.importorskip("psutil")
+    plain = plain_store(tmp_path, n=300, layers=(1,), tokens=16, per_shard=100, d_model=1024)  # 20 MB
+    rows = ShardStore.open(plain.path, engine="pread").sel(tokens="content")
+    del plain
+    budget, process = 4 << 20, psutil.Process()
+    loader = ShuffledLoader(rows, batch_size=64, window_bytes=budget, n_threads=2)
+    buffers = loader.explain().buffer_bytes
+    for batch in loader:
+        del batch
+        break
+    loader.close()
+    before, most = process.memory_info().rss, 0
+    for batch in loader:
+        del batch
+        most = max(most, process.memory_info().rss)
+    assert loader.explain().window_bytes <= budget
+    assert most - before < 1.1 * (budget + buffers) + (8 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+
+
+def test_labels_only_cost_what_is_kept(plain, store):
+    """Blocks without kept rows are never read."""
+
+    class Noted(Wrapper):
+        seen: list[str] = []  # noqa: RUF012
+
+        def _around(self, operation, nbytes, call):
+            self.seen.append(operation)
+            return call()
+
+    labels = np.full((43, 7), 9, np.uint8)
+    labels[20, 3] = 1
+    labels[31, :2] = 1
+    transport = Noted(in_memory(plain, labels_bin=labels.tobytes()))
+    rows = ShardStore.open(transport).sel(layer=5, tokens="content", ignore_labels=[9])
+    with ShuffledLoader(rows, batch_size=2) as loader:
+        transport.seen.clear()
+        found = rows_of(loader, plain, store, [5])
+    assert sorted(found) == [(20, 1, 3), (31, 1, 0), (31, 1, 1)]
+    assert len(transport.seen) <= 4
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_an_empty_selection_is_an_empty_epoch(store, kind):
+    rows = store.sel(layer=5, tokens="content", examples=[])
+    loader: Loader = kind(rows, batch_size=4)
+    assert len(loader) == 0
+    assert list(loader) == []
+    assert loader.epoch == 1
+    assert str(loader.explain())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"n_threads": -1}, "n_threads is -1"),
+        ({"prefetch_batches": 0}, "prefetch_batches is 0"),
+        ({"rank": 2, "world": 2}, "rank is 2"),
+        ({"batch_timeout_s": 0}, "must be positive"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"slots": "rows"}, "slots is 'rows'"),
+        ({"window_bytes": -5}, "window_bytes is -5"),
+        ({"n_partitions": 3, "batch_size": 8}, "n_partitions is 3"),
+        ({"world": 512, "batch_size": 1}, "cannot be shared"),
+    ],
+)
+def test_bad_options_are_refused(store, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        ShuffledLoader(store.sel(layer=5, tokens="content"), **options)
+
+
+def test_a_plan_can_be_read(store):
+    text = str(ShuffledLoader(store.sel(layer=5, tokens="content"), batch_size=16).explain())
+    for word in ("rows", "medium", "reads", "memory", "mixing", "partitions"):
+        assert word in text
+    remote = Selection(Reader(Synthetic(), Layout(10**6, (1,), 196, True, 4, 3000)), row_space(Layout(10**6, (1,), 196, True, 4, 3000), tokens="content"))  # fmt: skip
+    plan = ShuffledLoader(remote).explain()
+    assert plan.medium == "remote"
+    assert plan.request_dollars > 0
+    assert plan.examples_per_block > 1
+    assert "$" in str(plan)
+
+
+def test_measures_add_up(plain, store):
+    rows = store.sel(layer=5, tokens="content")
+    loader = ShuffledLoader(rows, batch_size=16)
+    assert loader.metrics().n_rows == 0
+    n = sum(len(batch["act"]) for batch in loader)
+    found = loader.metrics()
+    assert (found.n_rows, found.n_batches) == (n, len(loader)) == (301, 19)
+    assert found.bytes_read >= rows.nbytes
+    assert found.rows_per_s > 0
+    assert found.gather_s > 0
+    assert found.n_requests > 0
+    assert found.n_retries == 0
+    assert Path(plain.path).exists()

@@ -1,0 +1,206 @@
+"""Stopping and going on: exact at every batch, twice in a row, on other numbers of ranks; refused where it makes no sense."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from plain_stores import plain_store
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError
+from saev_store.loaders import OrderedLoader, ShuffledLoader
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    plain = plain_store(tmp_path_factory.mktemp("state"), n=50, tokens=7, per_shard=9, d_model=4, labels=True)
+    return ShardStore.open(plain.path).sel(layer=[2, 11], tokens="content", ignore_labels=range(60))
+
+
+KINDS = {
+    "ordered": (OrderedLoader, {}),
+    "block": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 4}),
+    "row": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 4, "slots": "row"}),
+    "groups": (ShuffledLoader, {"window_blocks": 2, "n_partitions": 2, "examples_per_block": 3}),
+    "whole": (ShuffledLoader, {"window_bytes": 1 << 22}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(rows, kind, **options):
+    cls, more = KINDS[kind]
+    return cls(rows, **{"batch_size": 24, "n_threads": 2, **more, **options})
+
+
+def acts(batches) -> list[np.ndarray]:
+    return [batch["act"].copy() for batch in batches]
+
+
+def same(one, two) -> bool:
+    return len(one) == len(two) and all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@every_kind
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_resuming_at_every_batch_equals_continuing(rows, kind, drop_last):
+    whole = acts(make(rows, kind, drop_last=drop_last))
+    loader = make(rows, kind, drop_last=drop_last)
+    for stop_at in range(len(whole) + 1):
+        loader.set_epoch(0)
+        iterator = iter(loader)
+        first = acts(next(iterator) for _ in range(stop_at))
+        text = json.dumps(loader.state_dict())
+        assert len(text) < 1000
+        fresh = make(rows, kind, drop_last=drop_last, n_threads=3)
+        fresh.load_state_dict(json.loads(text))
+        assert fresh.state_dict() == json.loads(text)
+        assert same(first + acts(fresh), whole)
+        assert fresh.epoch == 1
+
+
+@every_kind
+def test_twice_in_a_row_and_into_the_next_epoch(rows, kind):
+    reference = make(rows, kind)
+    expected = [*acts(reference), *acts(reference)]
+    assert kind == "ordered" or not same(expected[: len(reference)], expected[len(reference) :])
+    found: list[np.ndarray] = []
+    state = None
+    steps = [3, 1, 4, 5, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+    while len(found) < len(expected):
+        loader = make(rows, kind)
+        if state is not None:
+            loader.load_state_dict(state)
+        n = steps.pop()
+        while n > 0 and len(found) < len(expected):
+            for batch in loader:
+                found.append(batch["act"].copy())
+                n -= 1
+                if n == 0 or len(found) == len(expected):
+                    break
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["ordered", "block", "row", "whole"])
+def test_other_numbers_of_ranks_continue(rows, kind):
+    whole = acts(make(rows, kind, drop_last=True))
+    done, state = 0, None
+    for world, n in ((1, 3), (4, 2), (2, 5), (1, 2)):
+        ranks = [
+            make(rows, kind, drop_last=True, batch_size=24 // world, rank=rank, world=world) for rank in range(world)
+        ]
+        states = []
+        parts = []
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+            iterator = iter(loader)
+            parts.append(acts(next(iterator) for _ in range(n)))
+            states.append(loader.state_dict())
+            loader.close()
+        assert all(one == states[0] for one in states)
+        state = states[0]
+        for number in range(n):
+            np.testing.assert_array_equal(np.concatenate([part[number] for part in parts]), whole[done + number])
+        done += n
+
+
+def test_the_order_comes_from_the_state(rows):
+    """A loader made with another window continues the order that was begun, if it has the memory."""
+    first = ShuffledLoader(rows, batch_size=24, window_bytes=6000, seed=3)
+    whole = acts(ShuffledLoader(rows, batch_size=24, window_bytes=6000, seed=3))
+    iterator = iter(first)
+    next(iterator)
+    second = ShuffledLoader(rows, batch_size=24, window_bytes=1 << 20, seed=3)
+    second.load_state_dict(first.state_dict())
+    assert same(acts(second), whole[1:])
+    small = ShuffledLoader(rows, batch_size=24, window_bytes=500, seed=3)
+    with pytest.raises(ArgumentError, match="window_bytes=") as refused:
+        small.load_state_dict(first.state_dict())
+    needed = int(str(refused.value).rstrip(".").split("window_bytes=")[1])
+    third = ShuffledLoader(rows, batch_size=24, window_bytes=needed, seed=3)
+    third.load_state_dict(first.state_dict())
+    assert same(acts(third), whole[1:])
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 4}, "seed"),
+        ({"batch_size": 12}, "global_batch_size"),
+        ({"drop_last": True}, "drop_last"),
+        ({"kind": OrderedLoader}, "kind"),
+    ],
+)
+def test_mismatches_are_refused(rows, changed, message):
+    state = ShuffledLoader(rows, batch_size=24, seed=3).state_dict()
+    options = {"batch_size": 24, "seed": 3, **changed}
+    kind = options.pop("kind", ShuffledLoader)
+    if kind is OrderedLoader:
+        options.pop("seed")
+    with pytest.raises(ArgumentError, match=message):
+        kind(rows, **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"batch": -1}, {"batch": 10**9}, {"batch": "3"}, {"epoch": None}, {"epoch": True}, {"window_blocks": 0},
+        {"n_partitions": 5}, {"examples_per_block": 2**30}, {"order_version": 2}, {"version": 99}, {"rows": "0" * 16},
+    ],
+)  # fmt: skip
+def test_damaged_states_are_refused(rows, damage):
+    loader = ShuffledLoader(rows, batch_size=24)
+    before = loader.state_dict()
+    with pytest.raises(ArgumentError, match=next(iter(damage))):
+        loader.load_state_dict({**before, **damage})
+    with pytest.raises(ArgumentError, match="must be what"):
+        loader.load_state_dict([1])
+    assert loader.state_dict() == before
+
+
+def test_loading_ends_an_iteration_under_way(rows):
+    loader = make(rows, "block")
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    next(iterator)
+    loader.load_state_dict(state)
+    with pytest.raises(ArgumentError, match="Call iter"):
+        next(iterator)
+    assert len(acts(loader)) == len(loader) - 1
+
+
+def test_epochs(rows):
+    loader = make(rows, "block", drop_last=True)
+    zero, one = acts(loader), acts(loader)
+    assert loader.epoch == 2
+    loader.set_epoch(0)
+    assert same(acts(loader), zero)
+    assert same(acts(loader), one)
+    for batch in loader:  # left early: the next iteration begins the same epoch again
+        del batch
+        break
+    assert loader.epoch == 2
+    two = acts(loader)
+    loader.set_epoch(2)
+    assert same(acts(loader), two)
+    for bad in (-1, 1.5, True):
+        with pytest.raises(ArgumentError, match="epoch"):
+            loader.set_epoch(bad)
+
+
+def test_the_same_rows_elsewhere_continue(tmp_path):
+    """A state knows what was chosen, not where it lies: a copied store continues it, another store does not."""
+    one = plain_store(tmp_path / "one", n=20)
+    two = plain_store(tmp_path / "two", n=20)
+    other = plain_store(tmp_path / "other", n=21)
+    state = ShuffledLoader(ShardStore.open(one.path).sel(layer=5), batch_size=4).state_dict()
+    ShuffledLoader(ShardStore.open(two.path).sel(layer=5), batch_size=4).load_state_dict(state)
+    for rows in (ShardStore.open(other.path).sel(layer=5), ShardStore.open(two.path).sel(layer=2)):
+        with pytest.raises(ArgumentError, match="rows"):
+            ShuffledLoader(rows, batch_size=4).load_state_dict(state)
