@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, Self, SupportsIndex, TypeVar, cast, runtime_checkable
 
 from saev_store.errors import ArgumentError, SelectionError, brief
@@ -66,8 +66,8 @@ class Source(Protocol[SampleT_co]):
         """
         ...
 
-    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Sequence[SampleT_co]]:
-        """Consecutive samples in order, `batch_size` at a time, read together.
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Iterable[SampleT_co]]:
+        """Consecutive samples in order, `batch_size` at a time, read together: arrays or lists of samples.
 
         Args:
             batch_size: Samples in a batch; the last one may have fewer.

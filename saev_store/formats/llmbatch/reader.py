@@ -98,6 +98,11 @@ class BatchFileReader(NumberedSource):
         return self._files.opened.problems
 
     @property
+    def is_resident(self) -> bool:
+        """Whether batches are views of memory: nothing has to be fetched."""
+        return self._files.resident
+
+    @property
     def file_names(self) -> tuple[str, ...]:
         """Paths of the files, below the transport's root."""
         return self._files.opened.names

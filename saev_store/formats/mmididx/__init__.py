@@ -5,11 +5,15 @@ from __future__ import annotations
 from saev_store.formats.mmididx.index import Index, parse_index
 from saev_store.formats.mmididx.reader import IndexedDataset, split_documents
 from saev_store.formats.mmididx.samples import SampleIndices, build_indices, build_sample_idx
+from saev_store.formats.mmididx.token_samples import TokenSamples
+from saev_store.formats.mmididx.writer import IndexedDatasetBuilder
 
 __all__ = [
     "Index",
     "IndexedDataset",
+    "IndexedDatasetBuilder",
     "SampleIndices",
+    "TokenSamples",
     "build_indices",
     "build_sample_idx",
     "parse_index",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saev_store.problems import Problem
     from saev_store.transport import Buffer, Engine, Transport
 
-TokenArray: TypeAlias = npt.NDArray[np.number]
+TokenArray: TypeAlias = npt.NDArray[np.generic]
 
 
 class IndexedDataset(NumberedSource):
@@ -234,7 +234,7 @@ class IndexedDataset(NumberedSource):
             starts[order], ends[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
         )
         parts = self._transport.get_ranges(self.bin_path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
-        found: list[TokenArray] = [np.zeros(0, self.dtype)] * len(order)
+        found = [cast("TokenArray", np.zeros(0, self.dtype))] * len(order)
         for span, part in enumerate(parts):
             tokens = self._view(part)
             for i in order[spans.first[span] : spans.first[span + 1]].tolist():
