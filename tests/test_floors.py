@@ -75,7 +75,7 @@ HEAVY = {
     "huggingface_hub": ("record/",),
     "icechunk": ("export/",),
     "matplotlib": (),
-    "obstore": ("transport/_obstore.py",),
+    "obstore": ("transport/_obstore",),
     "PIL": ("record/",),
     "pandas": ("export/",),
     "pydantic": ("documents/", "stats/"),

@@ -63,9 +63,11 @@ def test_nonsense_addresses(url):
         open_transport(url)
 
 
-@pytest.mark.parametrize("engine", ["MMAP", "", None, "obstore", 3, ["mmap"]])
+@pytest.mark.parametrize("engine", ["MMAP", "", None, "s3fs", 3, ["mmap"]])
 def test_unknown_engines(engine):
-    with pytest.raises(ArgumentError, match="is not an engine: choose one of auto, mmap, pread, fsspec, memory"):
+    with pytest.raises(
+        ArgumentError, match="is not an engine: choose one of auto, mmap, pread, fsspec, memory, obstore"
+    ):
         open_transport("/data", engine=engine)
 
 

@@ -12,7 +12,7 @@ from saev_store.transport._base import Nests, Transport
 from saev_store.transport._local import MmapTransport, PreadTransport, local_root
 from saev_store.transport._memory import MemoryTransport
 
-Engine = Literal["auto", "mmap", "pread", "fsspec", "memory"]
+Engine = Literal["auto", "mmap", "pread", "fsspec", "memory", "obstore"]
 _LOCAL = ("file://", "local://")
 
 
@@ -24,8 +24,8 @@ def open_transport(
     Args:
         url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
         storage_options: For fsspec: credentials, end points, …
-        engine: `"auto"` maps local files and uses fsspec for the rest; `"mmap"`, `"pread"` and `"fsspec"` insist;
-            `"memory"` gives an empty `MemoryTransport` with `url` as its label.
+        engine: `"auto"` maps local files and uses fsspec for the rest; `"mmap"`, `"pread"`, `"fsspec"` and `"obstore"`
+            insist; `"memory"` gives an empty `MemoryTransport` with `url` as its label.
 
     Raises:
         ArgumentError: `url` is no address, `engine` is unknown, or a local engine is asked for a remote address.
@@ -46,12 +46,18 @@ def open_transport(
     if engine == "memory":
         return MemoryTransport(label=text.removeprefix("memory://").strip("/"))
     path = _local_path(text)
+    if engine == "obstore" and path is None:
+        from saev_store.transport._obstore import ObstoreTransport
+
+        return ObstoreTransport(text, storage_options)
     if engine == "fsspec" or (engine == "auto" and path is None):
         from saev_store.transport._fsspec import FsspecTransport
 
         return FsspecTransport(text if path is None else f"file://{local_root(path)}", storage_options)
     if path is None:
         raise ArgumentError(f"engine {engine!r} reads local files only", where="url", remedy='Use engine="auto".')
+    if engine == "obstore":
+        raise ArgumentError("engine 'obstore' is for object stores only", where="url", remedy='Use engine="auto".')
     if storage_options:
         raise ArgumentError(
             f"local files take no options, but {', '.join(sorted(map(str, storage_options)))} came",

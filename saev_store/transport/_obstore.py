@@ -1,0 +1,421 @@
+"""Object stores through obstore: many ranges in flight at once, straight into the caller's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from saev_store.errors import ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.transport._base import Buffer, Entry, ReadCost
+from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._counting import Counters
+from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
+from saev_store.transport._obstore_sink import StreamedSink
+from saev_store.transport._secrets import Options
+
+if TYPE_CHECKING:
+    from obstore import Bytes, ObjectMeta
+
+    from saev_store.transport._fsspec import FsspecTransport
+
+#: 10-30 ms to the first byte at 50-100 MB/s for one connection: a MiB is about the price of a request.
+_FAR = ReadCost(1 << 20, 16 << 20)
+#: Longer ranges are fetched in pieces of this size, side by side.
+_PIECE_BYTES = 8 << 20
+_BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+Pin = tuple[str | None, int]
+
+
+class ObstoreTransport:
+    """`s3://`, `gs://`, `az://` and `http(s)://` through obstore. Buffers of ranges are read-only and belong to nobody else.
+
+    The first range of a file pins the file: its size and ETag must stay what they were, or reading it is an error, never
+    a mixture of two objects; `close` lets go of all pins. Every operation is given up after `timeout_s` plus one second
+    per MiB that it moves, retries included.
+
+    obstore does not survive `fork`: in a forked child fsspec does the work, if it can, and `ForkError` says so if not.
+
+    Args:
+        url: The root.
+        storage_options: As fsspec's file systems understand them, or obstore's own names; see `_obstore_options`. Never
+            part of a message, of `repr` or of a pickle that outlives this process and its children.
+        timeout_s: Longest wait for one operation.
+
+    Raises:
+        ArgumentError: obstore has no equivalent for an option.
+        MissingDependencyError: obstore is not installed.
+    """
+
+    pads = False
+    cost = _FAR
+
+    def __init__(
+        self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
+    ) -> None:
+        self._client = Client(url, Options(storage_options or {}), timeout_s=timeout_s)
+        self._pins: dict[str, Pin] = {}
+        self._folder = ""
+        self._fsspec: FsspecTransport | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self._client, self._folder)
+
+    @property
+    def url(self) -> str:
+        """The root; obstore takes no addresses that carry credentials."""
+        return self._where(self._folder)
+
+    @property
+    def name(self) -> str:
+        """`obstore:` and the kind of store."""
+        return f"obstore:{self._client.place.kind}"
+
+    @property
+    def counters(self) -> Counters:
+        """What was asked of the server so far, through this client; its own retries are not counted."""
+        return self._client.tally.counters
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def at(self, path: str) -> ObstoreTransport:
+        """The same client, one folder deeper."""
+        child = object.__new__(type(self))
+        child.__dict__.update(self.__dict__, _fsspec=None, _folder=self._below(path) if path else self._folder)
+        return child
+
+    def close(self) -> None:
+        """Forget what files looked like when they were first read; connections stay for others."""
+        self._pins.clear()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The whole of a small file in one request, which is given up when the answer announces too much."""
+        below = self._below(path)
+        if is_forked():
+            return self._forked().read(path, max_bytes=max_bytes)
+        import obstore
+
+        async def get() -> bytes:
+            answer = await obstore.get_async(self._client.store, self._key(below))
+            if max_bytes is not None and answer.meta["size"] > max_bytes:
+                raise too_big(self._where(below), size=answer.meta["size"], max_bytes=max_bytes)
+            return bytes(await answer.bytes_async())
+
+        client = self._client
+        data = client.call("read", self._where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
+        client.tally.add("read", read=len(data))
+        return data
+
+    def size(self, path: str) -> int:
+        """The size of a file in bytes, asked anew each time."""
+        below = self._below(path)
+        if is_forked():
+            return self._forked().size(path)
+        return self._client.call("look at it", self._where(below), lambda: self._head(below))["size"]
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One read-only buffer per range, each of exactly the length asked for; empty ranges cost no request.
+
+        Raises:
+            CorruptShardError: the file ends before a range does.
+            TransportError: the file is not the one that was read before, or the server sent something else.
+        """
+        below = self._below(path)
+        check_ranges(self._where(below), starts, ends)
+        if is_forked():
+            return self._forked().get_ranges(path, starts=starts, ends=ends)
+        ranges = list(zip(starts, ends, strict=True))
+
+        async def all_of_them() -> list[Buffer]:
+            async with _together() as group:
+                tasks = [group.create_task(self._range(below, start, end)) for start, end in ranges if end > start]
+            found = iter(tasks)
+            return [next(found).result() if end > start else b"" for start, end in ranges]
+
+        return self._client.call(
+            "read",
+            self._where(below),
+            all_of_them,
+            nbytes=sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0,
+        )
+
+    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fetch the bytes in pieces, side by side, and copy each where it belongs."""
+        below = self._below(path)
+        views = byte_views(buffers, writable=True)
+        nbytes = sum(view.nbytes for view in views)
+        check_ranges(self._where(below), (start,), (start + nbytes,))
+        if is_forked():
+            self._forked().readinto(path, start=start, buffers=buffers)
+        elif nbytes:
+            self._client.call("read", self._where(below), lambda: self._fill(below, start, views), nbytes=nbytes)
+
+    async def _range(self, below: str, start: int, end: int) -> Buffer:
+        if end - start <= _PIECE_BYTES:
+            return memoryview(await self._piece(below, start, end))
+        # Memory for a long range is not taken before the file is known to be long enough.
+        first = await self._piece(below, start, start + _PIECE_BYTES, needed=end)
+        size = self._pins[below][1]
+        if size < end:
+            raise too_short(self._where(below), size=size, needed=end)
+        whole = bytearray(end - start)
+        whole[: len(first)] = memoryview(first)
+        await self._fill(below, start + len(first), [memoryview(whole)[len(first) :]])
+        return memoryview(whole).toreadonly()
+
+    async def _fill(self, below: str, start: int, views: Sequence[memoryview]) -> None:
+        async def fill(begin: int, targets: list[memoryview]) -> None:
+            source = memoryview(await self._piece(below, begin, begin + sum(map(len, targets))))
+            for target in targets:
+                target[:] = source[: len(target)]
+                source = source[len(target) :]
+
+        async with _together() as group:
+            for begin, targets in _pieces(start, views):
+                group.create_task(fill(begin, targets))
+
+    async def _piece(self, below: str, start: int, end: int, *, needed: int = 0) -> Bytes:
+        """One request; `needed` is the last byte of the range that it is a piece of."""
+        import obstore
+
+        client, where, needed = self._client, self._where(below), max(end, needed)
+
+        async def get() -> Bytes:
+            answer = await obstore.get_async(client.store, self._key(below), options={"range": (start, end)})
+            self._check_pin(below, answer.meta)
+            if answer.meta["size"] < needed:
+                raise too_short(where, size=answer.meta["size"], needed=needed)
+            return await answer.bytes_async()
+
+        try:
+            data = await client.slot(get)
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            if is_beyond_the_end(error):
+                size = (await self._head(below))["size"]
+                if size < needed:
+                    raise too_short(where, size=size, needed=needed) from None
+            raise
+        if len(data) != end - start:
+            raise TransportError(
+                f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=where, transient=True
+            )
+        client.tally.add("get_ranges", read=len(data))
+        return data
+
+    async def _head(self, below: str) -> ObjectMeta:
+        import obstore
+
+        self._client.tally.add("size")
+        return await self._client.slot(lambda: obstore.head_async(self._client.store, self._key(below)))
+
+    def _check_pin(self, below: str, meta: ObjectMeta) -> None:
+        etag = meta.get("e_tag") or str(meta.get("last_modified"))
+        seen = (etag, meta["size"])
+        pin = self._pins.setdefault(below, seen)
+        if pin != seen:
+            raise TransportError(
+                f"the object was replaced while it was being read: it had {pin[1]:,} bytes and the ETag {pin[0]}, now "
+                f"{seen[1]:,} and {seen[0]}",
+                where=self._where(below),
+                remedy="Open the store again to read the new one.",
+            )
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        """The names in a folder, sorted."""
+        below = self._below(path) if path else self._folder
+        if is_forked():
+            return self._forked().list(path)
+        import obstore
+
+        client, key = self._client, self._key(below)
+        client.tally.add("list")
+        found = client.call(
+            "list",
+            self._where(below),
+            lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]
+        )
+        base = f"{path}/" if path else ""
+        entries = {base + name.rstrip("/").rpartition("/")[2]: None for name in found["common_prefixes"]}
+        sizes: dict[str, int | None] = {**entries}
+        for meta in found["objects"]:
+            name = base + meta["path"].rpartition("/")[2]
+            if meta["path"] != key:  # a placeholder for the folder itself
+                sizes.setdefault(name, meta["size"])
+        if not sizes and key:
+            raise NotFoundError("there is no such folder", where=self._where(below))
+        return [Entry(name, is_dir=sizes[name] is None, size=sizes[name]) for name in sorted(sizes)]
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a file, atomically."""
+        below = self._below(path)
+        if is_forked():
+            self._forked().put(path, data)
+            return
+        import obstore
+
+        client, content = self._client, bytes(data)
+        client.call(
+            "write",
+            self._where(below),
+            lambda: client.slot(lambda: obstore.put_async(client.store, self._key(below), content)),
+            nbytes=len(content),
+        )
+        self._pins.pop(below, None)
+        client.tally.add("put", written=len(content))
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a file unless its name is taken: the service decides between writers that race.
+
+        A lost answer can make a creation that succeeded look failed, also as `StoreExistsError`: read the file back to
+        know.
+        """
+        below = self._below(path)
+        if is_forked():
+            self._forked().create(path, data)
+            return
+        import obstore
+
+        client, content = self._client, bytes(data)
+
+        async def create() -> None:
+            for wait_s in (*_BUSY_WAITS_S, None):
+                client.tally.add("create", written=len(content))
+                try:
+                    await obstore.put_async(client.store, self._key(below), content, mode="create")
+                except Exception as error:
+                    if wait_s is None or not is_busy(error):
+                        raise
+                    await asyncio.sleep(wait_s)
+                else:
+                    return
+
+        try:
+            client.call("create", self._where(below), lambda: client.slot(create), nbytes=len(content))
+        except StoreExistsError:
+            raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
+        self._pins.pop(below, None)
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or everything below a folder."""
+        below = self._below(path)
+        if is_forked():
+            self._forked().delete(path)
+            return
+        import obstore
+
+        client, key = self._client, self._key(below)
+
+        async def delete() -> None:
+            store = client.store
+            with contextlib.suppress(FileNotFoundError):
+                await obstore.delete_async(store, key)
+            # It goes by whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
+            listed = obstore.list(store, prefix=key)  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
+            if found := [meta["path"] for meta in await listed.collect_async()]:
+                await obstore.delete_async(store, found)
+
+        client.tally.add("delete")
+        client.call("delete", self._where(below), delete)
+        for pinned in [name for name in self._pins if name == below or name.startswith(f"{below}/")]:
+            del self._pins[pinned]
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> StreamedSink:
+        """A file that is uploaded while it is written and appears when it is committed; a resumed one starts over."""
+        below = self._below(path)
+        if is_forked():
+            raise ForkError(
+                "obstore was used before this process was forked, so nothing can be uploaded from it",
+                where=self._where(below),
+                remedy='Start workers with "spawn", or open the store with engine="fsspec".',
+            )
+        if not resume:
+            with contextlib.suppress(NotFoundError):
+                self.size(path)
+                raise StoreExistsError(
+                    "a file lies there already", where=self._where(below), remedy="Resume, or delete it first."
+                )
+        return StreamedSink(
+            self._client,
+            self._where(below),
+            self._key(below),
+            used_nbytes=used_nbytes,
+            file_nbytes=file_nbytes,
+            committed=lambda: self._pins.pop(below, None),
+        )
+
+    def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing: object stores have no locks, publication decides who wins."""
+        check_path(path)
+        return contextlib.nullcontext()
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _forked(self) -> FsspecTransport:
+        """Who does the work in a forked child."""
+        if self._fsspec is None:
+            from saev_store.transport._fsspec import FsspecTransport
+
+            client = self._client
+            try:
+                found = FsspecTransport(client.url, client.options.all, timeout_s=client.timeout_s)
+            except SaevStoreError as error:
+                raise ForkError(
+                    "obstore was used before this process was forked and does not work in it, and fsspec cannot take "
+                    f"over: {error}",
+                    where=self.url,
+                    remedy='Start workers with "spawn" or "forkserver".',
+                ) from error
+            self._fsspec = found.at(self._folder)
+        return self._fsspec
+
+    def _below(self, path: str) -> str:
+        checked = check_path(path)
+        return f"{self._folder}/{checked}" if self._folder else checked
+
+    def _key(self, below: str) -> str:
+        prefix = self._client.place.prefix
+        return f"{prefix}/{below}" if prefix and below else prefix or below
+
+    def _where(self, below: str) -> str:
+        return f"{self._client.url}/{below}" if below else self._client.url
+
+
+@contextlib.asynccontextmanager
+async def _together():  # noqa: ANN202
+    """A task group whose first error comes out as itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _pieces(start: int, views: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
+    """Cut consecutive memory into pieces that are fetched side by side: (first byte, the memory it fills)."""
+    pieces: list[tuple[int, list[memoryview]]] = []
+    room = 0
+    for view in views:
+        rest = view
+        while len(rest):
+            if room == 0:
+                pieces.append((start, []))
+                room = _PIECE_BYTES
+            part = rest[:room]
+            pieces[-1][1].append(part)
+            start, room, rest = start + len(part), room - len(part), rest[len(part) :]
+    return pieces
+
+
+def _reopen(client: Client, folder: str) -> ObstoreTransport:
+    transport = object.__new__(ObstoreTransport)
+    transport.__dict__.update(_client=client, _pins={}, _folder=folder, _fsspec=None)
+    return transport

@@ -1,0 +1,405 @@
+"""Object stores through obstore: the contract, what is pinned, what is never told, and other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import http.server
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from functools import partial
+
+import numpy as np
+import pytest
+from servers import s3_bucket  # noqa: F401 (a fixture)
+from test_transport_contract import RangeHandler, fill_folder
+
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    DeadlineError,
+    ForkError,
+    NotFoundError,
+    SaevStoreError,
+    TransportError,
+)
+from saev_store.testing.transport import FILES, ReadContract, WriteContract
+from saev_store.transport import Transport, open_transport
+from saev_store.transport._obstore import ObstoreTransport
+from saev_store.transport._obstore_client import bucket_region
+from saev_store.transport._obstore_options import place_of
+
+pytest.importorskip("obstore")
+# In this process threads are running when it forks: that is the very thing to be tested.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
+
+class TestS3(WriteContract):
+    resumes = False
+    locks = False
+
+    @pytest.fixture
+    def transport(self, s3_bucket) -> Transport:
+        transport = open_transport(s3_bucket.url + "/lab/shards", s3_bucket.options, engine="obstore")
+        for path, data in FILES.items():
+            transport.put(path, data)
+        return transport
+
+
+class TestHttp(ReadContract):
+    """Any web server that answers ranges, as nginx would; obstore lists only those that speak WebDAV."""
+
+    test_lists_one_level = test_folders_are_roots = None
+
+    @pytest.fixture
+    def transport(self, tmp_path) -> Transport:
+        fill_folder(tmp_path)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(RangeHandler, directory=str(tmp_path)))
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield open_transport(f"http://127.0.0.1:{server.server_port}", engine="obstore")
+        server.shutdown()
+        server.server_close()
+
+
+def open_s3(bucket, path="", **options) -> ObstoreTransport:
+    return ObstoreTransport(bucket.url + path, {**bucket.options, **options})
+
+
+def one(transport, path, start, end):
+    (part,) = transport.get_ranges(path, starts=[start], ends=[end])
+    return part
+
+
+# What the options mean
+
+S3 = {"key": "AKID", "secret": "hush-hush"}
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "config"),
+    [
+        ("s3://b/p/", S3, {"access_key_id": "AKID", "secret_access_key": "hush-hush"}),
+        ("s3a://b", {"anon": True}, {"skip_signature": True}),
+        ("s3://b", {"token": "t", "anon": False}, {"session_token": "t"}),
+        (
+            "s3://b",
+            {"endpoint_url": "http://h:1", "use_listings_cache": False},
+            {"endpoint": "http://h:1", "region": "us-east-1"},
+        ),
+        (
+            "s3://b",
+            {"client_kwargs": {"endpoint_url": "https://h", "region_name": "eu-west-3"}},
+            {"endpoint": "https://h", "region": "eu-west-3"},
+        ),
+        ("s3://b", {"client_kwargs": {"aws_access_key_id": "AKID"}}, {"access_key_id": "AKID"}),
+        ("s3://b", {"requester_pays": True}, {"request_payer": True}),
+        (
+            "s3://b",
+            {"config_kwargs": {"s3": {"addressing_style": "virtual"}, "max_pool_connections": 99}},
+            {"virtual_hosted_style_request": True},
+        ),
+        ("s3://b", {"access_key_id": "AKID", "region": "r"}, {"access_key_id": "AKID", "region": "r"}),
+        ("gs://b/x", {"token": "anon"}, {"skip_signature": True}),
+        ("gs://b/x", {"token": None, "project": "p"}, {}),
+        ("gs://b", {"bearer_token": "x", "base_url": "http://h"}, {"bearer_token": "x", "base_url": "http://h"}),
+        ("az://c/x", {"account_name": "a", "sas_token": "s"}, {"account_name": "a", "sas_key": "s"}),
+        ("https://h/x", {"headers": {"Authorization": "Bearer hush-hush"}}, {}),
+    ],
+)
+def test_options_mean_what_they_mean_to_fsspec(url, options, config, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    place = place_of(url, options)
+    assert dict(place.config) == config
+    assert "hush-hush" not in repr(place)
+    assert place.allow_http == any(str(value).startswith("http://") for value in config.values())
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("s3://b", {"profile": "hush-hush"}, "profile"),
+        ("s3://b", {"s3_additional_kwargs": {}, "session": 1}, "s3_additional_kwargs, session"),
+        ("s3://b", {"client_kwargs": {"verify": False}}, "client_kwargs.verify"),
+        ("s3://b", {"config_kwargs": {"s3": {"payload": "hush-hush"}}}, "config_kwargs.s3.payload"),
+        ("s3://b", {"config_kwargs": {"signature_version": "s3"}}, "signature_version"),
+        ("s3://b", {"version_aware": True}, "version_aware"),
+        ("gs://b", {"token": "browser"}, "token"),
+        ("gs://b", {"endpoint_url": "http://h"}, "endpoint_url"),
+        ("s3://b", {"client_kwargs": "hush-hush"}, "client_kwargs"),
+    ],
+)
+def test_options_without_an_equivalent_are_named(url, options, named):
+    with pytest.raises(ArgumentError, match=named) as caught:
+        open_transport(url, options, engine="obstore")
+    assert "hush-hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["memory://x", "simplecache::s3://b", "hf://x", "https://me:pw@h/x", "https://h/x?sig=1", "s3://", "/data"]
+)
+def test_addresses_that_obstore_does_not_serve(url):
+    with pytest.raises(ArgumentError):
+        open_transport(url, engine="obstore")
+
+
+# Reading
+
+
+def test_ranges_are_not_copied_and_each_is_one_request(s3_bucket):
+    transport = open_s3(s3_bucket, "/root")
+    transport.put("a.bin", bytes(range(256)))
+    before = transport.counters
+    parts = transport.get_ranges("a.bin", starts=[0, 9, 100], ends=[5, 9, 200])
+    assert [type(part) for part in parts] == [memoryview, bytes, memoryview]
+    after = transport.counters
+    assert (after.requests - before.requests, after.bytes_read - before.bytes_read) == (2, 105)
+    transport.read("a.bin", max_bytes=1000)
+    transport.size("a.bin")
+    assert transport.at("x").counters.operations == {"put": 1, "get_ranges": 2, "read": 1, "size": 1}
+
+
+def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
+    monkeypatch.setattr("saev_store.transport._obstore._PIECE_BYTES", 1000)
+    transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
+    transport.put("a.bin", truth)
+    assert bytes(one(transport, "a.bin", 3, 10_500)) == truth[3:]
+    buffers = [bytearray(n) for n in (1, 999, 1000, 1001, 0, 4000)]
+    transport.readinto("a.bin", start=17, buffers=[memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == truth[17 : 17 + 7001]
+    assert transport.counters.operations["get_ranges"] == 11 + 8
+    with pytest.raises(CorruptShardError, match="10,500 bytes but byte 10,501 is needed"):
+        one(transport, "a.bin", 3, 10_501)
+
+
+@pytest.mark.parametrize("new", [b"x" * 256, b"x" * 300])
+def test_an_object_that_is_replaced_is_an_error_never_a_mixture(s3_bucket, new):
+    transport, other = open_s3(s3_bucket), open_s3(s3_bucket)
+    other.put("a/b.bin", bytes(range(256)))
+    assert bytes(one(transport, "a/b.bin", 0, 4)) == bytes(range(4))
+    other.put("a/b.bin", new)
+    for read in (
+        lambda: one(transport, "a/b.bin", 4, 8),
+        lambda: transport.at("a").readinto("b.bin", start=0, buffers=[memoryview(bytearray(4))]),
+    ):
+        with pytest.raises(
+            TransportError, match=r"a/b\.bin: the object was replaced while it was being read"
+        ) as caught:
+            read()
+        assert not caught.value.transient
+    assert transport.read("a/b.bin") == new  # a whole object is no mixture
+    transport.close()
+    assert bytes(one(transport, "a/b.bin", 4, 8)) == b"xxxx"
+    transport.put("a/b.bin", b"our own is not somebody else's")
+    assert bytes(one(transport, "a/b.bin", 0, 3)) == b"our"
+
+
+def test_documents_that_are_too_long_do_not_travel(s3_bucket):
+    transport = open_s3(s3_bucket)
+    transport.put("a.bin", bytes(1 << 20))
+    before = transport.counters.bytes_read
+    with pytest.raises(TransportError, match="at most 10 bytes"):
+        transport.read("a.bin", max_bytes=10)
+    assert transport.counters.bytes_read == before
+
+
+# Writing
+
+
+def uploads(bucket):
+    import s3fs
+
+    files = s3fs.S3FileSystem(**bucket.options)
+    return files.call_s3("list_multipart_uploads", Bucket=bucket.url.removeprefix("s3://")).get("Uploads") or []
+
+
+def test_parts_leave_while_the_next_are_written(s3_bucket):
+    transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(21 << 20)
+    sink = transport.open_sink("big.bin", used_nbytes=len(truth), file_nbytes=len(truth) + 1000)
+    for start in range(0, len(truth), 3 << 20):
+        sink.write(start, [memoryview(truth)[start : start + (3 << 20)]])
+    assert len(uploads(s3_bucket)) == 1
+    assert sink.read_back(0, 10) == b""  # on its way
+    assert sink.read_back(20 << 20, 21 << 20) == truth[20 << 20 :]
+    with pytest.raises(TransportError, match="sent already"):
+        sink.write(5, [memoryview(b"1")])
+    with pytest.raises(NotFoundError):
+        transport.size("big.bin")
+    sink.commit()
+    assert transport.read("big.bin") == truth + bytes(1000)
+    assert uploads(s3_bucket) == []
+    assert transport.counters.bytes_written == len(truth) + 1000
+
+
+@pytest.mark.parametrize("how", ["abort", "forget"])
+def test_an_upload_that_is_given_up_leaves_nothing(s3_bucket, how):
+    transport = open_s3(s3_bucket)
+    sink = transport.open_sink("big.bin", used_nbytes=30 << 20, file_nbytes=30 << 20)
+    sink.write(0, [memoryview(bytes(18 << 20))])
+    assert len(uploads(s3_bucket)) == 1
+    if how == "abort":
+        sink.abort()
+        sink.abort()
+        with pytest.raises(TransportError, match="given up"):
+            sink.write(18 << 20, [memoryview(b"1")])
+    del sink
+    gc.collect()
+    assert uploads(s3_bucket) == []
+    with pytest.raises(NotFoundError):
+        transport.size("big.bin")
+
+
+def test_what_is_far_ahead_of_a_gap_is_refused(s3_bucket, monkeypatch):
+    monkeypatch.setattr("saev_store.transport._obstore_sink._AHEAD_BYTES", 1000)
+    sink = open_s3(s3_bucket).open_sink("a.bin", used_nbytes=5000, file_nbytes=5000)
+    sink.write(900, [memoryview(bytes(500))])
+    with pytest.raises(ArgumentError, match="ahead of byte 0, which is still missing"):
+        sink.write(2000, [memoryview(b"1")])
+
+
+# Errors
+
+
+def test_errors_become_ours_and_tell_no_secrets(s3_bucket):
+    transport = open_s3(s3_bucket, key="AKIDTESTKEY", secret="very-secret-key")
+    with pytest.raises(NotFoundError, match="nothing.bin") as gone:
+        transport.read("nothing.bin")
+    with pytest.raises(NotFoundError):
+        open_transport(f"{s3_bucket.url}-not-there/x", s3_bucket.options, engine="obstore").list()
+    down = ObstoreTransport("s3://b", {**s3_bucket.options, "endpoint_url": "http://127.0.0.1:9"}, timeout_s=0.5)
+    with pytest.raises(TransportError) as refused:
+        down.read("x")
+    assert refused.value.transient
+    for caught in (gone, refused):
+        shown = "".join(traceback.format_exception(caught.value)) + repr(transport) + transport.url
+        assert "very-secret-key" not in shown
+        assert "AKIDTESTKEY" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "transient"),
+    [
+        ("Server returned non-2xx status code: 403 Forbidden: <Error><Code>AccessDenied</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 400 Bad: <Error><Code>ExpiredToken</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 403 Bad: <Error><Code>RequestTimeTooSkewed</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 503 Slow Down: <Error><Code>SlowDown</Code>", TransportError, True),
+        ("Server returned non-2xx status code: 429 Too Many Requests: ", TransportError, True),
+        ("Server returned non-2xx status code: 409 Conflict: ", TransportError, True),
+        ("Server returned non-2xx status code: 301 Moved: ", TransportError, False),
+        ("HTTP error: error sending request: operation timed out", DeadlineError, True),
+        ("HTTP error: request or response body error", TransportError, True),
+    ],
+)
+def test_what_answers_mean(text, kind, transient):
+    from obstore.exceptions import GenericError
+
+    client = ObstoreTransport("s3://b", {**S3, "region": "r"})._client
+    head = "Generic S3 error: Error performing GET https://h/b/k?X-Amz-Signature=abcdef in 3ms - "
+    error = client.translate(
+        GenericError(head + text + "<StringToSign>hush-hush</StringToSign>"), doing="read", where="w"
+    )
+    assert type(error) is kind
+    assert getattr(error, "transient", None) == transient
+    assert "hush" not in str(error)
+    assert "abcdef" not in str(error)
+
+
+def test_the_region_is_asked_for_where_nobody_says_it():
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(403)
+            self.send_header("x-amz-bucket-region", "eu-north-1")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        assert bucket_region("b", endpoint=f"http://127.0.0.1:{server.server_port}") == "eu-north-1"
+        server.shutdown()
+    assert bucket_region("b", endpoint="http://127.0.0.1:9") is None
+
+
+# Other processes
+
+
+def read_part(transport):
+    return bytes(one(transport, "a.bin", 3, 7)) + transport.read("a.bin")[:1]
+
+
+def answer(transport, answers):
+    try:
+        answers.put(read_part(transport))
+    except SaevStoreError as error:
+        answers.put(error)
+
+
+def in_process(method, transport):
+    """The answer of another process, or a failure after 30 seconds, never a hang."""
+    context = multiprocessing.get_context(method)
+    answers = context.SimpleQueue()
+    process = context.Process(target=answer, args=(transport, answers))
+    process.start()
+    try:
+        process.join(30)
+        assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
+        return answers.get()
+    finally:
+        process.kill()
+        process.join()
+        answers.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_other_processes_get_the_right_bytes(s3_bucket, method):
+    transport = open_s3(s3_bucket)
+    transport.put("a.bin", b"0123456789")
+    assert read_part(transport) == b"34560"
+    assert in_process(method, transport) == b"34560"
+    assert read_part(transport) == b"34560"
+
+
+def test_a_forked_child_without_fsspec_is_told_so_at_once(s3_bucket, monkeypatch):
+    transport = open_s3(s3_bucket)
+    transport.put("a.bin", b"0123456789")
+
+    def missing(*args, **kwargs):
+        raise ImportError("Install s3fs")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    error = in_process("fork", transport)
+    assert isinstance(error, ForkError)
+    assert "spawn" in str(error)
+
+
+def test_a_pickle_holds_no_credentials(s3_bucket):
+    transport = open_s3(s3_bucket, "/x", secret="very-secret-key")
+    transport.put("a.bin", b"0123456789")
+    data = pickle.dumps(transport.at("y"))
+    assert b"very-secret-key" not in data
+    assert b"AKIDTESTKEY" not in data
+    assert pickle.loads(data).url == s3_bucket.url + "/x/y"
+    # The same bytes in a process that was never told: a named error.
+    script = (
+        "import pickle, sys\nfrom saev_store.errors import AccessError\n"
+        "try:\n    pickle.load(sys.stdin.buffer)\nexcept AccessError as error:\n    print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=60, check=True)
+    assert b"credentials do not travel in a pickle" in told.stdout
+
+
+def test_works_where_a_loop_is_running(s3_bucket):
+    transport = open_s3(s3_bucket)
+    transport.put("a.bin", b"0123456789")
+
+    async def in_a_notebook():
+        return read_part(transport)
+
+    assert asyncio.run(in_a_notebook()) == b"34560"
