@@ -1,0 +1,112 @@
+"""YAML from strangers: bounded in size, depth and references, plain types only, only `DocumentError` comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, cast
+
+import yaml
+
+from saev_store.errors import DocumentError, UnsafeContentError, brief
+from saev_store.problems import Problem
+
+MAX_DEPTH = 32
+#: Values in a document, those that references repeat counted each time.
+MAX_NODES = 4_000_000
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map")}
+_BASE = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+class _Loader(_BASE):
+    """The safe loader, but without dates, and a key that stands twice in a mapping is an error."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in found if tag in _PLAIN_TAGS]
+        for first, found in _BASE.yaml_implicit_resolvers.items()
+    }
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
+    made: dict[Hashable, object] = {}
+    yield made
+    construct: Callable[..., Any] = loader.construct_object
+    for key_node, value_node in node.value:
+        key = construct(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a list or mapping is used as a key", key_node.start_mark
+            )
+        if key in made:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {brief(key)} stands twice", key_node.start_mark
+            )
+        made[key] = construct(value_node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def loads(raw: bytes, *, where: str, max_nbytes: int) -> object:
+    """The plain Python objects that a YAML document stands for: dict, list, str, int, float, bool, None.
+
+    Raises:
+        UnsafeContentError: it has a tag (`!!python/...` and the like).
+        DocumentError: it is too large, too deep, refers to itself, repeats a key, or is not YAML.
+    """
+    if len(raw) > max_nbytes:
+        raise _error(f"it has {len(raw):,} bytes; such a document has at most {max_nbytes:,}", where)
+    try:
+        text = raw.decode("utf-8-sig")
+        _measure(text, where)
+        return cast("object", yaml.load(text, Loader=_Loader))  # noqa: S506 - a safe loader with less than the usual
+    except UnicodeDecodeError as error:
+        raise _error(f"byte {error.start} is not UTF-8 ({error.reason})", where) from None
+    except yaml.YAMLError as error:
+        raise _error(f"it is not YAML: {' '.join(str(error).split())}", where) from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise _error(f"it holds a value that cannot be read: {error}", where) from None
+
+
+def dumps(value: object) -> bytes:
+    """A document in block style, keys in the order given, as UTF-8."""
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=2**20).encode()
+
+
+def _measure(text: str, where: str) -> None:
+    """Look at the events only, which takes no recursion: depth, tags, and how much there is once references are followed."""
+    open_counts: list[int] = [0]
+    open_anchors: list[str | None] = [None]
+    anchored: dict[str, int] = {}
+    for event in yaml.parse(text, Loader=_BASE):
+        tag = getattr(event, "tag", None)
+        if tag is not None and tag not in _PLAIN_TAGS:
+            raise UnsafeContentError(
+                f"line {event.start_mark.line + 1} has the tag {brief(tag)}; tags make objects, and data make none",
+                where=where,
+                remedy="Remove the tag.",
+            )
+        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
+            open_counts.append(1)
+            open_anchors.append(event.anchor)
+            if len(open_counts) > MAX_DEPTH:
+                raise _error(f"it is nested more than {MAX_DEPTH} levels deep", where)
+            continue
+        if isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
+            count, anchor = open_counts.pop(), open_anchors.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            count, anchor = 1, event.anchor
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchored:
+                raise _error(f"*{event.anchor} refers to itself, or to nothing", where)
+            count, anchor = anchored[event.anchor], None
+        else:
+            continue
+        if anchor is not None:
+            anchored[anchor] = count
+        open_counts[-1] += count
+        if open_counts[-1] > MAX_NODES:
+            raise _error(f"it stands for more than {MAX_NODES:,} values", where)
+
+
+def _error(message: str, where: str) -> DocumentError:
+    return DocumentError(message, where=where, problems=[Problem("yaml", message, where)])

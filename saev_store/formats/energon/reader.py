@@ -1,0 +1,481 @@
+"""Reading Energon data sets: samples by position, key and part, over byte ranges; no tar is ever gone through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self, SupportsIndex, cast
+
+import numpy as np
+
+from saev_store.coalesce import coalesce
+from saev_store.errors import ArgumentError, CorruptShardError, SelectionError, brief
+from saev_store.formats._address import Url, full_url
+from saev_store.formats._digest import describe_digest
+from saev_store.formats._source import DigestScope, check_index, steps, text_card
+from saev_store.formats.energon._open import Documents, open_index, read_documents
+from saev_store.formats.energon._places import PartPlace, Places, SamplePlace
+from saev_store.formats.energon._view import View
+from saev_store.formats.energon.field_map import IMAGES, Images, resolve
+from saev_store.formats.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, join_name
+from saev_store.formats.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
+from saev_store.formats.energon.tar_header import BLOCK, disagreement
+from saev_store.formats.energon.tar_scan import parse_sample
+from saev_store.transport import Buffer, Engine, Transport, child, open_transport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from saev_store.inspect import Report
+    from saev_store.problems import Problem
+
+_N_THREADS = 16
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """A sample as it is stored.
+
+    Attributes:
+        key: Its name in the data set.
+        shard: The tar it lies in, relative to the data set.
+        sample_index: Its number in that tar.
+        parts: The bytes of each part, by name, in the order of the tar.
+    """
+
+    key: str
+    shard: str
+    sample_index: int
+    parts: Mapping[str, bytes] = field(repr=False)
+
+    def __getitem__(self, part: str) -> bytes:
+        """The bytes of a part.
+
+        Raises:
+            SelectionError: the sample has no such part.
+        """
+        try:
+            return self.parts[part]
+        except KeyError:
+            raise SelectionError(
+                f"sample {self.key!r} has no part {brief(part)}; it has {', '.join(self.parts)}", where="part"
+            ) from None
+
+
+class EnergonDataset:
+    """A prepared WebDataset: `dataset[i]` and `dataset.raw(key)` for stored parts, `dataset.sample(i)` for decoded samples.
+
+    As a source it has all samples of all shards, in the order of `.info.json`; `split("train")` gives those of one split,
+    without what `exclude` names. May be shared between threads and pickled.
+
+    Args:
+        url: The folder that holds `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
+        storage_options: What fsspec hands to the file system.
+        engine: As in `open_transport`.
+        transport: Read through this one.
+        images: What images decode to in `sample`: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
+            0 to 1, as Energon does, for `"torchrgb"`; `"bytes"` leaves them as they are.
+        split_config: Another document in `.nv-meta` than `split.yaml`.
+        dataset_config: Another document in `.nv-meta` than `dataset.yaml`.
+        damaged_ok: Open it even if shards are missing or the index does not fit; `problems` says what is wrong.
+
+    Raises:
+        NotFoundError: the folder was not prepared.
+        DocumentError: a document or the index breaks a rule.
+        UnsafeContentError: a document names files outside the folder, or wants code to be run.
+        CorruptShardError: a shard is missing or cut.
+    """
+
+    format = "energon"
+
+    def __init__(
+        self,
+        url: Url,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+        images: Images = "rgb8",
+        split_config: str | None = None,
+        dataset_config: str | None = None,
+        damaged_ok: bool = False,
+    ) -> None:
+        if images not in IMAGES:
+            raise ArgumentError(f"{brief(images)} is none of {', '.join(IMAGES)}", where="images")
+        if transport is None:
+            self._transport = open_transport(url, storage_options, engine=engine)
+        elif storage_options is not None:
+            raise ArgumentError("a transport has its options already", where="storage_options")
+        else:
+            self._transport = child(transport, str(url)) if str(url) else transport
+        self.images: Images = images
+        self._options = (split_config, dataset_config, damaged_ok)
+        self._documents: Documents = read_documents(
+            self._transport, split_config=split_config, dataset_config=dataset_config
+        )
+        info = self._documents.info
+        self._places = Places(self._transport, info, open_index(self._transport))
+        self._split = "all"
+        self._view = View(range(len(info.shards)), info.counts)
+        self._by_name = {name: i for i, name in enumerate(info.shards)}
+        from saev_store.formats.energon.check import check_on_open
+
+        self._problems = (*self._documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (self._transport, self.images, self._options, self._split))
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The folder's address, without credentials."""
+        return self._transport.url
+
+    @property
+    def transport(self) -> Transport:
+        """What the bytes are read through; its root is the data set's folder."""
+        return self._transport
+
+    @property
+    def documents(self) -> Documents:
+        """What `.nv-meta` says."""
+        return self._documents
+
+    @property
+    def places(self) -> Places:
+        """Where samples lie."""
+        return self._places
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is odd about the data set, although it can be read."""
+        return self._problems
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self._documents.splits.parts) or ("all",)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The tars of this source, in order."""
+        names = self._documents.info.shards
+        return tuple(names[i] for i in self._view.shard_ids.tolist())
+
+    @property
+    def sample_type(self) -> str | None:
+        """Name of the sample type, `"CrudeWebdataset"`, or None where `dataset.yaml` names none of Energon's."""
+        return self._documents.definition.sample_type
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __repr__(self) -> str:
+        info, definition = self._documents.info, self._documents.definition
+        facts = {
+            "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards" + f" (split {self._split!r})" * (self._split != "all"),
+            "splits": ", ".join(f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()),
+            "sample type": definition.sample_type or "parts as they are",
+            "prepared by": info.version or "a release before 7.4",
+            "read through": self._transport.name,
+        }
+        return text_card(f"Energon {self.url}", facts, self.problems)
+
+    # -- samples ---------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> RawSample:
+        """The sample at a position; negative ones count from the end."""
+        return self._fetch(self._view.places([check_index(index, len(self), what="sample")]))[0]
+
+    def raw(self, sample: SupportsIndex | str) -> RawSample:
+        """The sample at a position, or of a key."""
+        return self[self.index_of(sample) if isinstance(sample, str) else sample]
+
+    def part(self, sample: SupportsIndex | str, part: str) -> bytes:
+        """The bytes of one part; nothing else of the sample is read where the index knows parts.
+
+        Raises:
+            SelectionError: there is no such sample or part.
+        """
+        place = self._place(sample)
+        if place.parts is None:
+            return self._read([place])[0][part]
+        for found in place.parts:
+            if found.name == part:
+                return self._read([SamplePlace(place.shard, place.sample_index, 0, 0, place.key, (found,))])[0][part]
+        return RawSample(place.key or "", "", 0, {found.name: b"" for found in place.parts})[part]
+
+    def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
+        """Names, offsets in the tar and sizes of a sample's parts."""
+        place = self._place(sample)
+        if place.parts is not None:
+            return place.parts
+        (data,) = self._transport.get_ranges(
+            self._documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
+        )
+        members = parse_sample(data, where=self._where(place.shard))
+        return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
+
+    def file(self, name: str) -> bytes:
+        """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`.
+
+        Raises:
+            SelectionError: there is no such file.
+        """
+        from saev_store.formats.energon.keys import split_name
+
+        found = split_name(name)
+        if found is None:
+            raise SelectionError(f"{brief(name)} is no name of a part: it has no dot", where="name")
+        return self.part(*found)
+
+    def key(self, index: SupportsIndex) -> str:
+        """The key of the sample at a position."""
+        place = self._place(index)
+        return place.key if place.key is not None else self._read([place])[0].key
+
+    def index_of(self, key: str) -> int:
+        """The position of a key.
+
+        Raises:
+            SelectionError: no sample of this source has it, or several have (Energon 7.0 allowed that).
+            NotFoundError: the data set has no index of keys.
+        """
+        shard, sample_index = self._places.find_one(key)
+        position = self._view.position(shard, sample_index)
+        if position is None:
+            raise SelectionError(f"sample {brief(key)} is not in split {self._split!r}, or left out of it", where="key")
+        return position
+
+    def rows(self, indices: Sequence[int]) -> list[RawSample]:
+        """Samples by position, in the order asked for; neighbours are fetched together."""
+        return self._fetch(self._view.places([check_index(i, len(self), what="sample") for i in indices]))
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[list[RawSample]]:
+        """Consecutive samples in order, `batch_size` at a time, read together."""
+        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
+            yield self._fetch(self._view.places(range(first, end)))
+
+    def sample(self, sample: SupportsIndex | str) -> Sample:
+        """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
+
+        Raises:
+            DocumentError: a part that the field map needs is missing, or does not decode.
+            MissingDependencyError: images need Pillow.
+        """
+        return self.decode(self.raw(sample))
+
+    def decode(self, raw: RawSample) -> Sample:
+        """What `sample` makes of stored parts."""
+        definition = self._documents.definition
+        restore_key = (self.url, raw.shard, raw.sample_index)
+        if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:
+            return CrudeSample(__key__=raw.key, __restore_key__=restore_key, parts=raw.parts)
+        where = full_url(self._transport, f"{raw.shard}/{raw.key}")
+        values = {
+            name: resolve(path, raw.parts, where=where, images=self.images)
+            for name, path in definition.field_map.items()
+        }
+        kind = SAMPLE_TYPES[definition.sample_type]
+        return build(kind, values, key=raw.key, restore_key=restore_key, where=where)
+
+    def split(self, name: str) -> Self:
+        """The samples of one split, without what `exclude` names; `"all"` is everything.
+
+        Raises:
+            SelectionError: there is no split of that name.
+        """
+        splits = self._documents.splits
+        info = self._documents.info
+        if name == "all" and name not in splits.parts:
+            view = View(range(len(info.shards)), info.counts)
+        elif name in splits.parts:
+            ids = [self._by_name[shard] for shard in splits.parts[name]]
+            view = View(ids, info.counts[ids], self._left_out(set(splits.parts[name])))
+        else:
+            raise SelectionError(
+                f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
+            )
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._split, other._view = name, view
+        return other
+
+    def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
+        """Samples of these shards that `exclude` names; keys that no sample has are nothing to leave out."""
+        found: list[tuple[int, int]] = []
+        for shard, key in self._documents.splits.exclude:
+            if shard in shards:
+                found += [place for place in self._places.find(key) if place[0] == self._by_name[shard]]
+        return found
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def _place(self, sample: SupportsIndex | str) -> SamplePlace:
+        position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")
+        ((shard, index),) = self._view.places([position])
+        return self._places.run(shard, index, index + 1)[0]
+
+    def _fetch(self, wanted: list[tuple[int, int]]) -> list[RawSample]:
+        places: dict[tuple[int, int], SamplePlace] = {}
+        ordered = sorted(set(wanted))
+        at = 0
+        while at < len(ordered):
+            end = at + 1
+            while end < len(ordered) and ordered[end] == (ordered[at][0], ordered[at][1] + end - at):
+                end += 1
+            shard, first = ordered[at]
+            places.update(zip(ordered[at:end], self._places.run(shard, first, first + end - at), strict=True))
+            at = end
+        by_shard: dict[int, list[SamplePlace]] = {}
+        for (shard, _), place in places.items():
+            by_shard.setdefault(shard, []).append(place)
+        found: dict[tuple[int, int], RawSample] = {}
+        groups = list(by_shard.values())
+        for samples in self._map(groups):
+            found.update({(self._by_name[each.shard], each.sample_index): each for each in samples})
+        return [found[place] for place in wanted]
+
+    def _map(self, groups: list[list[SamplePlace]]) -> Iterator[list[RawSample]]:
+        """One read per shard, at once where each costs a round trip."""
+        if len(groups) < 2 or getattr(self._transport, "is_local", False):
+            yield from map(self._read, groups)
+            return
+        with ThreadPoolExecutor(min(_N_THREADS, len(groups))) as pool:
+            yield from pool.map(self._read, groups)
+
+    def _read(self, places: list[SamplePlace]) -> list[RawSample]:
+        """Samples of one shard, ascending."""
+        shard = self._documents.info.shards[places[0].shard]
+        starts: list[int] = []
+        ends: list[int] = []
+        for place in places:
+            if place.parts is None:
+                starts.append(place.offset)
+                ends.append(place.offset + place.nbytes)
+            for part in place.parts or ():
+                if part.offset < BLOCK:
+                    raise CorruptShardError(f"part {brief(part.name)} begins inside its header", where=self._where(place.shard))
+                starts.append(part.offset - BLOCK)
+                ends.append(part.offset + part.nbytes)
+        pieces = iter(self._ranges(shard, starts, ends))
+        samples: list[RawSample] = []
+        for place in places:
+            if place.parts is None:
+                data = memoryview(next(pieces))
+                members = parse_sample(data, where=self._where(place.shard))
+                if not members or any(each.key != members[0].key for each in members):
+                    raise self._stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
+                parts = {
+                    each.part: bytes(data[each.content_offset : each.content_offset + each.content_nbytes])
+                    for each in members
+                }
+                samples.append(RawSample(members[0].key, shard, place.sample_index, parts))
+                continue
+            parts = {part.name: self._content(place, part, next(pieces)) for part in place.parts}
+            samples.append(RawSample(cast("str", place.key), shard, place.sample_index, parts))
+        return samples
+
+    def _content(self, place: SamplePlace, part: PartPlace, data: Buffer) -> bytes:
+        view = memoryview(data)
+        name = join_name(cast("str", place.key), part.name)
+        odd = disagreement(view[:BLOCK], name=name, nbytes=part.nbytes)
+        if odd is not None:
+            raise self._stale(place.shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
+        return bytes(view[BLOCK:])
+
+    def _ranges(self, path: str, starts: list[int], ends: list[int]) -> list[memoryview]:
+        """Ranges in any order, each as a view; neighbours share a request where that is cheaper."""
+        if len(starts) == 1:
+            return [memoryview(self._transport.get_ranges(path, starts=starts, ends=ends)[0])]
+        low, high = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+        order = np.argsort(low, kind="stable")
+        cost = self._transport.cost
+        spans = coalesce(
+            low[order], high[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
+        )
+        found: list[memoryview] = [memoryview(b"")] * len(starts)
+        buffers = self._transport.get_ranges(path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
+        for span, buffer in enumerate(buffers):
+            base, view = int(spans.starts[span]), memoryview(buffer)
+            for i in order[spans.first[span] : spans.first[span + 1]].tolist():
+                found[i] = view[starts[i] - base : ends[i] - base]
+        return found
+
+    def _where(self, shard: int) -> str:
+        return full_url(self._transport, self._documents.info.shards[shard])
+
+    def _stale(self, shard: int, message: str) -> CorruptShardError:
+        return CorruptShardError(
+            message,
+            where=self._where(shard),
+            remedy="The index belongs to another tar, or one of them is damaged: prepare the data set again.",
+        )
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def uuid(self) -> str:
+        """What `index.uuid` holds: another one after each preparation that changed something; empty if there is none."""
+        from saev_store.errors import NotFoundError
+
+        try:
+            return self._transport.read(INDEX_UUID, max_bytes=1024).decode("ascii", "replace").strip()
+        except NotFoundError:
+            return ""
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """What a store recorded from these samples says about them in `metadata.data`."""
+        files: list[tuple[str, int]] = []
+        from saev_store.errors import NotFoundError
+
+        for path in (SPLIT_YAML, DATASET_YAML, INDEX_SQLITE, *dict.fromkeys(self.shards)):
+            try:
+                files.append((path, self._transport.size(path)))
+            except NotFoundError:
+                if path in self._by_name:
+                    raise
+        return {
+            "format": self.format,
+            "url": self.url,
+            "split": self._split,
+            "n_samples": len(self),
+            "mapping": "example i is sample i of the split, in the order of its shards, without those that are excluded",
+            "index_uuid": self.uuid(),
+            "sample_type": self.sample_type,
+            "digest": describe_digest(self._transport, files, scope=digest),
+        }
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """What is wrong with it: every row of the index against the tars' sizes; `deep` reads the headers of all tars."""
+        from saev_store.formats.energon.check import validate
+
+        return validate(self, deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Let go of the database, maps and connections; using the data set afterwards opens them again."""
+        if self._places.index is not None:
+            self._places.index.close()
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _reopen(
+    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str
+) -> EnergonDataset:
+    split_config, dataset_config, damaged_ok = options
+    dataset = EnergonDataset(
+        "",
+        transport=transport,
+        images=images,
+        split_config=split_config,
+        dataset_config=dataset_config,
+        damaged_ok=damaged_ok,
+    )
+    return dataset if split == "all" else dataset.split(split)

@@ -1,0 +1,230 @@
+"""The sample types that Energon's specification lists, as plain data classes. Images are NumPy arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from saev_store.errors import DocumentError, brief
+
+#: The class in `dataset.yaml` that stands for parts as they are.
+CRUDE = "CrudeWebdataset"
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """What all samples have.
+
+    Attributes:
+        __key__: Names the sample in its data set.
+        __restore_key__: Where it came from: the URL of the data set, the shard, and its number in the shard.
+        __subflavors__: What a metadata set says about the data set; None here.
+    """
+
+    __key__: str
+    __restore_key__: tuple[str | int, ...] = ()
+    __subflavors__: dict[str, object] | None = None
+
+    #: Names of the base fields: a field map says nothing about them.
+    BASE: ClassVar[frozenset[str]] = frozenset({"__key__", "__restore_key__", "__subflavors__"})
+
+    @classmethod
+    def required(cls) -> list[str]:
+        """Names of the fields that a field map has to fill."""
+        return [
+            each.name
+            for each in dataclasses.fields(cls)
+            if each.name not in cls.BASE and each.default is dataclasses.MISSING
+        ]
+
+    @classmethod
+    def optional(cls) -> list[str]:
+        """Names of the fields that a field map may fill."""
+        needed = set(cls.required()) | cls.BASE
+        return [each.name for each in dataclasses.fields(cls) if each.name not in needed]
+
+    @classmethod
+    def check_fields(cls, names: Iterable[str], *, where: str) -> None:
+        """Return when a field map fills exactly fields of this type, and all that have to be.
+
+        Raises:
+            DocumentError: it does not.
+        """
+        names = list(names)
+        unknown = [name for name in names if name not in {*cls.required(), *cls.optional()}]
+        missing = [name for name in cls.required() if name not in names]
+        if unknown or missing:
+            odd = [f"has no field {brief(name)}" for name in unknown] + [f"needs {name!r}" for name in missing]
+            raise DocumentError(
+                f"field_map does not fit: {cls.__name__} {', '.join(odd[:8])}",
+                where=where,
+                remedy=f"Its fields are {', '.join([*cls.required(), *cls.optional()])}.",
+            )
+
+
+@dataclass(kw_only=True)
+class CrudeSample(Sample):
+    """Parts as they are stored, by name."""
+
+    parts: Mapping[str, bytes]
+
+
+@dataclass(kw_only=True)
+class CaptioningSample(Sample):
+    """An image and its caption."""
+
+    image: np.ndarray
+    caption: str
+
+
+@dataclass(kw_only=True)
+class ImageSample(Sample):
+    """An image."""
+
+    image: np.ndarray
+
+
+@dataclass(kw_only=True)
+class ImageClassificationSample(Sample):
+    """An image and its class."""
+
+    image: np.ndarray
+    label: int | None = None
+    label_name: str | None = None
+
+
+@dataclass(kw_only=True)
+class InterleavedSample(Sample):
+    """Images and texts in a sequence."""
+
+    sequence: list[np.ndarray | str]
+
+
+@dataclass(kw_only=True)
+class SimilarityInterleavedSample(Sample):
+    """Images and texts whose places beside each other are given by a matrix of similarities."""
+
+    images: list[np.ndarray]
+    texts: list[str]
+    audio: list[np.ndarray] | None = None
+    video: list[np.ndarray] | None = None
+    similarity_matrix: np.ndarray | None = None
+    matched_text_indices: list[int] | None = None
+
+
+@dataclass(kw_only=True)
+class MultiChoiceVQASample(Sample):
+    """An image, a question, answers to choose from, and which one is right."""
+
+    image: np.ndarray
+    context: str
+    choices: list[str] | None = None
+    correct_choice_idx: int | None = None
+
+
+@dataclass(kw_only=True)
+class OCRSample(Sample):
+    """An image and the text in it; boxes are (n, 4 or 5): x, y, width, height and perhaps a confidence."""
+
+    image: np.ndarray
+    text: str
+    block_boxes: np.ndarray | None = None
+    block_classes: np.ndarray | list[str] | None = None
+    block_text: list[str] | None = None
+    lines_boxes: np.ndarray | None = None
+    lines_text: list[str] | None = None
+    words_boxes: np.ndarray | None = None
+    words_text: list[str] | None = None
+    chars_boxes: np.ndarray | None = None
+    chars_text: list[str] | None = None
+
+
+@dataclass(kw_only=True)
+class TextSample(Sample):
+    """A text."""
+
+    text: str
+
+
+@dataclass(kw_only=True)
+class VidQASample(Sample):
+    """A video, encoded, with a question and answers."""
+
+    video: bytes
+    context: str
+    answers: list[str] | None = None
+    answer_weights: np.ndarray | None = None
+
+
+@dataclass(kw_only=True)
+class VQASample(Sample):
+    """An image, a question and answers."""
+
+    image: np.ndarray
+    context: str
+    answers: list[str] | None = None
+    answer_weights: np.ndarray | None = None
+
+
+@dataclass(kw_only=True)
+class VQAOCRSample(Sample):
+    """An image, the text in it, a question and answers."""
+
+    image: np.ndarray
+    context: str
+    text: str
+    answers: list[str] | None = None
+    answer_weights: np.ndarray | None = None
+    words_boxes: np.ndarray | None = None
+    words_text: list[str] | None = None
+
+
+#: By the names that `dataset.yaml` uses.
+SAMPLE_TYPES: dict[str, type[Sample]] = {
+    each.__name__: each
+    for each in (
+        Sample, CaptioningSample, ImageSample, ImageClassificationSample, InterleavedSample, SimilarityInterleavedSample,
+        MultiChoiceVQASample, OCRSample, TextSample, VidQASample, VQASample, VQAOCRSample,
+    )
+}  # fmt: skip
+
+#: Fields that are arrays of numbers wherever they come from as lists.
+ARRAY_FIELDS = frozenset({
+    "answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes", "similarity_matrix",
+})  # fmt: skip
+
+
+def type_of_factory(name: object) -> object:
+    """The sample type of a class that older `dataset.yaml` name at their top.
+
+    >>> type_of_factory("CaptioningWebdataset"), type_of_factory("CrudeWebdataset")
+    ('CaptioningSample', 'CrudeWebdataset')
+    """
+    if isinstance(name, str) and name != CRUDE and name.endswith("Webdataset"):
+        return name.removesuffix("Webdataset") + "Sample"
+    return name
+
+
+def build(
+    kind: type[Sample], values: Mapping[str, object], *, key: str, restore_key: tuple[str | int, ...], where: str
+) -> Sample:
+    """A sample of one of the types, from its fields.
+
+    Raises:
+        DocumentError: a field that is an array holds something else.
+    """
+    fields: dict[str, object] = dict(values)
+    for name in ARRAY_FIELDS & fields.keys():
+        if isinstance(fields[name], list):
+            try:
+                array = np.asarray(fields[name])
+            except ValueError:
+                array = np.asarray(None)
+            if array.dtype.kind not in "iufb":
+                raise DocumentError(f"{name} is {brief(values[name])}; it must be numbers in even rows", where=where)
+            fields[name] = array
+    return kind(__key__=key, __restore_key__=restore_key, **fields)  # type: ignore[arg-type]
