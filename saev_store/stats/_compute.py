@@ -6,7 +6,8 @@ What is cut where depends on the layout alone, so the numbers are the same whoev
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,17 +55,20 @@ def compute(
     layout = store.layout
     works = plan(layout, chosen)
     n_examples = layout.n_examples if chosen is None else len(chosen)
+    # A cluster that is shared knows tasks by their names, whosever they are.
+    run = f"saev-stats-{uuid.uuid4().hex}"
     # Neither looked into nor hashed by dask: a store looks like an array from the outside.
-    shared = delayed(store, traverse=False, name="saev-store")
+    shared = delayed(store, traverse=False, name=f"{run}-store")
+    names = [f"{run}-{number}" for number in range(len(works))]
     parts = [
-        delayed(work_on, pure=False)(shared, work, dask_key_name=f"stats-{number}") for number, work in enumerate(works)
+        delayed(work_on, pure=False)(shared, work, dask_key_name=name) for name, work in zip(names, works, strict=True)
     ]
     with _connected(client) as cluster, Progress(n_examples * layout.example_nbytes, "stats", shown=progress) as bar:
+        sizes = dict(zip(names, (nbytes(layout, work) for work in works), strict=True))
         if cluster is not None:
-            return _on_cluster(cluster, parts, [nbytes(layout, work) for work in works], bar)
-        sizes = {f"stats-{number}": nbytes(layout, work) for number, work in enumerate(works)}
+            return _on_cluster(cluster, parts, sizes, bar)
         with _counting(sizes, bar):
-            return _tree(parts).compute()
+            return _tree(parts, run).compute()
 
 
 def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
@@ -120,53 +124,50 @@ def _merge_these(*parts: Moments) -> Moments:
     return merge_all(parts)
 
 
-def _tree(parts: Sequence[Any]) -> Any:  # noqa: ANN401  # dask's Delayed has no type of its own
+def _tree(parts: Sequence[Any], name: str) -> Any:  # noqa: ANN401  # dask's Delayed has no type of its own
     from dask.delayed import delayed
 
     level = 0
     while len(parts) > 1:
-        groups = [parts[at : at + _MERGED_AT_ONCE] for at in range(0, len(parts), _MERGED_AT_ONCE)]
         parts = [
-            delayed(_merge_these, pure=False)(*group, dask_key_name=f"merge-{level}-{number}")
-            for number, group in enumerate(groups)
+            delayed(_merge_these, pure=False)(*group, dask_key_name=f"{name}-merge-{level}-{number}")
+            for number, group in enumerate(_groups(parts))
         ]
         level += 1
     return parts[0]
 
 
+def _groups(parts: Sequence[Any]) -> list[Sequence[Any]]:
+    return [parts[at : at + _MERGED_AT_ONCE] for at in range(0, len(parts), _MERGED_AT_ONCE)]
+
+
 @contextmanager
-def _counting(sizes: dict[str, int], bar: Progress) -> Iterator[None]:
+def _counting(sizes: Mapping[str, int], bar: Progress) -> Iterator[None]:
     """Advance the bar when a task of ours ends, on this machine."""
     from dask.callbacks import Callback
 
     def ended(key: object, *_: object) -> None:
-        bar.advance(sizes.get(str(key), 0))
+        if str(key) in sizes:
+            bar.advance(sizes[str(key)])
 
     with Callback(posttask=ended):
         yield
 
 
-def _on_cluster(client: Client, parts: Sequence[Any], sizes: Sequence[int], bar: Progress) -> Moments:
-    """In groups, so that there is something to count and a failure ends the rest."""
-    from distributed import as_completed
-
-    groups = [parts[at : at + _MERGED_AT_ONCE] for at in range(0, len(parts), _MERGED_AT_ONCE)]
-    futures: Any = client.compute([_tree(group) for group in groups])
-    done = {future.key: sum(sizes[n * _MERGED_AT_ONCE : (n + 1) * _MERGED_AT_ONCE]) for n, future in enumerate(futures)}
+def _on_cluster(client: Client, parts: Sequence[Any], sizes: Mapping[str, int], bar: Progress) -> Moments:
+    """In groups, so that there is something to count, and to end when a task fails."""
+    groups = _groups(parts)
+    merged: Any = client.compute([_tree(group, f"{group[0].key}-group") for group in groups])
+    submitted = list(merged)
     try:
-        for future in as_completed(futures):
-            future.result()  # raises what the task raised
-            bar.advance(done[future.key])
-        # In their order, not in that of their ends: the sums are then the same every time.
-        merged = futures
+        for future, group in zip(merged, groups, strict=True):
+            future.result()  # raises what a task raised
+            bar.advance(sum(sizes[part.key] for part in group))
         while len(merged) > 1:
-            merged = [
-                client.submit(_merge_these, *merged[at : at + _MERGED_AT_ONCE], pure=False)
-                for at in range(0, len(merged), _MERGED_AT_ONCE)
-            ]
+            merged = [client.submit(_merge_these, *group, pure=False) for group in _groups(merged)]
         return merged[0].result()
     finally:
-        client.cancel(futures)
+        client.cancel(submitted)
 
 
 @contextmanager

@@ -121,7 +121,8 @@ def _piece(piece: npt.NDArray[np.float32]) -> Moments:
     """Of (example, token, d_model): two passes over memory that is in the cache after the first."""
     n_examples, _, d_model = piece.shape
     per_token = n_examples * d_model
-    values = piece.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # there are NaNs that complain about being converted
+        values = piece.astype(np.float64)
     sums = values.sum(axis=2)
     if not np.isfinite(sums).all():  # float64 cannot overflow by adding float32
         return _piece_with_gaps(piece, values)

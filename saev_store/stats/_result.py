@@ -81,7 +81,7 @@ class Stats:
     @property
     def nonfinite_fraction(self) -> Floats:
         """The fraction of numbers that are NaN or infinite."""
-        return 1 - self.moments.n_finite / self.moments.n_values
+        return (self.moments.n_values - self.moments.n_finite) / self.moments.n_values
 
     def per_layer(self) -> dict[str, np.ndarray]:
         """The same statistics over all tokens together: name -> array of shape (layer,)."""

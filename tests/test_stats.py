@@ -1,0 +1,439 @@
+"""Statistics against exact arithmetic and dense NumPy in float64; the file beside the store; clusters; memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+import warnings
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import plain_store as random_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from plain_stores import plain_store
+from servers import s3_bucket  # noqa: F401  # a fixture
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    LayerNotFoundError,
+    SaevStoreWarning,
+    TransportError,
+)
+from saev_store.layout import Layout
+from saev_store.stats import STATISTICS, Stats, _compute, _moments
+from saev_store.stats._document import parse_stats, stats_bytes
+from saev_store.stats._moments import Moments, merge, moments_of
+from saev_store.transport import MemoryTransport
+
+pytest.importorskip("dask")
+
+
+def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
+    """Dull: all statistics of (example, layer, token, d_model) with plain NumPy in float64."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # "mean of empty slice" is an answer here
+        vectors = np.moveaxis(acts.astype(np.float64), 0, 2)
+        wide = vectors.reshape(*acts.shape[1:3], -1)
+        finite = np.isfinite(wide)
+        kept = np.where(finite, wide, np.nan)
+        norms = np.sqrt((np.where(np.isfinite(vectors).all(-1, keepdims=True), vectors, np.nan) ** 2).sum(-1))
+        return {
+            "count": finite.sum(-1),
+            "mean": np.nanmean(kept, -1),
+            "std": np.nanstd(kept, -1),
+            "mean_norm": np.nanmean(norms, -1),
+            "min": np.nanmin(kept, -1),
+            "max": np.nanmax(kept, -1),
+            "zero_fraction": (wide == 0).mean(-1),
+            "nonfinite_fraction": 1 - finite.mean(-1),
+        }
+
+
+def assert_same(stats: Stats, acts: np.ndarray, *, rtol: float = 1e-12) -> None:
+    for name, wanted in dense_stats(acts).items():
+        np.testing.assert_allclose(getattr(stats, name), wanted, rtol=rtol, atol=1e-15, err_msg=name)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+def test_equal_to_dense_numpy(engine: str, padded: bool, tmp_path: Path):
+    plain = plain_store(tmp_path, n=11, padded=padded)
+    assert_same(ShardStore.open(plain.path, engine=engine).stats(), plain.acts)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_bits_of_any_kind(empty: bool):
+    """NaN payloads, infinities, denormals and values near the largest float32; many tasks, pieces and merges."""
+    plain = random_bits(Layout(18, (2, 5, 11), 4, True, 8, 3), empty_trailer=empty)
+    store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
+    assert not np.isfinite(plain.dense).all()
+    assert_same(store.stats(save=False), plain.dense, rtol=1e-9)
+
+
+def test_pieces_and_tasks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path, n=23, per_shard=5)
+    store = ShardStore.open(plain.path)
+    whole = store.stats(save=False)
+    for piece, read, task in ((64, 100, 100), (64, 2000, 481), (1 << 20, 960, 2000), (32, 1, 1)):
+        monkeypatch.setattr(_moments, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(_compute, "_READ_BYTES", read)
+        monkeypatch.setattr(_compute, "_TASK_BYTES", task)
+        monkeypatch.setattr(_compute, "_MERGED_AT_ONCE", 3)
+        cut = store.stats(save=False)
+        for name in STATISTICS:
+            np.testing.assert_allclose(getattr(cut, name), getattr(whole, name), rtol=1e-13, err_msg=name)
+        assert_same(cut, plain.acts)
+        again = store.stats(save=False)
+        assert all(np.array_equal(getattr(cut, name), getattr(again, name)) for name in STATISTICS)
+
+
+def exact(values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation in rational numbers, rounded once."""
+    numbers = [Fraction(float(value)) for value in values.ravel()]
+    mean = sum(numbers) / len(numbers)
+    variance = sum((number - mean) ** 2 for number in numbers) / len(numbers)
+    return float(mean), math.sqrt(variance)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6, -3e7])
+def test_a_large_offset_costs_no_digits(offset: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_moments, "_PIECE_BYTES", 1024)
+    rng = np.random.default_rng(3)
+    block = (offset + rng.normal(0, 1, (50, 1, 1, 16))).astype(np.float32)
+    block[:10] = offset  # what a shift by the first piece would have to live with
+    stats = Stats(Layout(50, (0,), 1, False, 16, 50), moments_of(block), 50)
+    mean, std = exact(block)
+    assert stats.mean.item() == pytest.approx(mean, rel=1e-15, abs=1e-15)
+    assert stats.std.item() == pytest.approx(std, rel=1e-10)  # a sum of squares has 0 digits left here
+
+
+def test_pieces_that_lie_far_apart(monkeypatch: pytest.MonkeyPatch):
+    """A block of zeros, then a block around 1e6: the case that sums of squares get wrong."""
+    monkeypatch.setattr(_moments, "_PIECE_BYTES", 512)
+    block = np.zeros((40, 1, 1, 16), np.float32)
+    block[20:] = 1e6 + np.random.default_rng(0).normal(0, 1e-1, (20, 1, 1, 16))
+    mean, std = exact(block)
+    stats = Stats(Layout(40, (0,), 1, False, 16, 40), moments_of(block), 40)
+    assert stats.mean.item() == pytest.approx(mean, rel=1e-14)
+    assert stats.std.item() == pytest.approx(std, rel=1e-13)
+
+
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@given(hnp.arrays(np.float32, (5, 2, 3, 4), elements=floats), st.lists(st.integers(0, 5), max_size=4))
+def test_merging_in_any_cut(block: np.ndarray, cuts: list[int]):
+    bounds = [0, *sorted(cuts), 5]
+    merged = Moments.empty((2, 3))
+    for start, end in pairwise(bounds):
+        merged = merge(merged, moments_of(block[start:end]) if end > start else Moments.empty((2, 3)))
+    stats = Stats(Layout(5, (0, 1), 3, False, 4, 5), merged, 5)
+    wanted = dense_stats(block)
+    for name in ("count", "min", "max", "zero_fraction", "nonfinite_fraction"):
+        np.testing.assert_allclose(getattr(stats, name), wanted[name], err_msg=name)
+    scale = np.where(np.isfinite(block), np.abs(block.astype(np.float64)), 0).max() + 1e-300
+    for name in ("mean", "std", "mean_norm"):
+        np.testing.assert_allclose(getattr(stats, name) / scale, wanted[name] / scale, rtol=1e-7, atol=1e-13)
+
+
+def test_nothing_finite_is_nan():
+    block = np.full((2, 1, 2, 3), np.nan, np.float32)
+    block[0, 0, 1] = np.inf
+    block[1, 0, 1] = [0, -0.0, np.nan]
+    stats = Stats(Layout(2, (7,), 2, False, 3, 2), moments_of(block), 2)
+    assert stats.count.tolist() == [[0, 2]]
+    assert np.isnan([stats.mean[0, 0], stats.std[0, 0], stats.min[0, 0], stats.max[0, 0]]).all()
+    assert np.isnan(stats.mean_norm).all()
+    assert (stats.mean[0, 1], stats.std[0, 1], stats.min[0, 1]) == (0, 0, 0)
+    assert stats.nonfinite_fraction.tolist() == [[1, 4 / 6]]
+    assert stats.zero_fraction[0, 1] == 2 / 6
+    assert "nan" in str(stats)
+    with pytest.raises(ArgumentError, match="no factor"):
+        stats.scale()
+
+
+def test_per_layer_is_over_all_tokens(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    found = ShardStore.open(plain.path).stats().per_layer()
+    together = plain.acts.transpose(0, 2, 1, 3).reshape(-1, 3, 1, 8)
+    for name, wanted in dense_stats(together).items():
+        np.testing.assert_allclose(found[name], wanted[:, 0], rtol=1e-12, err_msg=name)
+
+
+def test_the_scale_gives_the_norm_of_sqrt_d_model(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    stats = ShardStore.open(plain.path).stats()
+    for kwargs, part in (
+        ({"layer": 5, "tokens": "content"}, plain.acts[:, 1, 1:]),
+        ({"layer": 5, "tokens": "special"}, plain.acts[:, 1, :1]),
+        ({"layer": (11, 2), "tokens": "all"}, plain.acts[:, [2, 0]]),
+        ({}, plain.acts[:, :, 1:]),
+    ):
+        scaled = part.astype(np.float64) * stats.scale(**kwargs)
+        assert np.linalg.norm(scaled, axis=-1).mean() == pytest.approx(math.sqrt(8), rel=1e-12)
+    with pytest.raises(LayerNotFoundError):
+        stats.scale(layer=3)
+
+
+# -- a sample ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 2000)
+    monkeypatch.setattr(_compute, "_READ_BYTES", 500)
+    plain = plain_store(tmp_path, n=40, per_shard=7)
+    store = ShardStore.open(plain.path)
+    chosen = np.sort(np.random.default_rng(5).choice(40, 12, replace=False, shuffle=False))
+    stats = store.stats(sample=12, seed=5, save=False)
+    assert stats.is_sample
+    assert stats.n_examples == 12
+    assert "a sample of 40" in str(stats)
+    assert_same(stats, plain.acts[chosen])
+    assert not store.stats(sample=99, save=False).is_sample
+    for sample, seed in ((0, 0), (-1, 0), (2.5, 0), (3, -1)):
+        with pytest.raises(ArgumentError):
+            store.stats(sample=sample, seed=seed)  # type: ignore[arg-type]
+
+
+# -- beside the store --------------------------------------------------------------------------------------------------
+
+
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each task that really reads."""
+    calls: list[int] = []
+    original = _compute.work_on
+    monkeypatch.setattr(_compute, "work_on", lambda store, work: (calls.append(1), original(store, work))[1])
+    return calls
+
+
+def test_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    calls = computed(monkeypatch)
+    first = store.stats()
+    assert len(calls) == 1
+    again = ShardStore.open(plain.path).stats()
+    sampled = store.stats(sample=3)  # all examples answer for any sample
+    assert len(calls) == 1
+    assert not sampled.is_sample
+    assert all(np.array_equal(getattr(first, name), getattr(again, name)) for name in STATISTICS)
+    store.stats(refresh=True)
+    assert len(calls) == 2
+    assert store.validate(deep=True, progress=False).ok
+
+
+def test_a_sample_is_kept_for_the_same_question_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    calls = computed(monkeypatch)
+    for sample, seed, n_calls in ((3, 0, 1), (3, 0, 1), (3, 1, 2), (4, 1, 3), (4, 1, 3), (None, 0, 4), (4, 1, 4)):
+        store.stats(sample=sample, seed=seed)
+        assert len(calls) == n_calls
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"version":1', '"version":2'),
+        lambda text: text.replace('"metadata_sha256":"', '"metadata_sha256":"0')[:-1],
+        lambda text: json.dumps({**json.loads(text), "metadata_sha256": "0" * 64}),
+        lambda text: json.dumps({**json.loads(text), "mean": [[1.0]]}),
+        lambda text: json.dumps({**json.loads(text), "mean": [[1.0], []]}),
+        lambda text: json.dumps({**json.loads(text), "n_examples": 3}),
+        lambda text: json.dumps({**json.loads(text), "n_zeros": [[9**9] * 5] * 3}),
+        lambda text: json.dumps({**json.loads(text), "mean": [["nan"] * 5] * 3}),
+        lambda text: json.dumps({**json.loads(text), "extra": 1}),
+    ],
+)
+def test_a_broken_file_is_replaced_with_a_warning(change, tmp_path: Path):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    right = store.stats()
+    file = plain.path / "stats.json"
+    file.write_text(change(file.read_text()))
+    with pytest.warns(SaevStoreWarning, match="stats.json"):
+        again = store.stats()
+    assert_same(again, plain.acts)
+    assert np.array_equal(ShardStore.open(plain.path).stats().mean, right.mean)
+
+
+def test_a_file_that_is_far_too_long_is_not_loaded(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    (plain.path / "stats.json").write_bytes(b" " * 20_000_000)
+    with pytest.warns(SaevStoreWarning, match="stats.json"):
+        ShardStore.open(plain.path).stats()
+
+
+def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+
+    def refuse(*_):
+        raise AccessError("it may not be written", where=str(plain.path))
+
+    store = ShardStore.open(plain.path)
+    monkeypatch.setattr(type(store.transport), "put", refuse)
+    assert_same(store.stats(), plain.acts)
+    assert not (plain.path / "stats.json").exists()
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+
+    def fail(*_):
+        raise TransportError("no space left on device", where=str(plain.path))
+
+    store = ShardStore.open(plain.path)
+    monkeypatch.setattr(type(store.transport), "put", fail)
+    with pytest.warns(SaevStoreWarning, match="no space left"):
+        assert_same(store.stats(), plain.acts)
+
+
+def test_not_kept_when_not_wanted(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    ShardStore.open(plain.path).stats(save=False)
+    assert not (plain.path / "stats.json").exists()
+
+
+def test_numbers_survive_the_file_exactly():
+    plain = random_bits(Layout(5, (2, 5), 3, False, 4, 5), seed=4)
+    store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
+    stats = store.stats(save=False)
+    raw = stats_bytes(stats, store.metadata, seed=None)
+    again, seed = parse_stats(raw, store.metadata, where="x")
+    assert seed is None
+    for name in STATISTICS:
+        np.testing.assert_array_equal(getattr(stats, name), getattr(again, name))
+    other = random_bits(Layout(5, (2, 5), 3, False, 4, 5), seed=5)
+    other = ShardStore.open(MemoryTransport(other.files, label=other.name))
+    with pytest.raises(DocumentError, match="another metadata"):
+        parse_stats(raw, other.metadata, where="x")
+
+
+def test_in_a_bucket(s3_bucket):
+    import s3fs
+
+    plain = random_bits(Layout(7, (2, 5), 3, False, 4, 3))
+    files = s3fs.S3FileSystem(**s3_bucket.options)
+    for name, data in plain.files.items():
+        files.pipe_file(f"{s3_bucket.url}/{plain.name}/{name}", data)
+    store = ShardStore.open(f"{s3_bucket.url}/{plain.name}", s3_bucket.options)
+    assert_same(store.stats(), plain.dense, rtol=1e-9)
+    assert files.exists(f"{s3_bucket.url}/{plain.name}/stats.json")
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    plain.shard(1).unlink()
+    with pytest.raises(CorruptShardError):
+        ShardStore.open(plain.path, damaged_ok=True).stats()
+    assert not (plain.path / "stats.json").exists()
+
+
+# -- how it runs -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A store 30 times as long takes no more; what is mapped is not allocated, so also read through pread."""
+    import dask
+
+    monkeypatch.setattr(_compute, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 4 << 20)
+    peaks = {}
+    for n in (64, 1920):
+        plain = plain_store(tmp_path / str(n), n=n, layers=(2, 5), tokens=15, d_model=256, per_shard=128)
+        store = ShardStore.open(plain.path, engine="pread")
+        with dask.config.set(scheduler="threads", num_workers=2):
+            store.stats(save=False)
+            tracemalloc.start()
+            store.stats(save=False)
+            peaks[n] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        nbytes = store.nbytes
+    assert nbytes == 60 << 20
+    assert peaks[1920] < 8 << 20
+    assert peaks[1920] < peaks[64] * 2 + (1 << 20)
+
+
+def test_the_bar_counts_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 500)
+    advanced: list[int] = []
+    monkeypatch.setattr(_compute.Progress, "advance", lambda self, nbytes: advanced.append(nbytes))
+    store = ShardStore.open(plain_store(tmp_path).path)
+    store.stats(save=False, progress=True)
+    assert sum(advanced) == store.nbytes
+    assert len(advanced) == 7
+    assert "stats" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
+    ) as running:
+        yield running
+
+
+def test_on_a_cluster(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from distributed import Client
+
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 500)
+    monkeypatch.setattr(_compute, "_MERGED_AT_ONCE", 2)
+    plain = plain_store(tmp_path, n=13)
+    store = ShardStore.open(plain.path)
+    advanced: list[int] = []
+    monkeypatch.setattr(_compute.Progress, "advance", lambda self, nbytes: advanced.append(nbytes))
+    here = store.stats(save=False)
+    assert sum(advanced) == store.nbytes
+    advanced.clear()
+    by_address = store.stats(save=False, client=cluster.scheduler_address)
+    assert sum(advanced) == store.nbytes
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        by_client = store.stats(save=False, client=client)
+        plain.shard(1).unlink()
+        with pytest.raises(CorruptShardError):
+            ShardStore.open(plain.path, damaged_ok=True).stats(client=client)
+    for stats in (by_address, by_client):
+        assert_same(stats, plain.acts)
+        np.testing.assert_allclose(stats.mean, here.mean, rtol=1e-13)
+
+
+def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("distributed")
+    monkeypatch.setattr(_compute, "_CONNECT_TIMEOUT_S", 0.3)
+    store = ShardStore.open(plain_store(tmp_path).path)
+    for address in ("tcp://127.0.0.1:9", "nonsense://x"):
+        with pytest.raises(TransportError, match="no dask scheduler"):
+            store.stats(client=address)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain = plain_store(tmp_path)
+    assert main(["stats", str(plain.path), "--sample", "3", "--no-save"]) == 0
+    text = capsys.readouterr().out
+    assert "mean_norm" in text
+    assert "over 3 examples (a sample of 7) and 5 tokens" in text
+    assert main(["stats", str(plain.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = dense_stats(plain.acts)
+    np.testing.assert_allclose(found["per_layer_and_token"]["mean_norm"], wanted["mean_norm"])
+    assert found["layers"] == [2, 5, 11]
+    assert (plain.path / "stats.json").exists()
+    assert main(["stats", str(plain.path), "--sample", "0"]) == 2
