@@ -21,12 +21,12 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from kill_harness_oracle import Case, case
+from kill_harness_oracle import Case, case  # noqa: E402
 
-from saev_store.errors import IncompleteStoreError, NotFoundError, SaevStoreError
-from saev_store.store import ShardStore
-from saev_store.transport import open_transport
-from saev_store.writer import create_store, finalize_store
+from saev_store.errors import IncompleteStoreError, NotFoundError, SaevStoreError  # noqa: E402
+from saev_store.store import ShardStore  # noqa: E402
+from saev_store.transport import open_transport  # noqa: E402
+from saev_store.writer import create_store, finalize_store  # noqa: E402
 
 
 def make_case(seed: int) -> Case:
@@ -156,7 +156,7 @@ def main() -> None:
             raise AssertionError(f"store {seed} reads wrong vectors")
         n_stores += 1
     seconds = round(time.monotonic() - start_s, 1)
-    print(json.dumps({"kills": n_kills, "stores": n_stores, "seconds": seconds}))
+    sys.stdout.write(json.dumps({"kills": n_kills, "stores": n_stores, "seconds": seconds}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,214 @@
+"""Several writers of one store, and several publishers of it: threads, processes, disks and buckets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kill_harness_disk import Disk
+from kill_harness_oracle import Case, case
+
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    IncompleteStoreError,
+    ResumeError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.transport import Transport, open_transport
+from saev_store.writer import create_store, finalize_store
+
+
+def write_part(transport: Transport, this: Case, rank: int, world: int, **options: object) -> tuple[int, int]:
+    settings = {"pad": this.pad, "block_bytes": this.block_bytes, "checkpoint_bytes": 64, "on_nonfinite": "allow"}
+    with create_store(transport, this.metadata, part=(rank, world), **{**settings, **options}) as writer:
+        start, end = writer.example_range
+        assert writer.next_example == start
+        for i in range(start, end):
+            writer.append(*this.rows(i, i + 1))
+        with pytest.raises(ArgumentError, match="part|store"):
+            writer.append(*this.rows(0, 1))
+    assert writer.complete
+    return start, end
+
+
+@given(n=st.integers(1, 20), per_shard=st.integers(1, 5), world=st.integers(1, 6), seed=st.integers(0, 9))
+def test_any_number_of_parts_in_any_order(n, per_shard, world, seed) -> None:
+    this = case(n=n, per_shard=per_shard, seed=seed)
+    disk = Disk(posix=bool(seed % 2))
+    order = sorted(range(world), key=lambda rank: (rank * 7 + seed) % 5)
+    ranges = [write_part(disk, this, rank, world) for rank in order]
+    assert sorted(example for start, end in ranges for example in range(start, end)) == list(range(n))
+    if world > 1:
+        assert finalize_store(disk, this.metadata)
+    this.check(disk.content(this.name))
+    assert not finalize_store(disk, this.metadata)
+
+
+def test_finalizing_early_says_which_parts_are_missing() -> None:
+    this, disk = case(n=12, per_shard=2), Disk()
+    with pytest.raises(IncompleteStoreError, match="nothing has been written"):
+        finalize_store(disk, this.metadata)
+    write_part(disk, this, 1, 3)
+    with pytest.raises(IncompleteStoreError, match=r"part 0 \(examples 0:4\) lacks 2 of 2 shards; part 2 .*8:12"):
+        finalize_store(disk, this.metadata)
+    write_part(disk, this, 0, 3)
+    write_part(disk, this, 2, 3)
+    assert finalize_store(disk, this.metadata, verify="digests")
+    this.check(disk.content(this.name))
+
+
+def test_a_part_that_has_begun_is_not_begun_again() -> None:
+    this, disk = case(n=12, per_shard=2), Disk()
+    write_part(disk, this, 1, 3)
+    with pytest.raises(IncompleteStoreError, match="resume=True"):
+        write_part(disk, this, 1, 3)
+    with create_store(disk, this.metadata, part=(1, 3), resume=True, block_bytes=64, on_nonfinite="allow") as writer:
+        assert writer.n_written == 4
+    with pytest.raises(ResumeError, match="world is 3 there, 4 in this call"):
+        write_part(disk, this, 0, 4)
+
+
+def test_parts_agree_about_labels() -> None:
+    this, disk = case(n=12, per_shard=2), Disk()
+    write_part(disk, this, 0, 2)
+    bare = Case(this.metadata, this.acts, None, True, 64)
+    with pytest.raises(ArgumentError, match="labels"):
+        write_part(disk, bare, 1, 2)
+
+
+def test_damage_is_found_before_publishing() -> None:
+    this, disk = case(n=12, per_shard=2), Disk()
+    write_part(disk, this, 0, 2)
+    write_part(disk, this, 1, 2)
+    path = f"{this.name}/acts000002.bin"
+    disk.files[path].seen[3] ^= 1
+    with pytest.raises(CorruptShardError, match="acts000002.*not what was written"):
+        finalize_store(disk, this.metadata, verify="digests")
+    del disk.files[path]
+    with pytest.raises(CorruptShardError, match="acts000002.*gone"):
+        finalize_store(disk, this.metadata)
+    assert "metadata.json" not in disk.content(this.name)
+
+
+def race(publishers: list[Transport], this: Case) -> list[object]:
+    results: list[object] = [None] * len(publishers)
+    barrier = threading.Barrier(len(publishers))
+
+    def publish(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = finalize_store(publishers[i], this.metadata)
+        except SaevStoreError as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=publish, args=(i,)) for i in range(len(publishers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket", "local"])
+def test_of_racing_publishers_one_wins(tmp_path: Path, kind: str) -> None:
+    for i in range(15):
+        this = case(n=6, per_shard=2, seed=i)
+        transport = open_transport(tmp_path) if kind == "local" else Disk(posix=kind == "disk")
+        for rank in range(2):
+            write_part(transport, this, rank, 2, pad=True)
+        publishers = [open_transport(tmp_path) if kind == "local" else transport for _ in range(4)]
+        results = race(publishers, this)
+        assert results.count(True) == 1, results
+        assert all(result in (True, False) or isinstance(result, WriterConflictError) for result in results), results
+        found = (
+            {p.name: p.read_bytes() for p in (tmp_path / this.name).iterdir() if p.is_file()}
+            if kind == "local"
+            else transport.content(this.name)
+        )
+        this.check(found)
+
+
+def _publish(root: str, seed: int, barrier, results) -> None:
+    this = case(n=6, per_shard=2, seed=seed)
+    transport = open_transport(root)
+    barrier.wait(30)
+    try:
+        results.put(finalize_store(transport, this.metadata))
+    except WriterConflictError:
+        results.put("conflict")
+    except SaevStoreError as error:
+        results.put(repr(error))
+
+
+def test_of_racing_processes_one_wins(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    this = case(n=6, per_shard=2, seed=3)
+    transport = open_transport(tmp_path)
+    for rank in range(2):
+        write_part(transport, this, rank, 2)
+    barrier, results = context.Barrier(3), context.Queue()
+    racers = [context.Process(target=_publish, args=(str(tmp_path), 3, barrier, results)) for _ in range(3)]
+    for racer in racers:
+        racer.start()
+    found = [results.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert found.count(True) == 1, found
+    assert set(found) <= {True, False, "conflict"}
+    this.check({p.name: p.read_bytes() for p in (tmp_path / this.name).iterdir() if p.is_file()})
+
+
+class LosesAnswers(Disk):
+    """Creates what it is told to, and then says that it failed."""
+
+    def create(self, path: str, data: bytes) -> None:
+        super().create(path, data)
+        if path.endswith(("metadata.json", "claim.json")):
+            raise TransportError("the answer was lost", where=path)
+
+
+class Retries(Disk):
+    """The same, and a client in between that tries again and meets its own object."""
+
+    def create(self, path: str, data: bytes) -> None:
+        super().create(path, data)
+        super().create(path, data)
+
+
+@pytest.mark.parametrize("kind", [LosesAnswers, Retries])
+def test_a_lost_answer_is_no_defeat(kind: type[Disk]) -> None:
+    this = case(pad=False)
+    bucket = kind(posix=False)
+    with create_store(bucket, this.metadata, block_bytes=64, on_nonfinite="allow") as writer:
+        writer.append(*this.rows(0, 7))
+    assert writer.complete
+    this.check(bucket.content(this.name))
+
+
+def test_a_publisher_that_crashed_is_succeeded() -> None:
+    """On a disk the lock tells that it is dead; on a bucket nobody can know, so it has to be said."""
+    for posix in (True, False):
+        this, disk = case(n=6, per_shard=2), Disk(posix=posix)
+        for rank in range(2):
+            write_part(disk, this, rank, 2)
+        disk._set(f"{this.name}/.saev_store/publisher.json", b'{"attempt": "dead"}')
+        if not posix:
+            with pytest.raises(WriterConflictError, match="takeover=True"):
+                finalize_store(disk, this.metadata)
+        assert finalize_store(disk, this.metadata, takeover=not posix)
+        this.check(disk.content(this.name))
+
+
+def test_a_store_that_is_there_with_other_metadata_is_no_success() -> None:
+    this, disk = case(n=6, per_shard=2), Disk()
+    disk._set(f"{this.name}/metadata.json", b"{}")
+    with pytest.raises(StoreExistsError, match="other metadata"):
+        finalize_store(disk, this.metadata)

@@ -1,0 +1,257 @@
+"""Repair takes exactly what was lost, keeps what survives, and leaves either the old shard or the new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kill_harness_disk import Disk, PowerCut
+from kill_harness_oracle import Case, case
+
+from saev_store.documents import parse_metadata
+from saev_store.errors import ArgumentError, DocumentError, IncompleteStoreError, SaevStoreError, WriterConflictError
+from saev_store.store import ShardStore
+from saev_store.transport import MemoryTransport, open_transport
+from saev_store.writer import RepairWriter, create_store, open_repair
+
+
+def store_of(this: Case, *, digests: bool = True) -> MemoryTransport:
+    files = this.files()
+    if not digests:
+        del files["digests.json"]
+    return MemoryTransport(files)
+
+
+def change(memory: MemoryTransport, name: str, data: bytes | None) -> None:
+    memory.delete(name)
+    if data is not None:
+        memory.put(name, data)
+
+
+def fill(writer: RepairWriter, this: Case, batch: int = 2) -> None:
+    for start, end in writer.missing:
+        for i in range(start, end, batch):
+            writer.append(this.acts[i : min(i + batch, end)])
+
+
+def opened(memory: object, this: Case, **options: object) -> RepairWriter:
+    return open_repair(memory, this.metadata, on_nonfinite="allow", **options)
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("digests", [True, False])
+def test_missing_and_short_shards(pad: bool, digests: bool) -> None:
+    this = case(n=11, per_shard=3, pad=pad, block_bytes=48)
+    memory = store_of(this, digests=digests)
+    change(memory, "acts000000.bin", None)
+    change(memory, "acts000002.bin", memory.read("acts000002.bin")[:60])  # one example and a bit
+    with opened(memory, this) as writer:
+        assert writer.missing == [(0, 3), (7, 9)]
+        assert writer.n_missing == 5
+        fill(writer, this)
+        assert writer.missing == []
+    assert [file.name for file in writer.repaired] == ["acts000000.bin", "acts000002.bin"]
+    assert [file.examples for file in writer.repaired] == [((0, 3),), ((7, 9),)]
+    assert {file.identical for file in writer.repaired} == {True if digests else None}
+    expected = this.files() if digests else {k: v for k, v in this.files().items() if k != "digests.json"}
+    assert {k: v for k, v in memory.files.items() if k != "shards.json"} == {
+        k: v for k, v in expected.items() if k != "shards.json"
+    }
+
+
+@given(
+    flips=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**6)), min_size=1, max_size=4),
+    block_bytes=st.sampled_from([16, 48, 100, 4096]),
+    batch=st.integers(1, 5),
+)
+def test_flipped_bits_are_found_by_digests(flips, block_bytes, batch) -> None:
+    this = case(n=11, per_shard=3, block_bytes=block_bytes)
+    memory = store_of(this)
+    layout = this.metadata.layout
+    for shard_idx, at in flips:
+        name = f"acts{shard_idx:06d}.bin"
+        data = bytearray(memory.read(name))
+        data[at % layout.used_nbytes(shard_idx)] ^= 0xFF
+        change(memory, name, bytes(data))
+    expected: set[int] = set()
+    changed: set[str] = set()
+    for shard_idx in range(layout.n_shards):
+        name = f"acts{shard_idx:06d}.bin"
+        new, old, used = memory.read(name), this.files()[name], layout.used_nbytes(shard_idx)
+        for start in range(0, used, block_bytes):
+            end = min(start + block_bytes, used)
+            if new[start:end] != old[start:end]:
+                changed.add(name)
+                expected |= {shard_idx * 3 + byte // layout.example_nbytes for byte in range(start, end)}
+    with opened(memory, this, deep=True) as writer:
+        missing = {example for start, end in writer.missing for example in range(start, end)}
+        assert missing == expected
+        fill(writer, this, batch)
+    assert {file.name for file in writer.repaired} == changed
+    this.check(memory.files)
+
+
+def test_what_a_report_names_is_recorded_again_and_told_apart() -> None:
+    """Other numbers than the first time (another GPU, say) are fine: digests.json then tells of the new ones."""
+    this = case(n=11, per_shard=3, block_bytes=48)
+    memory = store_of(this)
+    with opened(memory, this, lost=[(2, 4), (10, 11)]) as writer:
+        assert writer.missing == [(2, 4), (10, 11)]
+        writer.append(this.acts[2:4] * 0 + 1)
+        writer.append(this.acts[10:])
+    assert [(file.name, file.identical) for file in writer.repaired] == [
+        ("acts000000.bin", False),
+        ("acts000001.bin", False),
+        ("acts000003.bin", True),
+    ]
+    acts = this.acts.copy()
+    acts[2:4] = this.acts[2:4] * 0 + 1
+    Case(this.metadata, acts, this.labels, True, 48).check(memory.files)
+
+
+def test_a_store_of_another_tool(tmp_path: Path) -> None:
+    """An older document, no digests: what is there is believed, what is not is recorded again."""
+    this = case(n=11, per_shard=3, protocol="1.0.0")
+    files = {name: data for name, data in this.files().items() if name != "digests.json"}
+    folder = tmp_path / this.name
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder / "acts000001.bin").unlink()
+    metadata = parse_metadata(files["metadata.json"], where="metadata.json")
+    with open_repair(open_transport(folder), metadata, on_nonfinite="allow") as writer:
+        writer.append(this.acts[3:6], this.labels[3:6])
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == files
+    assert ShardStore.open(folder)[...].tobytes() == this.acts.tobytes()
+
+
+def test_nothing_lost_is_nothing_to_do() -> None:
+    this = case()
+    memory = store_of(this)
+    with opened(memory, this, deep=True) as writer:
+        assert writer.missing == []
+        with pytest.raises(ArgumentError, match="1 examples were appended, 0 are missing"):
+            writer.append(this.acts[:1])
+    this.check(memory.files)
+
+
+def test_anything_else_is_refused() -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    memory = store_of(this)
+    change(memory, "acts000001.bin", None)
+    with (
+        pytest.raises(IncompleteStoreError, match="1 examples are still missing, from example 5"),
+        opened(memory, this) as writer,
+    ):
+        with pytest.raises(ArgumentError, match="4 examples were appended, 3 are missing"):
+            writer.append(this.acts[3:7])
+        with pytest.raises(ArgumentError, match="it must be"):
+            writer.append(np.zeros((1, 1, 1, 1), np.float32))
+        with pytest.raises(ArgumentError, match="labels of example 4 are others"):
+            writer.append(this.acts[3:5], np.stack([this.labels[3], this.labels[4] ^ 1]))
+        with pytest.raises(ArgumentError, match=r"labels\.bin is whole"):
+            writer.restore_labels(this.labels)
+        writer.append(this.acts[3:5], this.labels[3:5])
+    with pytest.raises(ArgumentError, match="closed"):
+        writer.append(this.acts[5:6])
+    assert "acts000001.bin" not in memory.files  # as damaged as it was
+    for lost in ([(-1, 2)], [(3, 99)], [(4, 3)]):
+        with pytest.raises(ArgumentError, match="does not lie within"):
+            opened(memory, this, lost=lost)
+    with pytest.raises(ArgumentError, match="on_nonfinite"):
+        open_repair(memory, this.metadata, on_nonfinite="no")
+    with pytest.raises(IncompleteStoreError, match="not published"):
+        opened(MemoryTransport(), this)
+    change(memory, "digests.json", b"{}")
+    with pytest.raises(DocumentError, match="Delete it"):
+        opened(memory, this)
+
+
+def test_lost_labels() -> None:
+    this = case()
+    for damage in (None, b"", bytes(14)):
+        memory = store_of(this)
+        change(memory, "labels.bin", damage)
+        with opened(memory, this) as writer:
+            assert writer.labels_lost
+            with pytest.raises(ArgumentError, match="it must be"):
+                writer.restore_labels(this.labels[:3])
+            writer.restore_labels(this.labels)
+            assert not writer.labels_lost
+        assert writer.repaired[0].identical
+        this.check(memory.files)
+    bare = case(labelled=False)
+    with opened(store_of(bare), bare) as writer, pytest.raises(ArgumentError, match="without labels"):
+        writer.restore_labels(this.labels)
+
+
+def test_two_repairs_at_once(tmp_path: Path) -> None:
+    this = case()
+    with create_store(open_transport(tmp_path), this.metadata, on_nonfinite="allow") as writer:
+        writer.append(*this.rows(0, 7))
+    transport = open_transport(tmp_path / this.name)
+    with opened(transport, this), pytest.raises(WriterConflictError):
+        opened(transport, this)
+    assert not (tmp_path / this.name / ".saev_store").exists()
+
+
+def repaired(disk: Disk, this: Case) -> bool:
+    try:
+        with opened(At(disk, this.name), this, deep=True) as writer:
+            fill(writer, this)
+        return True
+    except PowerCut:
+        return False
+    except SaevStoreError:
+        assert disk.dies_before is not None
+        return False
+
+
+class At(Disk):
+    """A folder of a disk as a root of its own."""
+
+    def __init__(self, disk: Disk, folder: str) -> None:
+        self.__dict__ = disk.__dict__
+        self.folder = folder
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name in {"read", "size", "get_ranges", "list", "put", "create", "delete", "open_sink", "lock"}:
+            folder = super().__getattribute__("folder")
+            return lambda path="", *args, **kwargs: found(f"{folder}/{path}".rstrip("/"), *args, **kwargs)
+        if name == "move":
+            folder = super().__getattribute__("folder")
+            return lambda source, target: found(f"{folder}/{source}", f"{folder}/{target}")
+        return found
+
+
+def test_every_crash_point_of_a_repair() -> None:
+    this = case(n=8, per_shard=3)
+
+    def damaged() -> Disk:
+        disk = Disk()
+        for name, data in this.files().items():
+            disk._set(f"{this.name}/{name}", data)
+        del disk.files[f"{this.name}/acts000000.bin"]
+        disk.files[f"{this.name}/acts000001.bin"].seen[70] ^= 1
+        disk.files[f"{this.name}/acts000001.bin"].durable[70] ^= 1
+        return disk
+
+    whole = damaged()
+    assert repaired(whole, this)
+    this.check(whole.content(this.name))
+    rng = np.random.default_rng(0)
+    for n in range(whole.n_operations):
+        disk = damaged()
+        disk.dies_before = n
+        assert not repaired(disk, this)
+        disk = disk.rebooted(rng)
+        content = disk.content(this.name)
+        for name in ("acts000000.bin", "acts000001.bin"):  # the old one, or the new one, never a mixture
+            old = damaged().content(this.name).get(name)
+            assert content.get(name) in (old, this.files()[name]), n
+        assert repaired(disk, this)
+        this.check(disk.content(this.name))
