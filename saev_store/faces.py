@@ -62,7 +62,7 @@ class Faces:
 
         Args:
             chunks: As in `xarray.open_dataset`: None reads without dask when it is asked for values, `{}` makes dask arrays
-                of few tasks that follow the shards.
+                of few tasks that follow the shards and read through this store, as those of `as_dask` do.
             zarr_chunks: `chunks` of `as_zarr`.
             sharded: As in `as_zarr`.
 

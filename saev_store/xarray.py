@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from saev_store.chunks import task_lengths
+from saev_store.dask import from_store
 from saev_store.errors import MissingDependencyError
 from saev_store.names import METADATA_NAME, SHARDS_NAME
 from saev_store.store import ShardStore
-from saev_store.zarr import TensorKeys, open_view
+from saev_store.zarr import ARRAY, TensorKeys, open_view
 
 try:
     import xarray
@@ -106,8 +107,14 @@ def open_store(
         zarr_chunks=zarr_chunks,
         sharded=sharded,
     )
-    # Cut afterwards, sizes of the caller's own are no reason for xarray to warn that they are not the hints.
-    return dataset if take_hints else dataset.chunk(chunks)
+    if not take_hints:
+        # Cut afterwards, sizes of the caller's own are no reason for xarray to warn that they are not the hints.
+        dataset = dataset.chunk(chunks)
+    if chunks is None:
+        return dataset
+    # The same tasks through the store itself: views where memory is mapped, merged requests elsewhere.
+    activations = dataset[ARRAY]
+    return dataset.assign({ARRAY: activations.copy(data=from_store(store, chunks=activations.data.chunks))})
 
 
 def _hint(dataset: xarray.Dataset, multiple_of: int, store: ShardStore) -> None:

@@ -159,9 +159,9 @@ def test_xarray_and_dask_fetch_no_more_than_zarr():
     transport, store = counted()
     lazy = store.as_xarray(zarr_chunks=(1, 1, 17, 32), sharded=False)
     assert cost_of(transport, lambda: lazy.activations.sel(layer=3).values) == (40, 40 * PLANE)
+    store[0:40:10, 0, 0]  # each shard's size is asked for when it is first touched
     tasks = store.as_xarray(chunks={}, zarr_chunks=(1, 1, 17, 32), sharded=False)
     assert cost_of(transport, lambda: tasks.activations.sel(layer=3).values) == (40, 40 * PLANE)
-    store[0:40:10, 0, 0]  # each shard's size is asked for when it is first touched
     array = store.as_dask()
     assert cost_of(transport, array[:, 3].compute) == (40, 40 * PLANE)
     assert cost_of(transport, array[17, 3, 5].compute) == (1, VECTOR)

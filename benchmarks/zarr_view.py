@@ -1,0 +1,263 @@
+"""How fast the Zarr view reads: against native Zarr with the same chunks, bare maps, NumPy loops, and over a slow link.
+
+    python benchmarks/zarr_view.py [--gib 0.5] [--folder DIR] [--rounds 5] [--latency-ms 30] [--json]
+
+The link is a web server on this machine that waits before each answer; both sides read from it through fsspec, with zarr's
+defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import http.server
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import zarr
+from _common import Line, make_store, race, report, seconds
+
+from saev_store import ShardStore, new_metadata
+from saev_store.documents import shards_bytes
+from saev_store.transport import LatencyTransport, MemoryTransport
+from saev_store.zarr import ZarrView
+
+
+class SlowServer(http.server.SimpleHTTPRequestHandler):
+    """Files with ranges, each answer after a wait."""
+
+    protocol_version = "HTTP/1.1"
+    latency_s = 0.0
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        time.sleep(self.latency_s)
+        path = self.translate_path(self.path)
+        if not os.path.isfile(path):
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        size = os.path.getsize(path)
+        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "bytes=0-"))
+        first, last = wanted.groups() if wanted else ("0", "")
+        start = int(first) if first else max(0, size - int(last))
+        end = min(int(last) + 1, size) if first and last else size
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        self.end_headers()
+        if with_body:
+            with open(path, "rb") as file:
+                file.seek(start)
+                self.wfile.write(file.read(end - start))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def serve(folder: str, latency_s: float, ports: multiprocessing.Queue) -> None:
+    SlowServer.latency_s = latency_s
+    handler = functools.partial(SlowServer, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        ports.put(server.server_address[1])
+        server.serve_forever()
+
+
+@contextlib.contextmanager
+def served(folder: Path, latency_s: float) -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    process = context.Process(target=serve, args=(str(folder), latency_s, ports), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ports.get(timeout=60)}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def activations(view: ZarrView) -> zarr.Array:
+    return zarr.open_group(view, mode="r")["activations"]
+
+
+def native(root: Path, store: ShardStore, chunks: tuple[int, ...]) -> Path:
+    """The same array as zarr-python writes it: uncompressed, the same chunks."""
+    path = root / f"native-{'-'.join(map(str, chunks))}.zarr"
+    array = zarr.create_array(path, shape=store.shape, chunks=chunks, dtype="float32", compressors=None, fill_value=0)
+    array[:] = store[:]
+    return path
+
+
+def local(root: Path, folder: Path, rounds: int) -> list[Line]:
+    store = ShardStore.open(folder)
+    layout = store.layout
+    maps = [
+        np.memmap(folder / f"acts{i:06d}.bin", "<f4", "r", shape=(layout.examples_in(i), *layout.shape[1:]))
+        for i in range(layout.n_shards)
+    ]
+    lines = []
+    for chunks in ("auto", (1, 1, *layout.shape[2:])):
+        ours = activations(store.as_zarr(chunks=chunks))
+        theirs = zarr.open_array(native(root, store, ours.chunks), mode="r")
+        np.testing.assert_array_equal(ours[:3], theirs[:3])
+        shape = str(ours.chunks).replace(" ", "")
+        for what, key in (("full scan", np.s_[:]), ("one layer", np.s_[:, 1])):
+            pair = race(lambda a=ours, k=key: a[k], lambda a=theirs, k=key: a[k], rounds)
+            against = "native Zarr, uncompressed, same chunks"
+            lines.append(
+                Line(f"{what}, chunks {shape}", pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1])
+            )
+            if chunks == "auto":
+                bare = functools.partial(lambda key: np.concatenate([part[key] for part in maps]), key)
+                pair = race(lambda a=ours, k=key: a[k], bare, rounds)
+                lines.append(
+                    Line(
+                        f"{what}, chunks {shape}",
+                        pair[0] * 1e3,
+                        pair[1] * 1e3,
+                        "ms",
+                        "np.memmap",
+                        "",
+                        pair[0] / pair[1],
+                    )
+                )
+    ours = activations(store.as_zarr())
+    tracemalloc.start()
+    nbytes = ours[:].nbytes
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    lines.append(
+        Line("peak memory of a full scan", peak / 2**20, nbytes / 2**20, "MiB", "the output", "<= 1.05", peak / nbytes)
+    )
+    return [*lines, *dask_means(store, maps, rounds)]
+
+
+def dask_means(store: ShardStore, maps: list[np.memmap], rounds: int) -> list[Line]:
+    def loop() -> np.ndarray:
+        total = np.zeros(store.shape[1:], dtype=np.float64)
+        for part in maps:
+            for start in range(0, len(part), 32):
+                total += part[start : start + 32].sum(axis=0, dtype=np.float64)
+        return total / len(store)
+
+    blocks, dataset = store.as_dask(), store.as_xarray(chunks={})
+    np.testing.assert_allclose(blocks.mean(axis=0).compute(), loop(), atol=1e-4)
+    lines = []
+    for name, work in (
+        ("dask mean over examples, as_dask()", lambda: blocks.mean(axis=0, dtype=np.float64).compute()),
+        (
+            "dask mean over examples, as_xarray()",
+            lambda: dataset.activations.mean("example", dtype=np.float64).compute(),
+        ),
+    ):
+        pair = race(work, loop, rounds)
+        lines.append(Line(name, pair[0] * 1e3, pair[1] * 1e3, "ms", "a NumPy loop over maps", "", pair[0] / pair[1]))
+    return lines
+
+
+def remote(root: Path, latency_s: float, rounds: int) -> list[Line]:
+    folder, _ = make_store(root / "far", n_bytes=40 * 6 * 197 * 768 * 4, n_shards=4, layers=range(6))
+    local_store = ShardStore.open(folder)
+    chunks = (1, 1, *local_store.shape[2:])
+    path = native(root / "far", local_store, chunks)
+    lines = []
+    with served(root, latency_s) as url:
+        store = ShardStore.open(f"{url}/far/{folder.name}")
+        theirs = zarr.open_array(zarr.storage.FsspecStore.from_url(f"{url}/far/{path.name}", read_only=True), mode="r")
+        ways = {"": store.as_zarr()}
+        if activations(ways[""]).shards is not None:
+            ways[", not sharded"] = store.as_zarr(sharded=False)
+        for suffix, view in ways.items():
+            ours = activations(view)
+            for what, key in (
+                ("one layer of 40 x 6", np.s_[:, 3]),
+                ("one vector", np.s_[17, 3, 5]),
+                ("full scan", np.s_[:]),
+            ):
+                np.testing.assert_array_equal(ours[key], theirs[key])
+                pair = race(lambda a=ours, k=key: a[k], lambda k=key: theirs[k], rounds)
+                against = "FsspecStore, native chunks of one layer"
+                lines.append(
+                    Line(f"far: {what}{suffix}", pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1])
+                )
+        if len(ways) > 1:
+            vectors = activations(store.as_zarr(chunks=(1, 1, 1, store.shape[3])))
+            pair = race(lambda: vectors[17, 3, 5], lambda: theirs[17, 3, 5], rounds)
+            what = "far: one vector, inner chunks of one"
+            lines.append(Line(what, pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1]))
+    return lines
+
+
+def seven_million() -> list[Line]:
+    metadata = new_metadata(
+        family="clip", ckpt="ViT-L/14", layers=range(6), content_tokens_per_example=256, cls_token=True, d_model=1024,
+        n_examples=1_200_000, max_tokens_per_shard=2_400_000,
+    )  # fmt: skip
+    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
+    transport = LatencyTransport(MemoryTransport(files, label=metadata.hash), 0.0, 1e12)
+    store = ShardStore.open(transport)
+
+    def work() -> None:
+        array = activations(store.as_zarr(chunks=(1, 1, 257, 1024), sharded=False))
+        assert math.prod(array.cdata_shape) == 7_200_000
+
+    whole = seconds(lambda: ShardStore.open(transport))
+    work()
+    view = min(seconds(work) for _ in range(5))
+    return [
+        Line(
+            "opening 7.2 million chunks",
+            view * 1e3,
+            whole * 1e3,
+            "ms",
+            "opening the store itself",
+            "< 100 ms",
+            view / whole,
+        )
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=0.5, help="size of the local store")
+    parser.add_argument("--folder", default=None, help="where to make it (default: the system's temporary folder)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--latency-ms", type=float, default=30.0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        folder, metadata = make_store(root, n_bytes=int(options.gib * 2**30), n_shards=4, layers=(2, 5, 11))
+        lines = [
+            *local(root, folder, options.rounds),
+            *seven_million(),
+            *remote(root, options.latency_ms / 1e3, options.rounds),
+        ]
+        facts = {
+            "shape": metadata.layout.shape, "bytes": metadata.layout.nbytes, "cores": os.cpu_count(),
+            "zarr": zarr.__version__, "latency_ms": options.latency_ms,
+        }  # fmt: skip
+        report(lines, facts, as_json=options.json)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
