@@ -12,10 +12,17 @@ if TYPE_CHECKING:
 
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
-    """Show what a store holds. Opens damaged ones as well, and says what is lost."""
+    """Show what a store, or a data set that stores are recorded from, holds. Opens damaged stores as well."""
+    from saev_store.cli.sources import source_at, source_info
     from saev_store.store import ShardStore
 
-    with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
+    given = storage_options(options, option)
+    source = source_at(url, given)
+    if source is not None:
+        with source:
+            source_info(source, as_json=as_json)
+        return
+    with ShardStore.open(url, given, damaged_ok=True) as store:
         emit_json(describe(store)) if as_json else emit(repr(store))
 
 

@@ -20,10 +20,17 @@ def validate(
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Check a store; exit with 1 if anything in it is lost or wrong."""
+    """Check a store or a data set; exit with 1 if anything in it is lost or wrong."""
+    from saev_store.cli.sources import source_at, source_validate
     from saev_store.store import ShardStore
 
-    with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
+    given = storage_options(options, option)
+    source = source_at(url, given)
+    if source is not None:
+        with source:
+            source_validate(source, deep=deep, as_json=as_json, progress=progress)
+        return
+    with ShardStore.open(url, given, damaged_ok=True) as store:
         report = store.validate(deep=deep, progress=progress)
     emit_json(report.to_dict()) if as_json else emit(str(report))
     if not report.ok:

@@ -101,6 +101,11 @@ class Source(Protocol[SampleT_co]):
         """Let go of maps and connections; using the source afterwards opens them again."""
         ...
 
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
 
 class NumberedSource:
     """What sources share whose samples have no names: the key of sample 7 is `"7"`, and there is one split."""

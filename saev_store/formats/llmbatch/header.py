@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from saev_store.errors import CorruptShardError, DocumentError, UnknownProtocolError
+from saev_store.layout import MAX_INT64
 from saev_store.problems import Problem
 
 MAGIC = b"LLMBATCH"
@@ -120,6 +121,11 @@ def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, t
     if problems:
         raise DocumentError("; ".join(problem.message for problem in problems), where=where, problems=problems)
     header = Header(batch_size, seq_len, num_batches, seed, total_records)
+    if header.padded_batch_nbytes > MAX_INT64:
+        raise DocumentError(
+            f"a batch of {batch_size:,} x {seq_len:,} tokens has {header.raw_batch_nbytes:,} bytes; it must be below 2^63",
+            where=where,
+        )
     if header.file_nbytes != file_nbytes:
         raise CorruptShardError(
             f"the file has {file_nbytes:,} bytes; {num_batches:,} batches of {header.padded_batch_nbytes:,} bytes after "

@@ -226,8 +226,12 @@ class BatchFileReader(NumberedSource):
         """Records by their numbers in the writer's source: uint32, shape (n, seq_len), fresh memory."""
         return self.rows(self.places_of(numbers))
 
-    def places_of(self, numbers: npt.ArrayLike | slice) -> IntArray:
+    def places_of(self, numbers: npt.ArrayLike | slice, *, dropped_ok: bool = False) -> IntArray:
         """Places in the file of records, by their numbers in the writer's source.
+
+        Args:
+            numbers: From 0 to `total_records - 1`.
+            dropped_ok: Give a place that does not exist, `len(reader)` or more, to a record that was dropped.
 
         Raises:
             NotFoundError: as in `record`.
@@ -235,7 +239,7 @@ class BatchFileReader(NumberedSource):
         wanted = _positions(numbers, self.total_records, what="record")
         places = self._record_order().places(wanted)
         dropped = np.flatnonzero(places >= len(self))
-        if len(dropped):
+        if len(dropped) and not dropped_ok:
             raise NotFoundError(
                 f"record {int(wanted[dropped[0]])} was dropped: {self.total_records:,} records do not fill batches of "
                 f"{self.batch_size}",

@@ -1,0 +1,198 @@
+"""Every batch once in an epoch, in an order that is a function of seed and epoch alone, and that can be continued."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from token_files import llmbatch_bytes
+
+from saev_store.errors import ArgumentError, CorruptShardError, ResumeError
+from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
+from saev_store.formats.llmbatch.order import block_order, epoch_batches
+from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+
+
+def reader_of(n, batch_size=2, seq_len=3):
+    """Batch i holds nothing but the number i."""
+    batches = np.broadcast_to(np.arange(n, dtype=np.uint32)[:, None, None], (n, batch_size, seq_len))
+    return BatchFileReader("x.batch", transport=MemoryTransport({"x.batch": llmbatch_bytes(batches)}))
+
+
+def numbers(loader):
+    return [int(batch[0, 0]) for batch in loader]
+
+
+@given(n=st.integers(0, 40), block=st.integers(1, 50), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 1000))
+def test_an_epoch_is_a_shuffle_of_blocks(n, block, seed, epoch):
+    order = epoch_batches(n, block_size=block, shuffle=True, seed=seed, epoch=epoch).tolist()
+    assert sorted(order) == list(range(n))
+    runs = [list(run) for _, run in itertools.groupby(order, key=lambda batch: batch // block)]
+    assert len(runs) == -(-n // block)
+    assert all(run == list(range(run[0], run[0] + len(run))) for run in runs)
+    assert epoch_batches(n, block_size=block, shuffle=False, seed=seed, epoch=epoch).tolist() == list(range(n))
+
+
+@given(n=st.integers(2, 30), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
+def test_neighbouring_epochs_differ(n, seed, epoch):
+    orders = [tuple(block_order(n, seed=seed, epoch=epoch + i).tolist()) for i in range(n)]
+    assert len(set(orders)) == n
+
+
+def test_every_order_of_three_blocks_comes_up():
+    seen = {tuple(block_order(3, seed=seed, epoch=epoch).tolist()) for seed in range(10) for epoch in range(10)}
+    assert len(seen) == 6
+
+
+def test_the_order_of_blocks_is_pinned():
+    """A change here makes every saved state lie: then BLOCK_ORDER needs a new name."""
+    assert block_order(8, seed=42, epoch=3).tolist() == [2, 5, 7, 0, 3, 1, 6, 4]
+
+
+def test_tensors_and_arrays():
+    torch = pytest.importorskip("torch")
+    reader = reader_of(5)
+    tensors, arrays = list(BatchNativeLoader(reader, 2)), list(BatchNativeLoader(reader, 2, output="numpy"))
+    assert all(tensor.dtype == torch.int64 and tensor.shape == (2, 3) for tensor in tensors)
+    assert all(array.dtype == np.uint32 for array in arrays)
+    np.testing.assert_array_equal(np.stack(arrays), torch.stack(tensors).numpy())
+
+
+@given(n=st.integers(0, 30), world=st.integers(1, 6), block=st.integers(1, 8), drop=st.booleans())
+def test_ranks_share_an_epoch(n, world, block, drop):
+    reader = reader_of(n)
+    loaders = [
+        BatchNativeLoader(reader, block, output="numpy", rank=rank, world_size=world, drop_last=drop)
+        for rank in range(world)
+    ]
+    parts = [numbers(loader) for loader in loaders]
+    assert {len(part) for part in parts} == {len(loaders[0])}
+    together = [batch for part in parts for batch in part]
+    if drop:
+        assert len(set(together)) == len(together) == n // world * world
+    else:
+        assert set(together) == set(range(n))
+        assert len(together) - n < world
+
+
+@given(n=st.integers(1, 20), stop=st.integers(0, 25), world=st.integers(1, 3), again=st.integers(0, 5))
+def test_going_on_equals_never_having_stopped(n, stop, world, again):
+    def make():
+        return BatchNativeLoader(reader_of(n), 3, output="numpy", epoch=4, rank=world - 1, world_size=world)
+
+    whole = numbers(make())
+    first = make()
+    seen = [int(batch[0, 0]) for batch in itertools.islice(iter(first), stop)]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = make()
+    second.set_epoch(0)
+    second.load_state_dict(state)
+    more = [int(batch[0, 0]) for batch in itertools.islice(iter(second), again)]
+    third = make()
+    third.load_state_dict(second.state_dict())
+    rest = numbers(third)
+    if stop < len(whole) and stop + again < len(whole):
+        assert seen + more + rest == whole
+    assert numbers(third) == whole  # the next time, from the beginning
+
+
+def test_a_finished_epoch_does_not_count_twice():
+    loader = BatchNativeLoader(reader_of(6), 2, output="numpy")
+    assert numbers(loader) == numbers(loader)
+    assert loader.state_dict()["yielded"] == 0
+    loader.set_epoch(1)
+    assert loader.epoch == 1
+    assert len(loader) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"block_size": 3},
+        {"num_batches": 7},
+        {"world_size": 2},
+        {"shuffle": False},
+        {"shuffle": 1},
+        {"version": 2},
+        {"order": "x"},
+        {"yielded": -1},
+        {"yielded": 7},
+        {"yielded": True},
+        {"yielded": "1"},
+        {"epoch": -1},
+        {"epoch": None},
+        {"seq_len": 4},
+    ],
+)
+def test_a_state_of_something_else_is_refused(change):
+    loader = BatchNativeLoader(reader_of(6), 2, output="numpy")
+    with pytest.raises(ResumeError, match=next(iter(change))):
+        loader.load_state_dict({**loader.state_dict(), **change})
+    with pytest.raises(ResumeError):
+        loader.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"block_size": 0},
+        {"block_size": "8"},
+        {"seed": -1},
+        {"epoch": -1},
+        {"rank": 1},
+        {"rank": -1},
+        {"world_size": 0},
+        {"output": "list"},
+    ],
+)
+def test_wrong_arguments(arguments):
+    with pytest.raises(ArgumentError):
+        BatchNativeLoader(reader_of(3), **arguments)
+
+
+@pytest.mark.parametrize("engine", ["pread", "fsspec"])
+@pytest.mark.parametrize("most", [None, 4])
+def test_fetched_batches_are_the_mapped_ones(tmp_path, engine, most):
+    records = np.random.default_rng(0).integers(0, 2**31, (70, 900))
+    write_batch_file(tmp_path / "x.batch", records, 3, max_batches_per_file=most)
+    for epoch in range(3):
+        mapped = BatchNativeLoader(tmp_path / "x.batch", 4, epoch=epoch, output="numpy")
+        with BatchNativeLoader(tmp_path / "x.batch", 4, epoch=epoch, output="numpy", engine=engine) as fetched:
+            np.testing.assert_array_equal(np.stack(list(fetched)), np.stack(list(mapped)))
+
+
+def test_far_away_a_block_is_one_request(tmp_path):
+    records = np.random.default_rng(0).integers(0, 2**31, (160, 500))
+    write_batch_file(tmp_path / "x.batch", records, 4)
+    counting = CountingTransport(LatencyTransport(open_transport(tmp_path, engine="pread"), 0.0, 100e6))
+    reader = BatchFileReader("x.batch", transport=counting)
+    counting.reset()
+    assert len(list(BatchNativeLoader(reader, 10, output="numpy"))) == 40
+    assert counting.counters.requests <= 4  # blocks that happen to be neighbours travel together
+
+
+def test_a_failing_read_reaches_the_consumer_and_leaves_no_thread(tmp_path):
+    records = np.zeros((40, 5000), np.int32)
+    write_batch_file(tmp_path / "x.batch", records, 4)
+    loader = BatchNativeLoader(tmp_path / "x.batch", 1, output="numpy", engine="pread")
+    before = threading.active_count()
+    with open(tmp_path / "x.batch", "r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(CorruptShardError):
+        list(loader)
+    assert threading.active_count() == before
+
+
+def test_a_consumer_that_leaves_leaves_no_thread(tmp_path):
+    write_batch_file(tmp_path / "x.batch", np.zeros((40, 5000), np.int32), 4)
+    before = threading.active_count()
+    batches = iter(BatchNativeLoader(tmp_path / "x.batch", 2, output="numpy", engine="pread"))
+    next(batches)
+    batches.close()
+    assert threading.active_count() == before
