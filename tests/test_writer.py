@@ -279,7 +279,7 @@ def test_leaving_early_tells_how_far_and_how_to_go_on(tmp_path: Path) -> None:
     this = case()
     transport = open_transport(tmp_path)
     with (
-        pytest.raises(IncompleteStoreError, match=r"4 of 7 examples.*resume=True and append examples 4:7"),
+        pytest.raises(IncompleteStoreError, match=r"4 of 7 examples.*resume=True, and append the rest"),
         begin(transport, this) as writer,
     ):
         writer.append(*this.rows(0, 4))

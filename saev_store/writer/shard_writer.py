@@ -225,7 +225,7 @@ class ShardWriter:
             raise IncompleteStoreError(
                 f"{self.n_written} of {self._range[1] - self._range[0]} examples of {self._what()} were appended",
                 where=self.url,
-                remedy=f"Create it again with resume=True and append examples {self.next_example}:{self._range[1]}.",
+                remedy="Create it again with resume=True, and append the rest from its `next_example` on.",
             )
 
     # -- inside --------------------------------------------------------------------------------------------------------
