@@ -38,6 +38,7 @@ class Zeros(MemoryTransport):
         return self._shard_nbytes if path.endswith(".bin") and path.startswith("acts") else super().size(path)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
+        del path
         return [memoryview(np.zeros(end - start, dtype=np.uint8)) for start, end in zip(starts, ends, strict=True)]
 
 

@@ -164,7 +164,7 @@ def dask_means(store: ShardStore, maps: list[np.memmap], rounds: int) -> list[Li
         ("dask mean over examples, as_dask()", lambda: blocks.mean(axis=0, dtype=np.float64).compute()),
         (
             "dask mean over examples, as_xarray()",
-            lambda: dataset.activations.mean("example", dtype=np.float64).compute(),
+            lambda: dataset.activations.mean("example", dtype=np.float64, skipna=False).compute(),
         ),
     ):
         pair = race(work, loop, rounds)
