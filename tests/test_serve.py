@@ -1,0 +1,344 @@
+"""The view over HTTP: what the standard says of ranges, what browsers want, and clients who do not know us."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from dense_stores import plain_store
+from served import serving
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.layout import Layout
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from saev_store.serve import _application, application, listen
+from saev_store.serve._ranges import UnsatisfiableError, parse_range
+
+LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return plain_store(LAYOUT, tail="cut", labelled=True)
+
+
+@pytest.fixture(scope="module")
+def folder(plain, tmp_path_factory):
+    return plain.write(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def url(folder):
+    with serving(folder, "--chunks", "3,3,5,8") as (address, _):
+        yield address
+
+
+class Answer:
+    def __init__(self, url: str, path: str, method: str = "GET", **headers: str):
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
+        connection.request(
+            method, f"/{path}", headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
+        response = connection.getresponse()
+        self.status, self.headers, self.body = response.status, response.headers, response.read()
+        connection.close()
+
+
+KEY = "activations/c/1/0/0/0"
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_value(url, plain):
+    answer = Answer(url, KEY)
+    assert (answer.status, answer.body) == (200, plain.dense[3:6].tobytes())
+    assert answer.headers["Content-Type"] == "application/octet-stream"
+    assert answer.headers["Accept-Ranges"] == "bytes"
+    assert answer.headers["Content-Length"] == str(3 * LAYOUT.example_nbytes)
+    document = Answer(url, "activations/zarr.json")
+    assert document.headers["Content-Type"] == "application/json"
+    assert json.loads(document.body)["shape"] == [7, 3, 5, 8]
+    padded = Answer(url, "activations/c/2/0/0/0").body
+    assert padded == plain.dense[6:].tobytes() + bytes(2 * LAYOUT.example_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("bytes=0-9", slice(0, 10)),
+        ("bytes=100-", slice(100, None)),
+        ("bytes=-12", slice(-12, None)),
+        ("bytes=1430-99999", slice(1430, None)),
+        ("bytes=-99999", slice(0, None)),
+        ("Bytes=5-5", slice(5, 6)),
+    ],
+)
+@pytest.mark.parametrize("key", [KEY, "activations/c/2/0/0/0", "zarr.json", "labels/c/0/0"])
+def test_one_range(url, key, header, expected):
+    whole = Answer(url, key).body
+    answer = Answer(url, key, Range=header)
+    if int(header.split("=")[1].split("-")[0] or 0) >= len(whole):
+        assert answer.status == 416
+        return
+    assert (answer.status, answer.body) == (206, whole[expected])
+    start, stop, _ = expected.indices(len(whole))
+    assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/{len(whole)}"
+
+
+@pytest.mark.parametrize("header", ["bytes=1440-", "bytes=99999-100000", "bytes=-0"])
+def test_a_range_beyond_the_end(url, header):
+    answer = Answer(url, KEY, Range=header)
+    assert (answer.status, answer.body) == (416, b"")
+    assert answer.headers["Content-Range"] == "bytes */1440"
+
+
+@pytest.mark.parametrize(
+    "header", ["bytes=0-1,5-6", "bytes=9-3", "bytes=x", "items=0-1", "bytes=--1", "bytes=", "bytes=²-"]
+)
+def test_a_header_that_may_be_ignored(url, header):
+    answer = Answer(url, KEY, Range=header.encode().decode("latin-1"))
+    assert (answer.status, len(answer.body)) == (200, 1440)
+
+
+def test_ranges_are_pure():
+    assert parse_range(None, 10) is None
+    assert parse_range("bytes=0-", 1) == (0, 1)
+    for nbytes in (0, 3):
+        with pytest.raises(UnsatisfiableError):
+            parse_range("bytes=3-", nbytes)
+    assert parse_range("bytes=" + "9" * 5000 + "-", 3) is None
+
+
+def test_head_has_the_headers_and_no_body(url):
+    for headers in ({}, {"Range": "bytes=3-9"}):
+        get, head = Answer(url, KEY, **headers), Answer(url, KEY, "HEAD", **headers)
+        assert (head.status, head.body) == (get.status, b"")
+        for name in ("Content-Length", "Content-Type", "Content-Range", "Accept-Ranges", "ETag"):
+            assert head.headers[name] == get.headers[name]
+
+
+def test_what_has_not_changed_is_not_sent_again(url):
+    tag = Answer(url, KEY).headers["ETag"]
+    again = Answer(url, KEY, If_None_Match=tag)
+    assert (again.status, again.body) == (304, b"")
+    assert Answer(url, KEY, If_None_Match='"other"').status == 200
+    assert Answer(url, KEY, If_Range=tag, Range="bytes=0-3").status == 206
+    assert Answer(url, KEY, If_Range='"other"', Range="bytes=0-3").status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "activations/c/3/0/0/0", "activations/c/1/0/0", "activations/c/01/0/0/0", "activations/c/-1/0/0/0", "nothing",
+        "metadata.json", "acts000000.bin", "labels.bin", "../metadata.json", "..%2Fmetadata.json", "%2e%2e/metadata.json",
+        "activations/../zarr.json", "/zarr.json", "/etc/passwd", "//etc/passwd", "%00", ".zarray", ".zmetadata", "zarr.json/",
+        "activations/c/%C2%B2/0/0/0", "a" * 5000,
+    ],
+)  # fmt: skip
+def test_everything_else_is_not_there(url, path):
+    for method in ("GET", "HEAD"):
+        answer = Answer(url, path, method)
+        assert answer.status == 404
+        assert b"root:" not in answer.body
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH"])
+def test_nothing_can_be_written(url, method):
+    answer = Answer(url, KEY, method)
+    assert answer.status == 405
+    assert "GET" in answer.headers["Allow"]
+
+
+def test_the_front_page_says_what_this_is(url):
+    answer = Answer(url, "")
+    assert answer.status == 200
+    assert b"Zarr v3" in answer.body
+    assert b"layer 3" in answer.body
+
+
+def test_browsers_may_read(url):
+    answer = Answer(url, KEY, Origin="http://viewer.example", Range="bytes=0-9")
+    assert answer.headers["Access-Control-Allow-Origin"] == "*"
+    assert "Content-Range" in answer.headers["Access-Control-Expose-Headers"]
+    asked = {"Access_Control_Request_Method": "GET", "Access_Control_Request_Headers": "range"}
+    preflight = Answer(url, KEY, "OPTIONS", Origin="http://viewer.example", **asked)
+    assert preflight.status == 200
+    assert "GET" in preflight.headers["Access-Control-Allow-Methods"]
+    assert "range" in preflight.headers["Access-Control-Allow-Headers"].lower()
+
+
+def test_only_some_pages_may_read(folder):
+    with serving(folder, "--origin", "http://viewer.example") as (address, _):
+        welcome = Answer(address, KEY, Origin="http://viewer.example")
+        other = Answer(address, KEY, Origin="http://evil.example")
+    assert welcome.headers["Access-Control-Allow-Origin"] == "http://viewer.example"
+    assert other.headers["Access-Control-Allow-Origin"] is None
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_damage_is_an_error_and_never_zeros(plain, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    os.truncate(folder / "acts000000.bin", 2 * LAYOUT.example_nbytes)
+    (folder / "acts000001.bin").unlink()
+    with serving(folder, "--chunks", "1,3,5,8") as (address, _):
+        assert Answer(address, "activations/c/1/0/0/0").body == plain.dense[1].tobytes()
+        assert Answer(address, "activations/c/6/0/0/0").body == plain.dense[6].tobytes()
+        for example, file in ((2, "acts000000.bin"), (4, "acts000001.bin")):
+            for headers in ({}, {"Range": "bytes=0-7"}):
+                answer = Answer(address, f"activations/c/{example}/0/0/0", **headers)
+                assert answer.status == 500
+                error = json.loads(answer.body)["error"]
+                assert (error["type"], error["kind"], error["where"]) == ("CorruptShardError", "corrupt_shard", file)
+                assert str(tmp_path) not in answer.body.decode()
+
+
+def test_a_shard_that_shrinks_while_it_is_served(plain, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    with serving(folder, "--chunks", "3,3,5,8") as (address, process):
+        assert Answer(address, KEY).body == plain.dense[3:6].tobytes()
+        os.truncate(folder / "acts000001.bin", 7)
+        assert Answer(address, KEY).status == 500
+        assert Answer(address, "activations/c/0/0/0/0").body == plain.dense[:3].tobytes()
+        assert process.poll() is None
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+CLIENT = """
+import sys, numpy as np
+class Blocker:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] == "saev_store":
+            raise ImportError("saev_store is blocked")
+sys.meta_path.insert(0, Blocker())
+import fsspec, zarr
+url, truth = sys.argv[1], np.load(sys.argv[2])
+store = zarr.storage.FsspecStore.from_url(url.rstrip("/"), read_only=True)
+group = zarr.open_group(store, mode="r")
+for name in truth:
+    found = group[name][...]
+    assert found.dtype == truth[name].dtype, name
+    assert np.array_equal(found, truth[name], equal_nan=found.dtype.kind == "f"), name
+acts = group["activations"]
+assert np.array_equal(acts[4:6, 1, 2, 3:], truth["activations"][4:6, 1, 2, 3:], equal_nan=True)
+import xarray as xr
+found = xr.open_zarr(store, chunks=None).activations.sel(layer=11, token=-1)
+assert np.array_equal(found.values, truth["activations"][:, 2, 0], equal_nan=True)
+print("read", *sorted(group))
+"""
+
+
+def read_elsewhere(address: str, truth: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CLIENT, address, str(truth)]
+    return subprocess.run(command, cwd=truth.parent, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--sharded",), ("--chunks", "3,3,5,8")], ids=["auto", "sharded", "large"])
+def test_zarr_python_over_http(arguments, plain, folder, tmp_path: Path):
+    pytest.importorskip("aiohttp")
+    from saev_store.zarr._open import _CAN_READ_SHARDS
+
+    if "--sharded" in arguments and not _CAN_READ_SHARDS:
+        pytest.skip("this zarr fetches inner chunks one after the other, so the view refuses to be sharded")
+    layers, tokens = np.array(LAYOUT.layers), np.arange(-1, 4)
+    np.savez(tmp_path / "truth.npz", activations=plain.dense, labels=plain.labels, layer=layers, token=tokens)
+    with serving(folder, *arguments) as (address, _):
+        ran = read_elsewhere(address, tmp_path / "truth.npz")
+    assert (ran.returncode, ran.stdout) == (0, "read activations content_token labels layer token\n"), ran.stderr
+
+
+def test_zarr_python_meets_damage_as_an_error(plain, tmp_path: Path):
+    pytest.importorskip("aiohttp")
+    folder = plain.write(tmp_path)
+    (folder / "acts000001.bin").unlink()
+    np.savez(tmp_path / "truth.npz", activations=plain.dense)
+    with serving(folder) as (address, _):
+        ran = read_elsewhere(address, tmp_path / "truth.npz")
+    assert ran.returncode == 1
+    assert "500" in ran.stderr
+    assert "AssertionError" not in ran.stderr
+
+
+def test_large_values_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import asyncio
+
+    plain = plain_store(LAYOUT, seed=9)
+    store = ShardStore.open(plain.write(tmp_path))
+    monkeypatch.setattr(_application, "_PIECE_BYTES", 100)
+    app = application(store, chunks=(3, 3, 5, 8))
+    sent: list[dict] = []
+
+    async def call() -> None:
+        scope = {
+            "type": "http", "method": "GET", "path": f"/{KEY}", "raw_path": b"", "query_string": b"", "root_path": "",
+            "headers": [(b"range", b"bytes=7-1006")], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
+        }  # fmt: skip
+
+        async def receive() -> dict:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await app(scope, receive, send)
+
+    asyncio.run(call())
+    bodies = [message["body"] for message in sent if message["type"] == "http.response.body" and message["body"]]
+    assert len(bodies) == 10
+    assert b"".join(bodies) == plain.dense[3:6].tobytes()[7:1007]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_it_cleanly(folder):
+    with serving(folder) as (address, process):
+        assert address.startswith("http://127.0.0.1:")
+        assert Answer(address, "zarr.json").status == 200
+        parts = urlsplit(address)
+        kept_alive = socket.create_connection((parts.hostname, parts.port))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        kept_alive.close()
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(folder), "--port", str(port)]) == 2
+        assert f"port {port}" in capsys.readouterr().err
+    for host, port in (("127.0.0.1", 70000), ("no-such-host.invalid", 0), ("192.0.2.1", 0)):
+        with pytest.raises(ArgumentError, match=r"port|listen"):
+            listen(host, port)
+
+
+def test_listening_to_everybody_is_announced():
+    with pytest.warns(SaevStoreWarning, match="everybody"):
+        listening, address = listen("0.0.0.0", 0)
+    listening.close()
+    assert address.startswith("http://0.0.0.0:")
+
+
+def test_illegal_chunks(folder, capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", str(folder), "--port", "0", "--chunks", "2,3,5,8"]) == 2
+    assert "nearest shapes" in capsys.readouterr().err
