@@ -1,0 +1,101 @@
+"""What Energon reads from a data set, as JSON: run by an interpreter that has `megatron-energon`, never by ours.
+
+    python energon_peer.py read FOLDER SPLIT      samples of a split: get_train_dataset (one epoch) and get_val_dataset
+    python energon_peer.py files FOLDER NAME...   parts by file name
+    python energon_peer.py index FOLDER           rows of what `energon prepare` itself writes (the folder is changed)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sqlite3
+import sys
+import warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+
+
+def digest(value) -> str:
+    if isinstance(value, str):
+        value = value.encode()
+    elif hasattr(value, "numpy"):
+        value = (value.numpy() * 255).round().astype("uint8").tobytes()
+    return hashlib.sha256(value).hexdigest()
+
+
+def read(folder: str, split: str) -> object:
+    from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset, get_val_dataset, stateless
+    from megatron.energon.task_encoder import Cooker, basic_sample_keys
+    from megatron.energon.flavors import Sample
+    from megatron.energon.edataclass import edataclass
+
+    @edataclass
+    class Cooked(Sample):
+        parts: dict
+
+    @stateless
+    def cook(sample: dict) -> Cooked:
+        parts = {name: digest(value) for name, value in sample.items() if not name.startswith("__")}
+        return Cooked(**basic_sample_keys(sample), parts=parts)
+
+    class Encoder(DefaultTaskEncoder):
+        cookers = [Cooker(cook)]
+        decoder = None
+
+        def batch(self, samples):
+            return samples
+
+    crude = "CrudeWebdataset" in (Path(folder) / ".nv-meta/dataset.yaml").read_text()
+    options = {"worker_config": WorkerConfig(rank=0, world_size=1, num_workers=0), "batch_size": None}
+    if crude:
+        options["task_encoder"] = Encoder()
+    train = get_train_dataset(
+        folder, split_part=split, shuffle_buffer_size=None, max_samples_per_sequence=None, repeat=False, **options
+    )
+    val = get_val_dataset(folder, split_part=split, **options)
+
+    def seen(sample) -> list:
+        if crude:
+            return [sample.__key__, sample.parts]
+        names = [each.name for each in dataclasses.fields(sample) if not each.name.startswith("__")]
+        fields = {name: digest(getattr(sample, name)) for name in names}
+        return [sample.__key__, fields]
+
+    return {"train": sorted(map(seen, get_loader(train))), "val": list(map(seen, get_loader(val)))}
+
+
+def files(folder: str, *names: str) -> object:
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.cache.file_store import WebdatasetFileStore
+
+    reader = WebdatasetFileStore(EPath(folder))
+    return {name: digest(reader[name][0]) for name in names}
+
+
+def index(folder: str) -> object:
+    from click.testing import CliRunner
+    from megatron.energon.tools.prepare import command
+
+    result = CliRunner().invoke(
+        command,
+        ["--no-progress", "--non-interactive", "--num-workers", "1", "--split-ratio", "1,0,0", "--force-overwrite",
+         "--sample-type", "CrudeWebdataset", folder],
+    )  # fmt: skip
+    if result.exit_code:
+        return {"exit_code": result.exit_code, "output": result.output[-2000:]}
+    meta = Path(folder) / ".nv-meta"
+    db = sqlite3.connect(meta / "index.sqlite")
+    return {
+        "info": json.loads((meta / ".info.json").read_text())["shard_counts"],
+        "samples": db.execute("SELECT * FROM samples ORDER BY 1, 3").fetchall(),
+        "sample_parts": db.execute("SELECT * FROM sample_parts ORDER BY 1, 2, 4").fetchall(),
+        "tar_idx": {p.relative_to(folder).as_posix(): p.read_bytes().hex() for p in Path(folder).rglob("*.tar.idx")},
+    }
+
+
+if __name__ == "__main__":
+    answer = {"read": read, "files": files, "index": index}[sys.argv[1]](*sys.argv[2:])
+    print("ANSWER" + json.dumps(answer))

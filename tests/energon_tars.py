@@ -1,0 +1,67 @@
+"""Tars for tests: samples with odd names and contents, in each of the header formats that `tarfile` writes."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def tar_bytes(files: list[tuple[str, bytes]], *, format: str = "pax", close: bool = True) -> bytes:
+    """A tar of plain files in order."""
+    buffer = io.BytesIO()
+    tar = tarfile.open(fileobj=buffer, mode="w", format=FORMATS[format])
+    for name, data in files:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+    if close:
+        tar.close()
+    return buffer.getvalue()
+
+
+def sample_files(first: int, n: int, *, folder: str = "") -> list[tuple[str, bytes]]:
+    """Samples with a JSON and a text part each."""
+    files = []
+    for i in range(first, first + n):
+        files.append((f"{folder}s{i:05d}.json", b'{"i": %d, "caption": "c%d"}' % (i, i)))
+        files.append((f"{folder}s{i:05d}.txt", b"text %d\n" % i))
+    return files
+
+
+def odd_files() -> list[tuple[str, bytes]]:
+    """Everything that names may be, and entries that are no parts between them."""
+    long = "deep/" * 30 + "x" * 90
+    return [
+        ("__meta__/notes.json", b"{}"),
+        ("plain.txt", b"a"),
+        ("plain.sub.part.json", b"[1]"),
+        ("ünï/κλειδί.txt", "ü".encode()),
+        ("no_dot", b"not a part"),
+        (f"{long}.txt", b"long"),
+        (f"{long}.empty", b""),
+        (".hidden", b"not a part"),
+        ("with space's.a+b.txt", b"x" * 513),
+        ("dir.v1/k.txt", b"dots in folders"),
+        ("emoji🦜.txt", b"y" * 512),
+    ]
+
+
+def write_dataset(folder: Path, *, n_shards: int = 3, n: int = 4, odd: bool = True) -> dict[str, dict[str, bytes]]:
+    """Tars of each format below `folder/shards`; returns the truth: parts by key."""
+    (folder / "shards").mkdir(parents=True)
+    truth: dict[str, dict[str, bytes]] = {}
+    for shard in range(n_shards):
+        format = list(FORMATS)[shard % len(FORMATS)]
+        files = sample_files(shard * n, n)
+        if odd and format != "ustar":
+            files = [(f"f{shard}/{name}" if not name.startswith(("__", ".")) else name, data) for name, data in odd_files()] + files
+        (folder / f"shards/shard_{shard:03d}.tar").write_bytes(tar_bytes(files, format=format))
+        for name, data in files:
+            stem, dot, part = name.rpartition("/")[2].partition(".")
+            if stem and dot and not name.startswith("__"):
+                prefix = name[: len(name) - len(stem) - len(dot) - len(part)]
+                truth.setdefault(prefix + stem, {})[part] = data
+    return truth

@@ -1,0 +1,109 @@
+"""What `prepare` writes, read by Energon itself; and what Energon's own `prepare` writes about the same tars.
+
+Energon brings torch and much else, so it lives in an environment of its own:
+
+    python -m venv /tmp/energon && /tmp/energon/bin/pip install megatron-energon
+    SAEV_STORE_ENERGON_PYTHON=/tmp/energon/bin/python python -m pytest tests/test_energon_peer.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+from energon_tars import write_dataset
+
+from saev_store.formats.energon import EnergonDataset
+from saev_store.formats.energon.prepare import prepare
+
+DATA = Path(__file__).parent / "data/energon"
+PYTHON = os.environ.get("SAEV_STORE_ENERGON_PYTHON")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="SAEV_STORE_ENERGON_PYTHON names no interpreter that has megatron-energon"),
+    pytest.mark.timeout(600),
+]
+
+
+def peer(*arguments: object) -> dict:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [str(PYTHON), str(Path(__file__).parent / "energon_peer.py"), *map(str, arguments)],
+        capture_output=True, text=True, timeout=300, env=environment, cwd="/",
+    )  # fmt: skip
+    answers = [line for line in result.stdout.splitlines() if line.startswith("ANSWER")]
+    assert answers, result.stderr[-3000:]
+    return json.loads(answers[-1].removeprefix("ANSWER"))
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("n_shards", [1, 3, 12])
+def test_crude_samples(tmp_path, n_shards):
+    truth = write_dataset(tmp_path / "d", n_shards=n_shards)
+    prepare(tmp_path / "d", split="1,0,0", progress=False)
+    found = peer("read", tmp_path / "d", "train")
+    expected = {key: {part: digest(data) for part, data in parts.items()} for key, parts in truth.items()}
+    assert dict(found["val"]) == dict(found["train"]) == expected
+    dataset = EnergonDataset(tmp_path / "d")
+    # The peer goes through a validation split in the order that ours has, too.
+    assert sorted(key for key, _ in found["val"]) == sorted(dataset.key(i) for i in range(len(dataset)))
+
+
+def test_parts_by_file_name(tmp_path):
+    truth = write_dataset(tmp_path / "d")
+    prepare(tmp_path / "d", split="1,1,1", progress=False)
+    names = {f"{key}.{part}": digest(data) for key, parts in truth.items() for part, data in parts.items()}
+    assert peer("files", tmp_path / "d", *names) == names
+
+
+def test_captions_and_images(tmp_path):
+    shutil.copytree(DATA / "captioning_ratio_split/dataset/shards", tmp_path / "d/shards")
+    prepare(
+        tmp_path / "d", split="8,1,1", sample_type="CaptioningSample", progress=False,
+        field_map={"image": "png,jpg", "caption": "detail.json[caption],txt"},
+    )  # fmt: skip
+    dataset = EnergonDataset(tmp_path / "d", images="torchrgb").split("train")
+    found = dict(peer("read", tmp_path / "d", "train")["train"])
+    assert len(found) == len(dataset) > 0
+    for i in range(len(dataset)):
+        sample = dataset.sample(i)
+        image = (sample.image * 255).round().astype("uint8")
+        assert found[sample.__key__] == {"image": digest(image.tobytes()), "caption": digest(sample.caption.encode())}
+
+
+def test_exclude_is_understood_alike(tmp_path):
+    write_dataset(tmp_path / "d", odd=False)
+    prepare(tmp_path / "d", split_parts=["train:shards/.*"], progress=False)
+    split = tmp_path / "d/.nv-meta/split.yaml"
+    split.write_text(
+        split.read_text().replace(
+            "exclude: []",
+            "exclude:\n- shards/shard_001.tar\n- shards/shard_000.tar/s0000{1..2}\n- shards/shard_002.tar/s00000\n- none.tar",
+        )
+    )
+    ours = EnergonDataset(tmp_path / "d").split("train")
+    assert [key for key, _ in peer("read", tmp_path / "d", "train")["val"]] == [ours.key(i) for i in range(len(ours))]
+    assert len(ours) == 6
+
+
+def test_the_same_index_as_the_peer_writes(tmp_path):
+    write_dataset(tmp_path / "d", n_shards=5)
+    shutil.copytree(tmp_path / "d", tmp_path / "peer")
+    prepare(tmp_path / "d", split="1,0,0", progress=False)
+    theirs = peer("index", tmp_path / "peer")
+    db = sqlite3.connect(tmp_path / "d/.nv-meta/index.sqlite")
+    assert [list(row) for row in db.execute("SELECT * FROM samples ORDER BY 1, 3")] == theirs["samples"]
+    assert [list(row) for row in db.execute("SELECT * FROM sample_parts ORDER BY 1, 2, 4")] == theirs["sample_parts"]
+    db.close()
+    assert json.loads((tmp_path / "d/.nv-meta/.info.json").read_text())["shard_counts"] == theirs["info"]
+    for name, content in theirs["tar_idx"].items():
+        assert (tmp_path / "d" / name).read_bytes().hex() == content
+    assert EnergonDataset(tmp_path / "peer").validate(deep=True, progress=False).ok
