@@ -66,7 +66,7 @@ class _Answers:
         self._view = view
         self._about = (
             f"{store!r}\n\nThis is a Zarr v3 group. In Python: zarr.open_group(url) or xarray.open_zarr(url);\n"
-            'in JavaScript: zarr.open(new zarr.FetchStore(url).resolve("/activations"), { kind: "array" }).\n'
+            'in JavaScript: zarr.open(zarr.root(new zarr.FetchStore(url)).resolve("activations"), { kind: "array" }).\n'
         )
         # What was said by an earlier server, perhaps about other labels or chunks, does not count.
         told = b"".join([store.metadata.raw, repr(view).encode(), time.time_ns().to_bytes(8, "big")])
