@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
 from zarr.abc.store import Store
 from zarr.core.buffer import Buffer, cpu
 from zarr.core.sync import sync
@@ -37,7 +38,7 @@ from saev_store.zarr import ZarrView
 
 T = TypeVar("T")
 BLOB = "acts000000.bin"
-TRANSPORTS = ["mmap", "pread", "memory", "fsspec", "far", "wrapped"]
+TRANSPORTS = ["mmap", "pread", "memory", "fsspec", "far", "wrapped", "s3", "obstore"]
 _names = itertools.count()
 
 
@@ -82,12 +83,17 @@ class WritableView(ZarrView):
         self.keys.add(key, value.to_bytes())
 
 
-def made(kind: str, folder: Path) -> Transport:
+def made(kind: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
     name = f"{next(_names)}"
     files = {BLOB: b"what another chunk holds"}
     if kind == "memory":
         return MemoryTransport(files, label=name)
-    if kind == "fsspec":
+    if kind in {"s3", "obstore"}:
+        if kind == "obstore":
+            pytest.importorskip("obstore")
+        bucket: Bucket = request.getfixturevalue("s3_bucket")
+        transport = open_transport(f"{bucket.url}/x", bucket.options, engine="fsspec" if kind == "s3" else "obstore")
+    elif kind == "fsspec":
         transport = open_transport(f"memory://{folder.name}-{name}")
     else:
         (folder / name).mkdir()
@@ -135,7 +141,7 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
 
     @pytest.fixture(params=TRANSPORTS)
     def store_kwargs(self, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-        transport = made(request.param, tmp_path)
+        transport = made(request.param, tmp_path, request)
         return {"transport": transport, "keys": Ranges(transport)}
 
     @pytest.fixture

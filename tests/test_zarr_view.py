@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from saev_store import SaevStoreWarning, ShardStore
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError
+from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, DocumentError
 from saev_store.layout import Layout
-from saev_store.transport import LatencyTransport, MemoryTransport, Transport
+from saev_store.transport import LatencyTransport, MemoryTransport, ReadCost, Transport
 from saev_store.zarr import ZarrView
 
 SAMPLES = Path(__file__).parent / "data" / "saev"
@@ -389,6 +390,24 @@ def test_stores_that_change_under_the_view(engine: str, sharded: bool, tmp_path:
     store.close()
     with pytest.raises(CorruptShardError, match=r"acts000001\.bin.*missing"):
         array[5]
+
+
+class Dead(MemoryTransport):
+    """A link that dies after the store was opened."""
+
+    is_local = False
+    cost = ReadCost(0, 1 << 20)  # type: ignore[assignment]
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
+        raise DeadlineError("no answer for 60 s", where=path, transient=True)
+
+
+@ways
+def test_a_dead_link_is_the_transports_own_error(sharded: bool):
+    array = read(opened(Dead(plain_store(LAYOUT).files)).as_zarr(chunks=(1, 1, 5, 8), sharded=sharded))
+    for selection in (np.s_[:], np.s_[5], np.s_[5, 2, 4]):
+        with pytest.raises(DeadlineError, match="no answer"):
+            array[selection]
 
 
 def test_labels_of_the_wrong_size_far_away_are_an_error():
