@@ -88,7 +88,7 @@ def fake():
 
 def open_fake(timeout_s=60):
     """fsspec binds the methods when it makes a file system, so patched ones need a new one."""
-    return FsspecTransport("fake://bucket/root", {"token": "hush-hush"}, timeout_s=timeout_s)
+    return FsspecTransport("fake://bucket/base", {"token": "hush-hush"}, timeout_s=timeout_s)
 
 
 class HttpError(Exception):
@@ -147,7 +147,7 @@ def caused_by(error, cause):
 def test_errors_become_ours(fake, error, kind, transient):
     for call in (lambda: fake.read("a.bin"), lambda: one(fake, "a.bin", 0, 5), lambda: fake.put("a.bin", b"")):
         FakeFileSystem.answers[:] = [error]
-        with pytest.raises(kind, match="fake://bucket/root/a.bin") as caught:
+        with pytest.raises(kind, match="fake://bucket/base/a.bin") as caught:
             call()
         assert type(caught.value) is kind
         assert getattr(caught.value, "transient", None) == transient
