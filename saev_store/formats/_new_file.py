@@ -48,12 +48,13 @@ class NewFile:
     def __init__(self, transport: Transport, path: str, *, nbytes: int | None = None, overwrite: bool = False) -> None:
         self.path, self.where = path, full_url(transport, path)
         self.nbytes = 0
+        self._place: _Place | None = None
+        self._process = os.getpid()
         check_path(path)
         if not isinstance(transport, Writes):
             raise ReadOnlyError(f"nothing can be written through {transport.name}", where=self.where)
         if not overwrite:
             refuse_existing(transport, path)
-        self._place: _Place | None
         if isinstance(transport, MmapTransport | PreadTransport):
             self._place = _LocalFile(transport, path, nbytes)
         elif nbytes is not None:
@@ -81,6 +82,10 @@ class NewFile:
         place, self._place = self._place, None
         if place is not None:
             place.abort()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:  # a forked child must not delete its parent's file
+            self.abort()
 
     def __enter__(self) -> Self:
         return self

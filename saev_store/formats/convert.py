@@ -244,7 +244,9 @@ def _records(source: BatchFileReader, *, restore: bool) -> Iterator[Records]:
     for start in range(0, source.total_records, step):
         numbers = np.arange(start, min(start + step, source.total_records), dtype=np.int64)
         places = source.places_of(numbers, dropped_ok=True)
-        yield source.rows(places[places < len(source)])
+        kept = places[places < len(source)]
+        if len(kept):
+            yield source.rows(kept)
 
 
 def _compare_records(written: BatchFileReader, records: Iterator[Records]) -> None:

@@ -148,7 +148,7 @@ class IndexedDatasetBuilder:
         """
         if other.dtype != self.dtype:
             raise ArgumentError(f"its tokens are {other.dtype.name}, ours {self.dtype.name}", where="other")
-        if (other.modes is None) != (self._modes is None):
+        if len(other) and (other.modes is None) != (self._modes is None):
             raise ArgumentError("one of the two data sets has modes and the other has none", where="other")
         with Progress(other.index.bin_nbytes, "merge", shown=progress) as bar:
             for piece in _tokens_of(other):

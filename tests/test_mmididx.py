@@ -1,0 +1,359 @@
+"""MMIDIDX data sets that other programs made are read exactly; broken ones are refused, and no number is believed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
+
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SaevStoreError,
+    SelectionError,
+    UnknownProtocolError,
+)
+from saev_store.formats.mmididx import IndexedDataset, parse_index, split_documents
+from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+
+every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)
+
+
+def opened(idx, bin_, **options):
+    return IndexedDataset("x", transport=MemoryTransport({"x.idx": idx, "x.bin": bin_}), **options)
+
+
+def same(found, expected):
+    """Equal bit by bit, NaN included."""
+    assert found.dtype == expected.dtype
+    assert found.tobytes() == expected.tobytes()
+
+
+@every_sample
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+def test_samples_read_as_their_truth(folder, engine):
+    expected, arrays = truth(folder)
+    if "tokens" not in arrays:  # the sample of sample indices
+        arrays = {"tokens": np.arange(265, dtype=np.int32), "sizes": np.array(expected["sizes"], np.int32)}
+        expected = {"dtype": "int32", "doc_idx": list(range(7)), "modes": None}
+    if engine == "memory":
+        dataset = opened((folder / "data.idx").read_bytes(), (folder / "data.bin").read_bytes())
+    else:
+        dataset = IndexedDataset(folder / "data", engine=engine)
+    assert dataset.dtype.name == expected["dtype"]
+    assert dataset.sizes.tolist() == arrays["sizes"].tolist()
+    if "pointers" in arrays:
+        assert dataset.index.pointers.tolist() == arrays["pointers"].tolist()
+    if expected["doc_idx"] is not None:
+        assert dataset.doc_idx.tolist() == expected["doc_idx"]
+        assert dataset.index.variant == "megatron"
+    else:
+        assert dataset.index.variant == "fairseq"
+        assert dataset.n_documents == len(dataset)
+    assert (None if dataset.modes is None else dataset.modes.tolist()) == expected["modes"]
+    at = 0
+    every = dataset.read_many(slice(None))
+    for i, size in enumerate(arrays["sizes"].tolist()):
+        wanted = arrays["tokens"][at : at + size]
+        same(dataset[i], wanted)
+        same(dataset[i - len(dataset)], wanted)
+        same(every[i], wanted)
+        same(dataset.get(i, 1, size - 1), wanted[1:])
+        same(dataset.get(i, size), wanted[:0])
+        at += size
+    for document in range(dataset.n_documents):
+        first, end = dataset.doc_idx[document], dataset.doc_idx[document + 1]
+        same(dataset.document(document), np.concatenate(every[first:end]))
+    assert dataset.problems == ()
+    assert dataset.validate(deep=True).ok
+
+
+@pytest.mark.parametrize("case", malformed("mmididx"), ids=lambda case: case["case"])
+def test_malformed_samples_are_refused(case):
+    folder = DATA / "mmididx" / case["path"]
+    for engine in ("mmap", "pread", "fsspec"):
+        with pytest.raises((DocumentError, CorruptShardError), match="data.idx"):
+            IndexedDataset(folder / "data.idx", engine=engine)
+
+
+SEQUENCES = [np.arange(size, dtype=np.int32) + 10 * size for size in (4, 0, 8, 1)]
+IDX, BIN = mmididx_bytes(SEQUENCES, doc_idx=[0, 2, 2, 4])
+
+
+def with_(**changes):
+    return mmididx_bytes(SEQUENCES, **{"doc_idx": [0, 2, 2, 4], **changes})
+
+
+def patched(offset, data):
+    return IDX[:offset] + data + IDX[offset + len(data) :], BIN
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((b"", BIN), "empty"),
+        ((b"MMIDIDX", BIN), "7 bytes"),
+        ((IDX[:25], BIN), "25 bytes"),
+        ((IDX[:33], BIN), "33 bytes"),
+        ((IDX[:-1], BIN), "cut"),
+        ((IDX + b"\0", BIN), "appended"),
+        ((IDX + b"\0" * 3, BIN), "partial|appended"),
+        (patched(0, b"TNTIDX\0\0\0"), "begins with"),
+        (patched(9, b"\2"), "version is 2"),
+        (patched(17, b"\0"), "code 0"),
+        (patched(17, b"\x0b"), "code 11"),
+        (patched(17, b"\5"), "multiple|overlap|bytes"),
+        (patched(17, b"\x08"), "\\.bin|bytes"),
+        (patched(18, b"\xff" * 8), "cut"),
+        (patched(26, b"\xff" * 8), "cut"),
+        (patched(34, struct.pack("<i", -4)), "sizes\\[0\\] is -4"),
+        (patched(34, struct.pack("<i", 2**31 - 1)), "bytes"),
+        (with_(pointers=[0, 16, -16, 48]), "pointers\\[2\\] is -16"),
+        (with_(pointers=[0, 4, 4, 12]), "count tokens"),
+        (with_(pointers=[0, 16, 18, 48]), "no multiple"),
+        (with_(pointers=[0, 16, 16, 52]), "\\.bin"),
+        (with_(pointers=[0, 16, 16, 2**62]), "\\.bin"),
+        (with_(pointers=[0, 16, 12, 48]), "overlap"),
+        (with_(doc_idx=[0, 2, 1, 4]), "must not descend"),
+        (with_(doc_idx=[0, 2, 2, 3]), "end with 4"),
+        (with_(doc_idx=[0, 2, 2, 5]), "end with 4"),
+        (with_(doc_idx=[1, 2, 2, 4]), "begin with 0"),
+        (with_(doc_idx=[0, -1, 2, 4]), "must not descend"),
+        (with_(doc_idx=[]), "doc_idx is empty"),
+        ((IDX, BIN[:-1]), "\\.bin"),
+        ((IDX, BIN[:-4]), "\\.bin"),
+        ((IDX, BIN + b"\0\0\0\0"), "\\.bin"),
+        ((IDX, b""), "\\.bin"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_by_name(files, message):
+    tracemalloc.start()
+    try:
+        with pytest.raises((DocumentError, CorruptShardError), match=message):
+            opened(*files)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_missing_half_is_told():
+    for files, name in (({"x.idx": IDX}, "x.bin"), ({"x.bin": BIN}, "x.idx")):
+        with pytest.raises(NotFoundError, match=name):
+            IndexedDataset("x.idx", transport=MemoryTransport(files))
+
+
+def test_gaps_and_another_order_are_read_with_a_warning():
+    bin_ = np.arange(20, dtype=np.int32).tobytes()
+    idx, _ = mmididx_bytes(SEQUENCES, pointers=[48, 0, 4, 76])
+    dataset = opened(idx, bin_)
+    assert [dataset[i].tolist() for i in range(4)] == [[12, 13, 14, 15], [], list(range(1, 9)), [19]]
+    assert [sequence.tolist() for sequence in dataset.read_many([2, 0])] == [list(range(1, 9)), [12, 13, 14, 15]]
+    assert dataset.document(0).tolist() == [12, 13, 14, 15]
+    (problem,) = dataset.problems
+    assert (problem.kind, problem.severity) == ("not_packed", "warning")
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(6, "float64"), (6, "float32"), (7, "float64"), (7, "float32")])
+@pytest.mark.parametrize("sizes", [[3, 4], [5], [0, 0, 2]])
+def test_disputed_codes_are_told_apart(code, dtype, sizes):
+    sequences = [np.arange(size, dtype=dtype) for size in sizes]
+    dataset = opened(*mmididx_bytes(sequences, code=code))
+    assert dataset.dtype == dtype
+    same(dataset[len(sizes) - 1], sequences[-1])
+    with pytest.raises(ArgumentError, match="can mean"):
+        opened(*mmididx_bytes(sequences, code=code), dtype="int32")
+
+
+def test_disputed_codes_that_nothing_decides():
+    files = mmididx_bytes([np.zeros(0, np.float32)], code=6)
+    with pytest.raises(DocumentError, match="do not decide"):
+        opened(*files)
+    assert opened(*files, dtype="float32").dtype == np.float32
+    files = mmididx_bytes([np.zeros(3, np.float32)], code=6)
+    with pytest.raises(DocumentError, match="do not decide"):
+        opened(files[0], files[1][:-1])
+
+
+@given(
+    sizes=st.lists(st.integers(0, 30), max_size=12),
+    dtype=st.sampled_from(sorted(CODES)),
+    kind=st.sampled_from(["plain", "short", "modes"]),
+    data=st.data(),
+)
+def test_any_data_set_reads_back(sizes, dtype, kind, data):
+    rng = np.random.default_rng(sum(sizes))
+    sequences = [rng.integers(0, 256, size * np.dtype(dtype).itemsize, dtype=np.uint8).view(dtype) for size in sizes]
+    if dtype.startswith("float") and not sum(sizes):
+        return
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sizes)), max_size=4)))
+    modes = [i % 256 - 128 for i in range(len(sizes))] if kind == "modes" and sizes else None
+    if not sizes:
+        sequences_dtype = np.dtype("int32") if dtype.startswith("float") else np.dtype(dtype)
+        files = mmididx_bytes([np.zeros(0, sequences_dtype)][:0], doc_idx=[0, *cuts, 0], short=kind == "short")
+    else:
+        files = mmididx_bytes(sequences, doc_idx=[0, *cuts, len(sizes)], modes=modes, short=kind == "short")
+    for transport in (MemoryTransport(), LatencyTransport(MemoryTransport(), 0.0, 100e6)):
+        transport.put("x.idx", files[0])
+        transport.put("x.bin", files[1])
+        dataset = IndexedDataset("x", transport=transport)
+        assert len(dataset) == len(sizes)
+        assert (None if dataset.modes is None else dataset.modes.tolist()) == modes
+        for found, wanted in zip(dataset.read_many(slice(None)), sequences, strict=True):
+            same(found, wanted)
+        if kind != "short":
+            assert dataset.doc_idx.tolist() == [0, *cuts, len(sizes)]
+        for document in range(dataset.n_documents):
+            parts = sequences[dataset.doc_idx[document] : dataset.doc_idx[document + 1]]
+            whole = np.concatenate([np.zeros(0, dtype), *parts]) if parts else np.zeros(0, dataset.dtype)
+            start = data.draw(st.integers(0, len(whole)))
+            stop = data.draw(st.integers(start, len(whole)))
+            same(dataset.document(document, start, stop), whole[start:stop])
+
+
+@given(
+    edits=st.lists(st.tuples(st.integers(0, len(IDX) - 1), st.integers(0, 255)), max_size=6),
+    length=st.just(len(IDX)) | st.integers(0, len(IDX) + 40),
+    bin_length=st.just(len(BIN)) | st.integers(0, len(BIN) + 9),
+)
+def test_whatever_an_index_holds_only_our_errors_come(edits, length, bin_length):
+    idx = bytearray(IDX)
+    for offset, value in edits:
+        idx[offset] = value
+    idx = bytes(idx[:length].ljust(length, b"\0"))
+    try:
+        dataset = opened(idx, BIN[:bin_length].ljust(bin_length, b"\0"))
+    except (DocumentError, CorruptShardError):
+        return
+    for i, size in enumerate(dataset.sizes.tolist()):
+        assert len(dataset[i]) == size
+    for document in range(min(dataset.n_documents, 100)):
+        dataset.document(document)
+    dataset.validate(deep=True)
+
+
+@given(st.binary(max_size=120))
+def test_noise_is_no_index(noise):
+    with pytest.raises(DocumentError):
+        parse_index(noise, bin_nbytes=0, where="x")
+
+
+def test_a_part_of_a_long_document_costs_no_more_than_itself(tmp_path):
+    sequences = [np.arange(200_000, dtype=np.uint16), np.arange(300_000, dtype=np.uint16)]
+    idx, bin_ = mmididx_bytes(sequences, doc_idx=[0, 2])
+    (tmp_path / "x.idx").write_bytes(idx)
+    (tmp_path / "x.bin").write_bytes(bin_)
+    counting = CountingTransport(open_transport(tmp_path, engine="pread"))
+    dataset = IndexedDataset("x.idx", transport=counting)
+    counting.reset()
+    same(dataset.document(0, 199_990, 200_010), np.concatenate(sequences)[199_990:200_010])
+    same(dataset.get(1, 5000, 3), sequences[1][5000:5003])
+    assert (counting.counters.requests, counting.counters.bytes_read) == (2, 46)
+
+
+def test_scattered_sequences_are_fetched_together():
+    sequences = [np.full(100, i, np.int32) for i in range(1000)]
+    idx, bin_ = mmididx_bytes(sequences)
+    counting = CountingTransport(LatencyTransport(MemoryTransport({"x.idx": idx, "x.bin": bin_}), 0.0, 10e3))
+    dataset = IndexedDataset("x", transport=counting)
+    counting.reset()
+    found = dataset.read_many([999, 5, 6, 7, 5])
+    assert [int(sequence[0]) for sequence in found] == [999, 5, 6, 7, 5]
+    assert counting.counters.operations == {"get_ranges": 1}
+    assert counting.counters.requests == 2
+
+
+def test_a_file_that_is_no_index_is_not_loaded():
+    counting = CountingTransport(MemoryTransport({"x.idx": b"MMIDIDX\0\0" + bytes(10_000_000), "x.bin": b""}))
+    with pytest.raises(DocumentError):
+        IndexedDataset("x", transport=counting)
+    assert counting.counters.bytes_read < 100
+
+
+@pytest.mark.parametrize("wrong", [4, -5, 1.0, "0", None, 10**30])
+def test_wrong_numbers(wrong):
+    dataset = opened(IDX, BIN)
+    for call in (dataset.__getitem__, dataset.get, dataset.key):
+        with pytest.raises(SelectionError):
+            call(wrong)
+    with pytest.raises(SelectionError):
+        dataset.document(wrong if wrong != 4 else 3)
+
+
+def test_wrong_parts():
+    dataset = opened(IDX, BIN)
+    for part in ((0, 5), (0, -1), (0, 3, 2), (0, 0, 5), (0, 2, -1)):
+        with pytest.raises(SelectionError):
+            dataset.get(*part)
+    for part in ((0, 5), (0, -1), (0, 3, 2), (0, 0, 5), (1, 0, 1)):
+        with pytest.raises(SelectionError):
+            dataset.document(*part)
+    for wanted in ([4], [-5], [[0]], [0.5], ["a"]):
+        with pytest.raises(SelectionError):
+            dataset.read_many(wanted)
+    with pytest.raises(SelectionError, match="no modes"):
+        dataset.mode(0)
+
+
+def test_modes_by_number():
+    dataset = opened(*mmididx_bytes(SEQUENCES, modes=[1, -2, 3, -128]))
+    assert [dataset.mode(i) for i in range(4)] == [1, -2, 3, -128]
+
+
+def test_a_data_set_can_be_pickled_and_closed(tmp_path):
+    (tmp_path / "x.idx").write_bytes(IDX)
+    (tmp_path / "x.bin").write_bytes(BIN)
+    dataset = pickle.loads(pickle.dumps(IndexedDataset(tmp_path / "x.bin")))
+    view = dataset[2]
+    dataset.close()
+    same(view, SEQUENCES[2])
+    same(dataset[2], SEQUENCES[2])
+
+
+def test_negative_token_ids_are_remarked():
+    dataset = opened(*mmididx_bytes([np.array([1, -7], np.int32)]))
+    (problem,) = dataset.validate(deep=True).problems
+    assert (problem.kind, problem.severity) == ("negative_token", "info")
+
+
+def test_a_file_that_changed_is_noticed():
+    memory = MemoryTransport({"x.idx": IDX, "x.bin": BIN})
+    dataset = IndexedDataset("x", transport=memory)
+    memory.put("x.bin", BIN[:-4])
+    report = dataset.validate(deep=True)
+    assert [problem.kind for problem in report.problems] == ["changed_size"]
+    assert report.lost == ((0, 4),)
+
+
+@given(n=st.integers(0, 1000), weights=st.lists(st.integers(0, 1000), min_size=1, max_size=4))
+def test_splits_cover_everything_once(n, weights):
+    if not sum(weights):
+        with pytest.raises(ArgumentError):
+            split_documents(n, weights)
+        return
+    parts = split_documents(n, weights)
+    assert [i for part in parts for i in part] == list(range(n))
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(len(part) - n * weight / sum(weights)) <= 1
+
+
+def test_unknown_types_say_which_are_known():
+    with pytest.raises(UnknownProtocolError, match="1 to 10"):
+        opened(*mmididx_bytes(SEQUENCES, code=99))
+    with pytest.raises(SaevStoreError, match="no dtype"):
+        opened(IDX, BIN, dtype="tokens")
+
+
+def test_samples_are_what_their_manifest_says():
+    assert {case["case"] for case in malformed("mmididx")} >= {"idx_empty", "dtype_0", "pointers_in_elements"}
+    assert json.loads((DATA / "mmididx/core_multimodal_modes/expected.json").read_text())["writer"].startswith(
+        "megatron"
+    )

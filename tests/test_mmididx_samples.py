@@ -1,0 +1,290 @@
+"""Sample indices are those of the text and of both peers, entry by entry; samples are the tokens they point at."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from token_files import DATA, mmididx_bytes
+
+from saev_store.errors import ArgumentError, SaevStoreWarning, SelectionError
+from saev_store.formats import reopen
+from saev_store.formats.mmididx import IndexedDataset, TokenSamples, build_indices, build_sample_idx
+from saev_store.formats.mmididx.samples import build_doc_idx, build_shuffle_idx
+from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+
+FOLDER = DATA / "mmididx" / "samples_seed_example"
+TRUTH = json.loads((FOLDER / "expected.json").read_text())
+SIZES = np.array(TRUTH["sizes"], np.int32)
+
+
+def test_the_table_of_the_text_comes_out_exactly():
+    found = build_sample_idx([20, 50, 60, 30, 100, 5], [0, 1, 2, 3, 4, 5], 30, 1, 265)
+    table = [[0, 0], [1, 10], [1, 40], [2, 20], [2, 50], [3, 20], [4, 20], [4, 50], [4, 80]]
+    assert found.tolist() == table
+    assert found.dtype == np.int32
+    truth = TRUTH["build_sample_idx_identity_doc_idx_seq30"]
+    assert truth["modalities"] == truth["megatron_core"] == table
+    for key, options in {
+        "core_drop_last_partial_False": {"drop_last_partial": False},
+        "core_add_extra_token_False": {"extra_token": False},
+        "core_drop_last_False_extra_False": {"drop_last_partial": False, "extra_token": False},
+    }.items():
+        assert build_sample_idx(SIZES, np.arange(6), 30, 1, 265, **options).tolist() == truth[key], key
+
+
+@pytest.mark.parametrize("case", TRUTH["build_sample_idx_more"])
+def test_sample_idx_of_the_peers(case):
+    found = build_sample_idx(SIZES, case["doc_idx"], case["seq_length"], case["num_epochs"], 265)
+    assert found.tolist() == case["modalities"]
+
+
+def test_doc_idx_and_shuffle_idx_of_the_peers():
+    for case in TRUTH["build_doc_idx"]:
+        state = np.random.RandomState(case["seed"])
+        found = build_doc_idx(
+            np.array(case["documents"]), case["num_epochs"], state, separate_last_epoch=case["separate_last_epoch"]
+        )
+        assert (found.tolist(), found.dtype) == (case["doc_idx"], np.int32)
+    for case in TRUTH["build_shuffle_idx"]:
+        found = build_shuffle_idx(case["num_samples"], case["total_size"], np.random.RandomState(case["seed"]))
+        assert (found.tolist(), found.dtype.name) == (case["shuffle_idx"], case["dtype"])
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+@pytest.mark.parametrize("peer", ["megatron_core", "modalities"])
+@pytest.mark.parametrize("case", TRUTH["full_mapping"])
+def test_whole_mappings_of_both_peers(case, peer, engine):
+    truth = case[peer]
+    if "error" in truth:  # this peer crashes here
+        return
+    samples = TokenSamples(
+        IndexedDataset(FOLDER / "data", engine=engine),
+        case["seq_length"],
+        num_samples=case["num_samples"],
+        seed=case["seed"],
+        documents=case["documents"],
+        separate_below={"megatron_core": 0.80, "modalities": 0.95}[peer],
+    )
+    assert samples.indices.doc_idx.tolist() == truth["doc_idx"]
+    assert samples.indices.sample_idx.tolist() == truth["sample_idx"]
+    assert samples.indices.shuffle_idx.tolist() == truth["shuffle_idx"]
+    assert len(samples) == truth["n"]
+    for i, wanted in enumerate(truth["samples"]):
+        assert samples[i].tolist() == wanted
+    assert samples.rows(range(len(truth["samples"]))).tolist() == truth["samples"]
+
+
+def slow_sample_idx(sizes, doc_idx, seq_length, n, *, extra):
+    """Token by token: which entry of doc_idx every sample begins in."""
+    places = [(entry, offset) for entry, document in enumerate(doc_idx) for offset in range(sizes[document])]
+    found = [(0, 0)]
+    for i in range(1, n + 1):
+        if extra:
+            found.append(places[i * seq_length])
+        else:  # behind the last token of the sample before, in that token's document
+            entry, offset = places[i * seq_length - 1]
+            found.append((entry, offset + 1))
+    return [list(place) for place in found]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=8),
+    n_epochs=st.integers(1, 4),
+    seq_length=st.integers(1, 60),
+    extra=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_sample_idx_against_counting_tokens(sizes, n_epochs, seq_length, extra, seed):
+    assume(sum(sizes) > 1)
+    doc_idx = np.random.default_rng(seed).permutation(np.tile(np.arange(len(sizes)), n_epochs))
+    total = n_epochs * sum(sizes)
+    n = (total - int(extra)) // seq_length
+    found = build_sample_idx(sizes, doc_idx, seq_length, n_epochs, sum(sizes), extra_token=extra)
+    assert found.tolist() == slow_sample_idx(sizes, doc_idx, seq_length, n, extra=extra)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=8),
+    num_samples=st.none() | st.integers(1, 60),
+    seq_length=st.integers(1, 40),
+    seed=st.integers(0, 2**32 - 1),
+    below=st.sampled_from([0, 0.8, 0.95, 1]),
+)
+def test_samples_are_the_run_of_tokens(sizes, num_samples, seq_length, seed, below):
+    """Whatever the shuffles did, sample k of sample_idx is tokens k * seq_length … of the documents joined."""
+    assume(sum(sizes) > 1)
+    ends = np.cumsum(sizes)
+    sequences = [np.arange(end - size, end, dtype=np.int32) for end, size in zip(ends, sizes, strict=True)]
+    idx, bin_ = mmididx_bytes(sequences)
+    for transport in (MemoryTransport(), LatencyTransport(MemoryTransport(), 0.0, 10e6)):
+        transport.put("x.idx", idx)
+        transport.put("x.bin", bin_)
+        samples = TokenSamples(
+            IndexedDataset("x", transport=transport),
+            seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            separate_below=below,
+        )
+        indices = samples.indices
+        assert np.bincount(indices.doc_idx, minlength=len(sizes)).tolist() == [samples.n_epochs] * len(sizes)
+        assert sorted(indices.shuffle_idx.tolist()) == list(range(len(samples)))
+        assert num_samples is None or len(samples) >= num_samples
+        run = np.concatenate([sequences[document] for document in indices.doc_idx])
+        rows = samples.rows(np.arange(len(samples)))
+        for i, row in enumerate(indices.shuffle_idx.tolist()):
+            wanted = run[row * seq_length : row * seq_length + seq_length + 1].tolist()
+            assert samples[i].tolist() == rows[i].tolist() == wanted
+            token = i % (seq_length + 1)
+            sequence, offset = samples.locate(i, token)
+            assert sequences[sequence][offset] == wanted[token]
+
+
+def test_the_last_epoch_is_apart_when_it_gives_little():
+    sizes = np.full(100, 10)  # 99 samples of 10 tokens in an epoch, so 205 of them take three
+    together = build_indices(sizes, np.arange(100), seq_length=10, num_samples=205, separate_below=0)
+    separate = build_indices(sizes, np.arange(100), seq_length=10, num_samples=205, separate_below=1)
+    assert sorted(separate.doc_idx[-100:].tolist()) == list(range(100))
+    assert sorted(together.doc_idx[-100:].tolist()) != list(range(100))
+    assert set(separate.shuffle_idx[-100:].tolist()) == set(range(199, 299))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"seq_length": 0},
+        {"seq_length": 1.5},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"num_samples": 0},
+        {"num_samples": 2**60},
+        {"separate_below": 1.1},
+        {"documents": []},
+        {"documents": [6]},
+        {"documents": [-1]},
+        {"documents": [0.5]},
+    ],
+)
+def test_wrong_arguments(arguments):
+    with pytest.raises(ArgumentError):
+        TokenSamples(IndexedDataset(FOLDER / "data"), **{"seq_length": 10, **arguments})
+
+
+def test_documents_without_tokens():
+    idx, bin_ = mmididx_bytes([np.zeros(0, np.int32), np.zeros(1, np.int32)])
+    with pytest.raises(ArgumentError, match="at least 2"):
+        TokenSamples(IndexedDataset("x", transport=MemoryTransport({"x.idx": idx, "x.bin": bin_})), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], [0, 2], 1, 1, 3), "outside 0 to 1"),
+        (([1, 2], [-1], 1, 1, 3), "outside 0 to 1"),
+        (([1, 2], [0, 1], 1, 2, 3), "announced"),
+        (([1, 2], [0, 1], 0, 1, 3), "seq_length"),
+        (([1.5], [0], 1, 1, 1), "integers"),
+        (([[1]], [0], 1, 1, 1), "one-dimensional"),
+    ],
+)
+def test_wrong_index_arguments(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        build_sample_idx(*arguments)
+
+
+def test_wrong_samples():
+    samples = TokenSamples(IndexedDataset(FOLDER / "data"), 30, num_samples=8)
+    for wrong in (8, -9, 1.0, "0"):
+        with pytest.raises(SelectionError):
+            samples[wrong]
+    with pytest.raises(SelectionError):
+        samples.locate(0, 31)
+
+
+def test_few_requests_for_many_samples():
+    transport = open_transport(FOLDER, engine="pread")
+    counting = CountingTransport(LatencyTransport(transport, 0.0, 10e6))
+    samples = TokenSamples(IndexedDataset("data", transport=counting), 30, num_samples=8)
+    counting.reset()
+    samples.rows(range(8))
+    assert counting.counters.operations == {"get_ranges": 1}
+
+
+ARGUMENTS = {"seq_length": 30, "num_samples": 20, "seed": 3}
+
+
+class TestCache:
+    def make(self, cache, **changes):
+        return TokenSamples(IndexedDataset(FOLDER / "data"), **{**ARGUMENTS, **changes}, cache=cache)
+
+    @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+    def test_arrays_come_from_the_cache(self, tmp_path, engine, monkeypatch):
+        cache = open_transport(tmp_path / "cache", engine=engine)
+        fresh = self.make(cache)
+        assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".npy", ".npy", ".npy"]
+        monkeypatch.setattr("saev_store.formats.mmididx.token_samples.build_indices", None)  # must not be called
+        again = self.make(cache)
+        for name in ("doc_idx", "sample_idx", "shuffle_idx"):
+            kept, built = getattr(again.indices, name), getattr(fresh.indices, name)
+            assert kept.dtype == built.dtype
+            np.testing.assert_array_equal(kept, built)
+        assert again[3].tolist() == fresh[3].tolist()
+
+    def test_files_are_plain_numpy(self, tmp_path):
+        fresh = self.make(tmp_path)
+        for path in tmp_path.glob("*.npy"):
+            name = re.search(r"-(\w+)\.npy", path.name)[1]
+            np.testing.assert_array_equal(np.load(path, allow_pickle=False), getattr(fresh.indices, name))
+
+    @pytest.mark.parametrize("change", [{"seed": 4}, {"seq_length": 31}, {"num_samples": 21}, {"documents": range(5)}])
+    def test_other_settings_are_other_files(self, tmp_path, change):
+        self.make(tmp_path)
+        self.make(tmp_path, **change)
+        assert len(list(tmp_path.glob("*.json"))) == 2
+
+    @pytest.mark.parametrize("damage", ["cut", "flip", "pickle", "json", "digests"])
+    def test_what_does_not_match_is_built_again(self, tmp_path, damage):
+        fresh = self.make(tmp_path)
+        (document,) = tmp_path.glob("*.json")
+        array = next(tmp_path.glob("*sample_idx.npy"))
+        if damage == "cut":
+            array.write_bytes(array.read_bytes()[:-1])
+        elif damage == "flip":
+            array.write_bytes(array.read_bytes()[:-1] + b"\7")
+        elif damage == "pickle":
+            np.save(array, np.array([{"an": "object"}], object), allow_pickle=True)
+        elif damage == "json":
+            document.write_bytes(b"[1")
+        else:
+            document.write_text(json.dumps({"digests": [1, 2, 3]}))
+        with pytest.warns(SaevStoreWarning, match="built again"):
+            again = self.make(tmp_path)
+        assert again[3].tolist() == fresh[3].tolist()
+        assert self.make(tmp_path)[3].tolist() == fresh[3].tolist()  # repaired
+
+    def test_a_missing_array_is_built_again(self, tmp_path):
+        fresh = self.make(tmp_path)
+        next(tmp_path.glob("*doc_idx.npy")).unlink()
+        assert self.make(tmp_path)[0].tolist() == fresh[0].tolist()
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.warns(SaevStoreWarning, match="could not be kept"):
+            self.make(tmp_path / "file")
+
+
+def test_samples_are_described_and_made_again():
+    dataset = IndexedDataset(FOLDER / "data")
+    for documents in (None, range(1, 5)):
+        samples = TokenSamples(dataset, 30, num_samples=12, seed=5, documents=documents, separate_below=0.95)
+        description = json.loads(json.dumps(samples.describe()))
+        again = reopen(description)
+        np.testing.assert_array_equal(again.rows(range(len(samples))), samples.rows(range(len(samples))))
+    picked = TokenSamples(dataset, 30, documents=[4, 2])
+    with pytest.raises(Exception, match="documents="):
+        reopen(picked.describe())

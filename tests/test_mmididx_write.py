@@ -1,0 +1,168 @@
+"""What the builder writes is byte for byte what the format says; both files appear together, or none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import s3_bucket  # noqa: F401 (a fixture)
+from token_files import CODES, mmididx_bytes
+
+from saev_store.errors import ArgumentError, StoreExistsError
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.transport import MemoryTransport
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 40), max_size=4), max_size=6),
+    dtype=st.sampled_from(sorted(CODES)),
+    modes=st.booleans(),
+)
+def test_the_builder_writes_the_bytes_of_the_format(sizes, dtype, modes):
+    rng = np.random.default_rng(1)
+    memory = MemoryTransport()
+    documents = [
+        [rng.integers(0, 256, size * np.dtype(dtype).itemsize, dtype=np.uint8).view(dtype) for size in document]
+        for document in sizes
+    ]
+    flat = [sequence for document in documents for sequence in document]
+    doc_idx = [0, *np.cumsum([len(document) for document in documents]).tolist()]
+    marks = [i % 256 - 128 for i in range(len(flat))] if modes else None
+    with IndexedDatasetBuilder("a", dtype, multimodal=modes, transport=memory) as builder:
+        at = 0
+        for number, document in enumerate(documents):
+            mine = None if marks is None else marks[at : at + len(document)]
+            at += len(document)
+            if number % 2:
+                joined = np.concatenate([np.zeros(0, dtype), *document])
+                builder.add_document(joined, [len(sequence) for sequence in document], mine)
+            else:
+                for i, sequence in enumerate(document):
+                    builder.add_sequence(sequence, *([] if mine is None else [mine[i]]))
+                builder.end_document()
+    idx, bin_ = mmididx_bytes(flat, doc_idx=doc_idx, modes=marks, code=CODES[dtype])
+    assert memory.files == {"a.idx": idx, "a.bin": bin_}
+    if flat:
+        dataset = IndexedDataset("a", transport=memory, dtype=dtype)
+        assert [sequence.tobytes() for sequence in dataset.read_many(slice(None))] == [each.tobytes() for each in flat]
+
+
+@given(
+    first=st.lists(st.integers(0, 9), max_size=5), second=st.lists(st.integers(0, 9), max_size=5), modes=st.booleans()
+)
+def test_merged_data_sets_are_one_after_the_other(first, second, modes):
+    memory, sequences = MemoryTransport(), []
+    for name, sizes in (("a", first), ("b", second)):
+        with IndexedDatasetBuilder(name, np.uint16, multimodal=modes, transport=memory) as builder:
+            for size in sizes:
+                sequences.append(np.arange(size, dtype=np.uint16) + len(sequences))
+                builder.add_document(sequences[-1], modes=[size] if modes else None)
+    with IndexedDatasetBuilder("c", np.uint16, multimodal=modes, transport=memory) as builder:
+        for name in "ab":
+            builder.merge(IndexedDataset(name, transport=memory))
+    idx, bin_ = mmididx_bytes(
+        sequences, modes=[*first, *second] if modes else None, code=8, doc_idx=list(range(len(sequences) + 1))
+    )
+    assert (memory.files["c.idx"], memory.files["c.bin"]) == (idx, bin_)
+
+
+def test_merging_what_is_not_packed():
+    idx, _ = mmididx_bytes([np.zeros(2, np.int32), np.zeros(3, np.int32)], pointers=[16, 0])
+    memory = MemoryTransport({"a.idx": idx, "a.bin": np.arange(6, dtype=np.int32).tobytes()})
+    with IndexedDatasetBuilder("b", transport=memory) as builder:
+        builder.merge(IndexedDataset("a", transport=memory))
+    merged = IndexedDataset("b", transport=memory)
+    assert [sequence.tolist() for sequence in merged.read_many([0, 1])] == [[4, 5], [0, 1, 2]]
+    assert merged.problems == ()
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+def test_on_disk(tmp_path, engine):
+    path = tmp_path / "new" / "x"
+    with IndexedDatasetBuilder(f"{path}.idx", "uint16", engine=engine) as builder:
+        builder.add_document(range(65_536))
+        assert list(path.parent.glob("x*")) == []
+    assert sorted(file.name for file in path.parent.iterdir()) == ["x.bin", "x.idx"]
+    with pytest.raises(StoreExistsError):
+        IndexedDatasetBuilder(path, engine=engine)
+    reader = IndexedDataset(path, engine=engine)
+    assert reader[0].tolist() == list(range(65_536))
+    with IndexedDatasetBuilder(path, "int64", overwrite=True, engine=engine) as builder:
+        builder.add_document([2**40])
+    assert IndexedDataset(path, engine=engine)[0].tolist() == [2**40]
+
+
+def test_on_s3(s3_bucket):
+    url = f"{s3_bucket.url}/deep/x.idx"
+    with IndexedDatasetBuilder(url, "uint16", storage_options=s3_bucket.options) as builder:
+        builder.add_document([1, 2, 3])
+    assert IndexedDataset(url, s3_bucket.options)[0].tolist() == [1, 2, 3]
+
+
+def test_what_was_not_finished_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "x") as builder:
+        builder.add_document(range(1_000_000))
+        raise RuntimeError
+    builder = IndexedDatasetBuilder(tmp_path / "x")
+    builder.add_document([1])
+    builder.abort()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ArgumentError, match="given up"):
+        builder.add_document([1])
+    with pytest.raises(ArgumentError, match="given up"):
+        builder.finalize()
+
+
+def test_the_callers_memory_may_be_used_again():
+    memory, tokens = MemoryTransport(), np.zeros(3, np.int32)
+    with IndexedDatasetBuilder("x", transport=memory) as builder:
+        for i in range(3):
+            tokens[:] = i
+            builder.add_document(tokens)
+    assert IndexedDataset("x", transport=memory).document(2).tolist() == [2, 2, 2]
+
+
+def test_what_does_not_fit_is_refused_and_nothing_of_it_kept():
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("x", "uint16", transport=memory) as builder:
+        for tokens in ([65_536], [-1], [1.5], [[1]], ["a"], [2**70], 3, [None]):
+            with pytest.raises(ArgumentError):
+                builder.add_document(tokens)
+        for lengths, modes in (([1], None), ([3, -1], None), ([1, 1], [0]), ([2], [1])):
+            with pytest.raises(ArgumentError):
+                builder.add_document([1, 2], lengths, modes)
+        with pytest.raises(ArgumentError):
+            builder.add_sequence([1], mode=1)
+        builder.add_document([65_535])
+    assert IndexedDataset("x", transport=memory).read_many(slice(None))[0].tolist() == [65_535]
+    with (
+        pytest.raises(ArgumentError, match="mode is 128"),
+        IndexedDatasetBuilder("y", multimodal=True, transport=memory) as builder,
+    ):
+        builder.add_sequence([1], mode=128)
+    for dtype in ("complex64", "S3", object, "nothing"):
+        with pytest.raises(ArgumentError):
+            IndexedDatasetBuilder("z", dtype, transport=memory)
+    assert set(memory.files) == {"x.idx", "x.bin"}
+
+
+def test_merging_needs_the_same_kind():
+    memory = MemoryTransport()
+    for name, dtype, modes in (("a", "uint16", False), ("b", "int32", False), ("c", "uint16", True)):
+        with IndexedDatasetBuilder(name, dtype, multimodal=modes, transport=memory) as builder:
+            builder.add_document([1])
+    builder = IndexedDatasetBuilder("d", "uint16", transport=memory)
+    for name in "bc":
+        with pytest.raises(ArgumentError):
+            builder.merge(IndexedDataset(name, transport=memory))
+    builder.abort()
+
+
+def test_an_unended_document_is_ended():
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("x", transport=memory) as builder:
+        builder.add_sequence([1])
+        builder.add_sequence([])
+    assert IndexedDataset("x", transport=memory).doc_idx.tolist() == [0, 2]
+    assert "2 sequences" in repr(builder)
