@@ -1,8 +1,8 @@
 """What Energon reads from a data set, as JSON: run by an interpreter that has `megatron-energon`, never by ours.
 
-    python energon_peer.py read FOLDER SPLIT      samples of a split: get_train_dataset (one epoch) and get_val_dataset
-    python energon_peer.py files FOLDER NAME...   parts by file name
-    python energon_peer.py index FOLDER           rows of what `energon prepare` itself writes (the folder is changed)
+python energon_peer.py read FOLDER SPLIT      samples of a split: get_train_dataset (one epoch) and get_val_dataset
+python energon_peer.py files FOLDER NAME...   parts by file name
+python energon_peer.py index FOLDER           rows of what `energon prepare` itself writes (the folder is changed)
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ def digest(value) -> str:
 
 
 def read(folder: str, split: str) -> object:
-    from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset, get_val_dataset, stateless
-    from megatron.energon.task_encoder import Cooker, basic_sample_keys
-    from megatron.energon.flavors import Sample
+    from megatron.energon import (
+        DefaultTaskEncoder,
+        WorkerConfig,
+        get_loader,
+        get_train_dataset,
+        get_val_dataset,
+        stateless,
+    )
     from megatron.energon.edataclass import edataclass
+    from megatron.energon.flavors import Sample
+    from megatron.energon.task_encoder import Cooker, basic_sample_keys
 
     @edataclass
     class Cooked(Sample):
@@ -68,8 +75,8 @@ def read(folder: str, split: str) -> object:
 
 
 def files(folder: str, *names: str) -> object:
-    from megatron.energon.epathlib import EPath
     from megatron.energon.cache.file_store import WebdatasetFileStore
+    from megatron.energon.epathlib import EPath
 
     reader = WebdatasetFileStore(EPath(folder))
     return {name: digest(reader[name][0]) for name in names}
@@ -98,4 +105,3 @@ def index(folder: str) -> object:
 
 if __name__ == "__main__":
     answer = {"read": read, "files": files, "index": index}[sys.argv[1]](*sys.argv[2:])
-    print("ANSWER" + json.dumps(answer))

@@ -57,7 +57,9 @@ def write_dataset(folder: Path, *, n_shards: int = 3, n: int = 4, odd: bool = Tr
         format = list(FORMATS)[shard % len(FORMATS)]
         files = sample_files(shard * n, n)
         if odd and format != "ustar":
-            files = [(f"f{shard}/{name}" if not name.startswith(("__", ".")) else name, data) for name, data in odd_files()] + files
+            files = [
+                (f"f{shard}/{name}" if not name.startswith(("__", ".")) else name, data) for name, data in odd_files()
+            ] + files
         (folder / f"shards/shard_{shard:03d}.tar").write_bytes(tar_bytes(files, format=format))
         for name, data in files:
             stem, dot, part = name.rpartition("/")[2].partition(".")

@@ -195,13 +195,17 @@ class TestYaml:
         assert not (folder / "ran").exists()
 
     def test_classes_of_others_are_not_imported(self, folder):
-        (folder / ".nv-meta/dataset.yaml").write_text("sample_type: {__module__: os, __class__: system}\nfield_map: {a: txt}\n")
+        (folder / ".nv-meta/dataset.yaml").write_text(
+            "sample_type: {__module__: os, __class__: system}\nfield_map: {a: txt}\n"
+        )
         dataset = EnergonDataset(folder)
         assert [problem.kind for problem in dataset.problems] == ["unknown_sample_type"]
         assert dataset.sample(0).parts["txt"]
 
     def test_factories_of_older_releases(self):
-        text = b"__module__: megatron.energon\n__class__: CaptioningWebdataset\nfield_map:\n  image: jpg\n  caption: txt\n"
+        text = (
+            b"__module__: megatron.energon\n__class__: CaptioningWebdataset\nfield_map:\n  image: jpg\n  caption: txt\n"
+        )
         assert parse_definition(text, where="x").sample_type == "CaptioningSample"
 
 
@@ -277,7 +281,8 @@ class TestOlderReleases:
         )
         db.execute("CREATE INDEX idx_samples_sample_key ON samples(sample_key)")
         db.executemany(
-            "INSERT INTO samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size) VALUES (?, ?, ?, ?, ?)", rows
+            "INSERT INTO samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size) VALUES (?, ?, ?, ?, ?)",
+            rows,
         )
         db.commit()
         db.close()

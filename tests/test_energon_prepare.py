@@ -45,8 +45,11 @@ def test_complete_and_right(tmp_path, num_workers):
     truth = write_dataset(tmp_path)
     made = prepare(tmp_path, split="1,1,1", num_workers=num_workers, progress=False)
     assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} == FILES
-    assert sorted(path.name for path in (tmp_path / "shards").glob("*.idx")) == [f"shard_{i:03d}.tar.idx" for i in range(3)]
-    assert made.n_samples == len(truth) and made.n_parts == sum(map(len, truth.values()))
+    assert sorted(path.name for path in (tmp_path / "shards").glob("*.idx")) == [
+        f"shard_{i:03d}.tar.idx" for i in range(3)
+    ]
+    assert made.n_samples == len(truth)
+    assert made.n_parts == sum(map(len, truth.values()))
     assert {name: len(shards) for name, shards in made.splits.items()} == {"train": 1, "val": 1, "test": 1}
     dataset = EnergonDataset(tmp_path)
     check(dataset, truth)
@@ -59,7 +62,8 @@ def test_the_same_tars_have_the_same_uuid(tmp_path):
         write_dataset(tmp_path / name)
         prepare(tmp_path / name, split="1,0,0", progress=False)
     a, b = ((tmp_path / name / ".nv-meta/index.uuid").read_text() for name in "ab")
-    assert a == b and len(a) == 36
+    assert a == b
+    assert len(a) == 36
     write_dataset(tmp_path / "c", n=5)
     prepare(tmp_path / "c", split="1,0,0", progress=False)
     assert (tmp_path / "c/.nv-meta/index.uuid").read_text() != a
@@ -89,7 +93,7 @@ def test_in_memory():
     assert not [name for name in transport.files if ".saev_store" in name]
 
 
-def test_in_a_bucket(s3_bucket, tmp_path):  # noqa: F811
+def test_in_a_bucket(s3_bucket, tmp_path):
     s3fs = pytest.importorskip("s3fs")
     truth = write_dataset(tmp_path)
     s3fs.S3FileSystem(**s3_bucket.options).put(str(tmp_path), f"{s3_bucket.url}/data", recursive=True)
@@ -125,7 +129,8 @@ class TestResuming:
         scanned = []
         real = _receipts.scan_shard
         monkeypatch.setattr(
-            "saev_store.formats.energon._scan_all.scan_shard", lambda there, shard: scanned.append(shard) or real(there, shard)
+            "saev_store.formats.energon._scan_all.scan_shard",
+            lambda there, shard: scanned.append(shard) or real(there, shard),
         )
         prepare(tmp_path, split="1,0,0", progress=False)
         assert scanned == ["shards/shard_002.tar"]
@@ -142,7 +147,9 @@ class TestResuming:
         prepare(tmp_path, split="1,0,0", progress=False)
         assert EnergonDataset(tmp_path).part("other", "txt") == b"x"
 
-    @pytest.mark.parametrize("last", [".nv-meta/index.uuid", ".nv-meta/split.yaml", ".nv-meta/dataset.yaml", ".nv-meta/.info.json"])
+    @pytest.mark.parametrize(
+        "last", [".nv-meta/index.uuid", ".nv-meta/split.yaml", ".nv-meta/dataset.yaml", ".nv-meta/.info.json"]
+    )
     def test_dying_while_publishing(self, tmp_path, last, monkeypatch):
         """Whatever was written last: there is no data set, or the new one; and repeating completes it."""
         truth = write_dataset(tmp_path)
@@ -202,7 +209,10 @@ class TestSplits:
         assert [len(shards) for shards in made.splits.values()] == [2, 2]
 
     def test_exclude(self, folder):
-        assert list(prepare(folder, split="1,0,0", exclude="other|01", progress=False).shards) == ["train/00.tar", "val/00.tar"]
+        assert list(prepare(folder, split="1,0,0", exclude="other|01", progress=False).shards) == [
+            "train/00.tar",
+            "val/00.tar",
+        ]
 
     @pytest.mark.parametrize(
         ("options", "match"),
@@ -233,7 +243,8 @@ class TestSplits:
         assert {(problem.kind, problem.where) for problem in made.problems} == {
             ("compressed_tar", "val/x.tgz"), ("empty_shard", "val/empty.tar"),
         }  # fmt: skip
-        assert made.shards["val/empty.tar"] == 0 and "val/empty.tar" not in made.splits["train"]
+        assert made.shards["val/empty.tar"] == 0
+        assert "val/empty.tar" not in made.splits["train"]
         assert EnergonDataset(folder).validate(deep=True, progress=False).ok
 
 
@@ -273,7 +284,12 @@ class TestBadTars:
 
     def test_key_in_two_tars(self, tmp_path):
         (tmp_path / "b.tar").write_bytes(tar_bytes([("x.txt", b""), ("a.txt", b"")]))
-        self.refused(tmp_path, tar_bytes([("a.txt", b"1")]), "sample 1 of 'b.tar' has the key 'a', and so has sample 0 of shard 0", DocumentError)
+        self.refused(
+            tmp_path,
+            tar_bytes([("a.txt", b"1")]),
+            "sample 1 of 'b.tar' has the key 'a', and so has sample 0 of shard 0",
+            DocumentError,
+        )
 
     def test_part_twice(self, tmp_path):
         self.refused(tmp_path, tar_bytes([("a.txt", b"1"), ("a.txt", b"2")]), "has the part 'txt' twice")
@@ -296,7 +312,12 @@ class TestBadTars:
     def test_links_and_folders_are_left_out(self, tmp_path):
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for name, kind in [("d.x", tarfile.DIRTYPE), ("s.x", tarfile.SYMTYPE), ("h.x", tarfile.LNKTYPE), ("f.x", tarfile.FIFOTYPE)]:
+            for name, kind in [
+                ("d.x", tarfile.DIRTYPE),
+                ("s.x", tarfile.SYMTYPE),
+                ("h.x", tarfile.LNKTYPE),
+                ("f.x", tarfile.FIFOTYPE),
+            ]:
                 info = tarfile.TarInfo(name)
                 info.type, info.linkname = kind, "/etc/passwd"
                 tar.addfile(info)

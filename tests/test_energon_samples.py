@@ -90,11 +90,21 @@ def test_captions_are_decoded():
         sample = dataset.sample(i)
         assert type(sample).__name__ == "CaptioningSample"
         assert sample.caption == dataset.part(i, "txt").decode() == f"caption number {i}\n"
-        assert sample.image.dtype == "uint8" and sample.image.ndim == 3 and sample.image.shape[2] == 3
+        assert sample.image.dtype == "uint8"
+        assert sample.image.ndim == 3
+        assert sample.image.shape[2] == 3
         assert sample.__key__ == f"sample_{i:04d}"
         assert sample.__restore_key__ == (dataset.url, f"shards/shard_{i // 2:03d}.tar", i % 2)
     light = EnergonDataset(DATA / "captioning_ratio_split/dataset", images="torchrgb").sample(0)
-    assert light.image.dtype == "float32" and light.image.shape[0] == 3 and 0 <= light.image.min() <= light.image.max() <= 1
+    assert (
+        light.image.dtype == "float32"
+    )
+    assert (
+        light.image.shape[0] == 3
+    )
+    assert (
+        0 <= light.image.min() <= light.image.max() <= 1
+    )
 
 
 def test_crude_samples_are_bytes():
@@ -171,7 +181,9 @@ class TestDamage:
         data = a.read_bytes()
         a.write_bytes(b.read_bytes())
         b.write_bytes(data)
-        with pytest.raises(SaevStoreError, match="the index has 'sample_0002.detail.json' at 512, but the tar has 'sample_0004"):
+        with pytest.raises(
+            SaevStoreError, match="the index has 'sample_0002.detail.json' at 512, but the tar has 'sample_0004"
+        ):
             EnergonDataset(folder).raw("sample_0002")
         assert len(EnergonDataset(folder).validate(deep=True, progress=False).errors) == 2
 

@@ -14,8 +14,9 @@ from saev_store.cli.export import export
 from saev_store.cli.head import head
 from saev_store.cli.info import info
 from saev_store.cli.ls import ls
-from saev_store.cli.sources import convert
+from saev_store.cli.prepare import prepare
 from saev_store.cli.serve import serve
+from saev_store.cli.sources import convert
 from saev_store.cli.stats import stats
 from saev_store.cli.validate import validate
 
@@ -31,7 +32,7 @@ def app() -> typer.main.TyperCommand | typer.main.TyperGroup:
         help=_HELP, add_completion=False, no_args_is_help=False, rich_markup_mode=None, pretty_exceptions_enable=False
     )
     typed.callback(invoke_without_command=True)(_top)
-    for command in (info, ls, head, validate, copy, convert, export, stats, serve, demo):
+    for command in (info, ls, head, validate, copy, convert, prepare, export, stats, serve, demo):
         typed.command()(command)
     return typer.main.get_command(typed)
 

@@ -24,12 +24,17 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder in which s
 
 
 def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
-    """List the stores in a folder, unfinished and broken ones too."""
+    """List the stores in a folder, unfinished and broken ones too; or the samples in a prepared WebDataset."""
+    from saev_store.cli.parts import dataset_at, list_parts
     from saev_store.display import human_bytes
     from saev_store.store import ShardStore
 
-    stores = ShardStore.list(root, storage_options(options, option))
-    transport = open_transport(root, storage_options(options, option))
+    given = storage_options(options, option)
+    if (found := dataset_at(root, given)) is not None:
+        list_parts(*found, as_json=as_json)
+        return
+    stores = ShardStore.list(root, given)
+    transport = open_transport(root, given)
     notes = [how_far(transport, entry) if entry.state == "unfinished" else entry.note for entry in stores]
     if as_json:
         emit_json({"root": stores.root, "stores": [describe(*entry) for entry in zip(stores, notes, strict=True)]})

@@ -35,9 +35,9 @@ class Found:
     """A data set that was recognised.
 
     Attributes:
-        format: `"llmbatch"` or `"mmididx"`.
+        format: `"llmbatch"`, `"mmididx"` or `"energon"`.
         transport: Where it lies.
-        path: The file to open, below the transport's root.
+        path: The file (for Energon the folder) to open, below the transport's root.
     """
 
     format: str
@@ -66,6 +66,8 @@ def sniff(
         kind = _format_of(there, candidate)
         if kind is not None:
             return Found(kind, there, candidate)
+    if (folder := _prepared_folder(there, name)) is not None:
+        return Found("energon", there, folder)
     return _in_folder(there, name)
 
 
@@ -131,6 +133,9 @@ def reopen(
         from saev_store.formats.mmididx.token_samples import from_description
 
         source = from_description(source, description["samples"])
+    split = description.get("split")
+    if isinstance(split, str) and split != "all":
+        source = source.split(split)
     now = source.describe(digest="full" if scope == "full" else "sampled")
     for name in ("format", "n_samples", "digest"):
         if now[name] != description.get(name):
@@ -147,6 +152,10 @@ def _open(found: Found) -> Source[object]:
         from saev_store.formats.llmbatch import BatchFileReader
 
         return BatchFileReader(found.path, transport=found.transport)
+    if found.format == "energon":
+        from saev_store.formats.energon import EnergonDataset
+
+        return EnergonDataset(found.path, transport=found.transport)
     from saev_store.formats.mmididx import IndexedDataset
 
     return IndexedDataset(found.path, transport=found.transport)
@@ -186,6 +195,16 @@ def _format_of(transport: Transport, path: str) -> str | None:
     return {"batch": "llmbatch", "idx": "mmididx"}.get(path.rpartition(".")[2]) or (
         "llmbatch" if path.endswith(_MANIFEST) else None
     )
+
+
+def _prepared_folder(transport: Transport, name: str) -> str | None:
+    """The folder of an Energon data set: the one named, or the one whose `.nv-meta` is named."""
+    folder = "" if name == ".nv-meta" else name
+    for info in (".info.json", ".info.yaml"):
+        with contextlib.suppress(NotFoundError, CorruptShardError):
+            transport.size("/".join(part for part in (folder, ".nv-meta", info) if part))
+            return folder
+    return None
 
 
 def _in_folder(transport: Transport, path: str) -> Found | None:

@@ -40,13 +40,17 @@ def decode(raw: bytes, *, where: str, images: Images) -> np.ndarray:
         from PIL import Image
     except ImportError as error:
         raise MissingDependencyError(
-            "an image needs Pillow", where=where, remedy="""Run: pip install "saev-store[energon]", or pass images="bytes"."""
+            "an image needs Pillow",
+            where=where,
+            remedy="""Run: pip install "saev-store[energon]", or pass images="bytes".""",
         ) from error
     try:
         # The content decides, whatever the name says, as everywhere else.
         with Image.open(io.BytesIO(raw), formats=sorted(set(_FORMATS.values()))) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise DocumentError(f"the image has {image.width} x {image.height} pixels; at most {MAX_PIXELS:,} are decoded")
+                raise DocumentError(
+                    f"the image has {image.width} x {image.height} pixels; at most {MAX_PIXELS:,} are decoded"
+                )
             rgb = np.asarray(image.convert("RGB"))
     except DocumentError:
         raise

@@ -62,9 +62,7 @@ class Places:
         if self.index is None or not self.index.has_parts:
             # Energon 6 has no index by shard either; its `.tar.idx` say the same.
             offsets = self._tar_idx(shard)
-            return [
-                SamplePlace(shard, i, int(offsets[i]), int(offsets[i + 1] - offsets[i])) for i in range(first, end)
-            ]
+            return [SamplePlace(shard, i, int(offsets[i]), int(offsets[i + 1] - offsets[i])) for i in range(first, end)]
         rows = self.index.samples(shard, first, end)
         parts: list[list[PartPlace]] = [[] for _ in rows]
         for index, name, offset, nbytes in self.index.parts(shard, first, end):

@@ -107,5 +107,7 @@ def _feed(
             if "error" in answer:
                 error = _worker.rebuild(answer["error"])
         except (OSError, ValueError):
-            error = SaevStoreError("the process that went through it ended", where=shard, remedy="Prepare again: it goes on.")
+            error = SaevStoreError(
+                "the process that went through it ended", where=shard, remedy="Prepare again: it goes on."
+            )
         finished.put((shard, error))

@@ -27,7 +27,6 @@ def main(root: str) -> None:
             answer["error"] = [type(error).__name__, error.message, error.where, error.remedy]
         except Exception as error:
             answer["error"] = ["SaevStoreError", f"{type(error).__name__}: {error}", shard, None]
-        print(json.dumps(answer), flush=True)
 
 
 def rebuild(error: list[str]) -> SaevStoreError:

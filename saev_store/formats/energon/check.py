@@ -46,7 +46,12 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
     if errors and not damaged_ok:
         first = errors[0]
         kind = DocumentError if first.kind == "index_sqlite" else CorruptShardError
-        raise kind(first.message, where=first.where, remedy="Prepare the data set again, or restore its tars.", problems=problems)
+        raise kind(
+            first.message,
+            where=first.where,
+            remedy="Prepare the data set again, or restore its tars.",
+            problems=problems,
+        )
     return tuple(problems)
 
 
@@ -66,7 +71,9 @@ def _counts(dataset: EnergonDataset, *, whole: bool) -> list[Problem]:
                 add(f"it has samples of shard {shard}, but there are {len(info.shards)} shards")
             for shard, count in enumerate(info.counts.tolist()):
                 if found.get(shard, 0) != count:
-                    add(f"it has {found.get(shard, 0):,} samples of {brief(info.shards[shard])}, .info.json says {count:,}")
+                    add(
+                        f"it has {found.get(shard, 0):,} samples of {brief(info.shards[shard])}, .info.json says {count:,}"
+                    )
             for key in index.repeated_keys():
                 message = f"several samples have the key {brief(key)}: they are found by position only"
                 problems.append(Problem("repeated_key", message, index.where, severity="warning"))
@@ -106,7 +113,14 @@ def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_
         missing = f"{idx_path(name)} is missing" if idx_path(name) in str(error.where) else "the shard is missing"
         return [Problem("missing_shard", missing, where, lost=lost)]
     except SaevStoreError as error:
-        return [Problem("index_sqlite" if isinstance(error, DocumentError) else error.kind, error.message, error.where or where, lost=lost)]
+        return [
+            Problem(
+                "index_sqlite" if isinstance(error, DocumentError) else error.kind,
+                error.message,
+                error.where or where,
+                lost=lost,
+            )
+        ]
     return []
 
 
@@ -165,7 +179,9 @@ def _headers(dataset: EnergonDataset, shard: int) -> list[Problem]:
             parts = None if place.parts is None else [(part.name, part.offset, part.nbytes) for part in place.parts]
             same = (place.offset, place.nbytes) == (sample.offset, sample.nbytes)
             if not same or place.key not in {None, sample.key} or parts not in (None, sample.parts):
-                raise CorruptShardError(f"sample {position} ({brief(sample.key)}) is not what the index says", where=where)
+                raise CorruptShardError(
+                    f"sample {position} ({brief(sample.key)}) is not what the index says", where=where
+                )
         if n_samples and position + 1 != n_samples:
             raise CorruptShardError(f"the tar has {position + 1:,} samples, the index {n_samples:,}", where=where)
         problems += [Problem("odd_tar", oddity, where, severity="warning") for oddity in scan.oddities]

@@ -47,7 +47,9 @@ class FieldPath:
         for option in text.split(","):
             match = _OPTION.fullmatch(option.strip())
             if match is None:
-                raise DocumentError(f"{brief(text)} is no path; write for example 'jpg,png' or 'json[caption]'", where=where)
+                raise DocumentError(
+                    f"{brief(text)} is no path; write for example 'jpg,png' or 'json[caption]'", where=where
+                )
             options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
         return cls(tuple(options))
 

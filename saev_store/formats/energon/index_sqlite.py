@@ -32,6 +32,11 @@ _MAX_NUMBER = 2**62
 #: Parts of one sample.
 MAX_PARTS = 100_000
 
+_KEYS = (
+    "SELECT sample_key, tar_file_id, sample_index FROM samples"
+    " WHERE sample_key >= ? AND sample_key > ? ORDER BY sample_key LIMIT ?"
+)
+
 SampleRow = tuple[int, str, int, int]
 """sample_index, key, offset, nbytes"""
 PartRow = tuple[int, str, int, int]
@@ -192,13 +197,29 @@ class SqliteIndex:
 
     def keys(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[str]:
         """Keys that begin with a prefix, in the order of their UTF-8 bytes, those after `after` only, at most `limit`."""
-        low = max(prefix, after)
-        rows = self._rows(
-            "SELECT sample_key FROM samples WHERE sample_key >= ? AND sample_key > ? ORDER BY sample_key LIMIT ?",
-            (prefix, low if after else "", limit),
-        )
+        rows = self._rows(f"SELECT sample_key FROM ({_KEYS})", (prefix, after, limit))
         keys = [self._text(key, "samples", "sample_key") for (key,) in rows]
         return [key for key in keys if key.startswith(prefix)]
+
+    def files(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[tuple[str, str | None, int]]:
+        """Key, part and size of all parts of the samples that `keys` finds; part None where single parts are not known."""
+        if not self.has_parts:
+            return [(key, None, 0) for key in self.keys(prefix, after=after, limit=limit)]
+        rows = self._rows(
+            "SELECT s.sample_key, p.part_name, p.content_byte_size"
+            f" FROM ({_KEYS}) AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id"
+            " AND p.sample_index = s.sample_index ORDER BY s.sample_key, p.content_byte_offset LIMIT ?",
+            (prefix, after, limit, limit * 64 + MAX_PARTS),
+        )
+        found = [
+            (
+                self._text(key, "samples", "sample_key"),
+                self._text(part, "sample_parts", "part_name"),
+                self._number(nbytes, "sample_parts", "content_byte_size"),
+            )
+            for key, part, nbytes in rows
+        ]
+        return [row for row in found if row[0].startswith(prefix)]
 
     def _read_keys(self) -> dict[str, list[tuple[int, int]]]:
         """All keys, where the database has no index of them."""
@@ -270,11 +291,13 @@ class SqliteIndex:
         if type(value) is int and 0 <= value < _MAX_NUMBER:
             return value
         self._refuse(f"{table}.{column} holds {brief(value)}; it must be an integer that is not negative")
+        return None
 
     def _text(self, value: object, table: str, column: str) -> str:
         if type(value) is str:
             return value
         self._refuse(f"{table}.{column} holds {brief(value)}; it must be text")
+        return None
 
     def _refuse(self, message: str) -> NoReturn:
         raise DocumentError(

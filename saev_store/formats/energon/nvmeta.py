@@ -92,7 +92,10 @@ def parse_info(raw: bytes, *, where: str) -> Info:
     problems = [
         Problem("shard_counts", f"{brief(name)}: {brief(count)} is no number of samples", where)
         for name, count in counts.items()
-        if not isinstance(name, str) or isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < _MAX_COUNT
+        if not isinstance(name, str)
+        or isinstance(count, bool)
+        or not isinstance(count, int)
+        or not 0 <= count < _MAX_COUNT
     ]
     if problems:
         raise DocumentError("; ".join(each.message for each in problems[:8]), where=where, problems=problems)
@@ -222,7 +225,9 @@ def _sample_type(mapping: dict[str, object], where: str) -> tuple[str | None, Pr
     ours = isinstance(module, str) and (module == MODULE or module.startswith(f"{MODULE}."))
     if ours and isinstance(name, str) and (name in SAMPLE_TYPES or name == CRUDE):
         return name, None
-    message = f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are handed out as they are"
+    message = (
+        f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are handed out as they are"
+    )
     return None, Problem("unknown_sample_type", message, where, severity="warning")
 
 

@@ -147,7 +147,9 @@ def prepare(
     if prepared and not overwrite:
         raise StoreExistsError("it is prepared already", where=there.url, remedy="Pass overwrite=True (--overwrite).")
     if plan.is_empty and not _exists(there, SPLIT_YAML):
-        raise ArgumentError("it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=[...].")
+        raise ArgumentError(
+            "it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=[...]."
+        )
     shards, problems = find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):
         _scan(there, shards, num_workers=num_workers, progress=progress)
@@ -201,7 +203,9 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
         if not folders:
             break
         if n_folders == _MAX_FOLDERS:
-            raise ArgumentError(f"there are more than {_MAX_FOLDERS:,} folders below it", where=str(getattr(transport, "url", "")))
+            raise ArgumentError(
+                f"there are more than {_MAX_FOLDERS:,} folders below it", where=str(getattr(transport, "url", ""))
+            )
         for entry in transport.list(folders.pop()):
             name = entry.path.rpartition("/")[2]
             if entry.is_dir:
@@ -272,7 +276,9 @@ class _SplitPlan:
             raise ArgumentError("shares and patterns cannot both be given", where="split")
         self._shares = parse_ratio(split) if split is not None else None
         if self._shares is not None and len(self._shares) != len(SPLITS):
-            raise ArgumentError(f"{brief(split)} has {len(self._shares)} shares; train, val and test need 3", where="split")
+            raise ArgumentError(
+                f"{brief(split)} has {len(self._shares)} shares; train, val and test need 3", where="split"
+            )
         self._patterns: dict[str, list[re.Pattern[str]]] = {}
         for item in split_parts:
             name, colon, pattern = item.partition(":")
@@ -328,9 +334,7 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
             raise ArgumentError(f"{CRUDE} has parts as they are, and takes no field map", where="field_map")
         return definition_bytes(CRUDE, {})
     if sample_type not in SAMPLE_TYPES:
-        raise ArgumentError(
-            f"{brief(sample_type)} is none of {', '.join(SAMPLE_TYPES)}, {CRUDE}", where="sample_type"
-        )
+        raise ArgumentError(f"{brief(sample_type)} is none of {', '.join(SAMPLE_TYPES)}, {CRUDE}", where="sample_type")
     field_map = dict(field_map or {})
     try:
         SAMPLE_TYPES[sample_type].check_fields(field_map, where="field_map")
@@ -359,7 +363,10 @@ def _built_index(there: Transport, receipts: Iterable[Receipt]) -> Iterator[tupl
         uuid = build_index(local, receipts, where=there.url)
 
         def upload() -> None:
-            with open(local, "rb") as file, NewFile(there, INDEX_SQLITE, nbytes=os.path.getsize(local), overwrite=True) as new:
+            with (
+                open(local, "rb") as file,
+                NewFile(there, INDEX_SQLITE, nbytes=os.path.getsize(local), overwrite=True) as new,
+            ):
                 while data := file.read(_CHUNK_NBYTES):
                     new.write(data)
                 new.commit()

@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
-import numpy as np
-
-from saev_store.coalesce import coalesce
-from saev_store.errors import ArgumentError, CorruptShardError, SelectionError, brief
+from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
 from saev_store.formats._address import Url, full_url
 from saev_store.formats._digest import describe_digest
 from saev_store.formats._source import DigestScope, check_index, steps, text_card
+from saev_store.formats.energon._fetch import Fetcher, RawSample
 from saev_store.formats.energon._open import Documents, open_index, read_documents
 from saev_store.formats.energon._places import PartPlace, Places, SamplePlace
 from saev_store.formats.energon._view import View
 from saev_store.formats.energon.field_map import IMAGES, Images, resolve
-from saev_store.formats.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, join_name
+from saev_store.formats.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
 from saev_store.formats.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
-from saev_store.formats.energon.tar_header import BLOCK, disagreement
 from saev_store.formats.energon.tar_scan import parse_sample
-from saev_store.transport import Buffer, Engine, Transport, child, open_transport
+from saev_store.transport import Engine, Transport, child, open_transport
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from saev_store.inspect import Report
     from saev_store.problems import Problem
-
-_N_THREADS = 16
-
-
-@dataclass(frozen=True)
-class RawSample:
-    """A sample as it is stored.
-
-    Attributes:
-        key: Its name in the data set.
-        shard: The tar it lies in, relative to the data set.
-        sample_index: Its number in that tar.
-        parts: The bytes of each part, by name, in the order of the tar.
-    """
-
-    key: str
-    shard: str
-    sample_index: int
-    parts: Mapping[str, bytes] = field(repr=False)
-
-    def __getitem__(self, part: str) -> bytes:
-        """The bytes of a part.
-
-        Raises:
-            SelectionError: the sample has no such part.
-        """
-        try:
-            return self.parts[part]
-        except KeyError:
-            raise SelectionError(
-                f"sample {self.key!r} has no part {brief(part)}; it has {', '.join(self.parts)}", where="part"
-            ) from None
 
 
 class EnergonDataset:
@@ -116,6 +79,7 @@ class EnergonDataset:
         )
         info = self._documents.info
         self._places = Places(self._transport, info, open_index(self._transport))
+        self._fetcher = Fetcher(self._transport, self._places)
         self._split = "all"
         self._view = View(range(len(info.shards)), info.counts)
         self._by_name = {name: i for i, name in enumerate(info.shards)}
@@ -175,8 +139,11 @@ class EnergonDataset:
     def __repr__(self) -> str:
         info, definition = self._documents.info, self._documents.definition
         facts = {
-            "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards" + f" (split {self._split!r})" * (self._split != "all"),
-            "splits": ", ".join(f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()),
+            "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards"
+            + f" (split {self._split!r})" * (self._split != "all"),
+            "splits": ", ".join(
+                f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()
+            ),
             "sample type": definition.sample_type or "parts as they are",
             "prepared by": info.version or "a release before 7.4",
             "read through": self._transport.name,
@@ -187,7 +154,7 @@ class EnergonDataset:
 
     def __getitem__(self, index: SupportsIndex) -> RawSample:
         """The sample at a position; negative ones count from the end."""
-        return self._fetch(self._view.places([check_index(index, len(self), what="sample")]))[0]
+        return self._fetcher.fetch(self._view.places([check_index(index, len(self), what="sample")]))[0]
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
         """The sample at a position, or of a key."""
@@ -201,11 +168,25 @@ class EnergonDataset:
         """
         place = self._place(sample)
         if place.parts is None:
-            return self._read([place])[0][part]
+            return self._fetcher.read([place])[0][part]
         for found in place.parts:
             if found.name == part:
-                return self._read([SamplePlace(place.shard, place.sample_index, 0, 0, place.key, (found,))])[0][part]
+                return self._fetcher.read([SamplePlace(place.shard, place.sample_index, 0, 0, place.key, (found,))])[0][
+                    part
+                ]
         return RawSample(place.key or "", "", 0, {found.name: b"" for found in place.parts})[part]
+
+    def part_range(self, sample: SupportsIndex | str, part: str, *, start: int | None, end: int | None) -> bytes:
+        """Bytes `start` to `end` of a part, as a slice would take them: one request for exactly those."""
+        place = self._place(sample)
+        for found in place.parts if place.parts is not None else self.parts(sample):
+            if found.name == part:
+                first, last, _ = slice(start, end).indices(found.nbytes)
+                shard = self._documents.info.shards[place.shard]
+                begin = found.offset + first
+                (data,) = self._transport.get_ranges(shard, starts=[begin], ends=[max(begin, found.offset + last)])
+                return bytes(data)
+        raise SelectionError(f"sample {brief(place.key)} has no part {brief(part)}", where="part")
 
     def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
         """Names, offsets in the tar and sizes of a sample's parts."""
@@ -215,7 +196,7 @@ class EnergonDataset:
         (data,) = self._transport.get_ranges(
             self._documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
         )
-        members = parse_sample(data, where=self._where(place.shard))
+        members = parse_sample(data, where=self._fetcher.where(place.shard))
         return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
 
     def file(self, name: str) -> bytes:
@@ -224,8 +205,6 @@ class EnergonDataset:
         Raises:
             SelectionError: there is no such file.
         """
-        from saev_store.formats.energon.keys import split_name
-
         found = split_name(name)
         if found is None:
             raise SelectionError(f"{brief(name)} is no name of a part: it has no dot", where="name")
@@ -234,7 +213,7 @@ class EnergonDataset:
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
         place = self._place(index)
-        return place.key if place.key is not None else self._read([place])[0].key
+        return place.key if place.key is not None else self._fetcher.read([place])[0].key
 
     def index_of(self, key: str) -> int:
         """The position of a key.
@@ -251,12 +230,12 @@ class EnergonDataset:
 
     def rows(self, indices: Sequence[int]) -> list[RawSample]:
         """Samples by position, in the order asked for; neighbours are fetched together."""
-        return self._fetch(self._view.places([check_index(i, len(self), what="sample") for i in indices]))
+        return self._fetcher.fetch(self._view.places([check_index(i, len(self), what="sample") for i in indices]))
 
     def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[list[RawSample]]:
         """Consecutive samples in order, `batch_size` at a time, read together."""
         for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
-            yield self._fetch(self._view.places(range(first, end)))
+            yield self._fetcher.fetch(self._view.places(range(first, end)))
 
     def sample(self, sample: SupportsIndex | str) -> Sample:
         """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
@@ -318,108 +297,10 @@ class EnergonDataset:
         ((shard, index),) = self._view.places([position])
         return self._places.run(shard, index, index + 1)[0]
 
-    def _fetch(self, wanted: list[tuple[int, int]]) -> list[RawSample]:
-        places: dict[tuple[int, int], SamplePlace] = {}
-        ordered = sorted(set(wanted))
-        at = 0
-        while at < len(ordered):
-            end = at + 1
-            while end < len(ordered) and ordered[end] == (ordered[at][0], ordered[at][1] + end - at):
-                end += 1
-            shard, first = ordered[at]
-            places.update(zip(ordered[at:end], self._places.run(shard, first, first + end - at), strict=True))
-            at = end
-        by_shard: dict[int, list[SamplePlace]] = {}
-        for (shard, _), place in places.items():
-            by_shard.setdefault(shard, []).append(place)
-        found: dict[tuple[int, int], RawSample] = {}
-        groups = list(by_shard.values())
-        for samples in self._map(groups):
-            found.update({(self._by_name[each.shard], each.sample_index): each for each in samples})
-        return [found[place] for place in wanted]
-
-    def _map(self, groups: list[list[SamplePlace]]) -> Iterator[list[RawSample]]:
-        """One read per shard, at once where each costs a round trip."""
-        if len(groups) < 2 or getattr(self._transport, "is_local", False):
-            yield from map(self._read, groups)
-            return
-        with ThreadPoolExecutor(min(_N_THREADS, len(groups))) as pool:
-            yield from pool.map(self._read, groups)
-
-    def _read(self, places: list[SamplePlace]) -> list[RawSample]:
-        """Samples of one shard, ascending."""
-        shard = self._documents.info.shards[places[0].shard]
-        starts: list[int] = []
-        ends: list[int] = []
-        for place in places:
-            if place.parts is None:
-                starts.append(place.offset)
-                ends.append(place.offset + place.nbytes)
-            for part in place.parts or ():
-                if part.offset < BLOCK:
-                    raise CorruptShardError(f"part {brief(part.name)} begins inside its header", where=self._where(place.shard))
-                starts.append(part.offset - BLOCK)
-                ends.append(part.offset + part.nbytes)
-        pieces = iter(self._ranges(shard, starts, ends))
-        samples: list[RawSample] = []
-        for place in places:
-            if place.parts is None:
-                data = memoryview(next(pieces))
-                members = parse_sample(data, where=self._where(place.shard))
-                if not members or any(each.key != members[0].key for each in members):
-                    raise self._stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
-                parts = {
-                    each.part: bytes(data[each.content_offset : each.content_offset + each.content_nbytes])
-                    for each in members
-                }
-                samples.append(RawSample(members[0].key, shard, place.sample_index, parts))
-                continue
-            parts = {part.name: self._content(place, part, next(pieces)) for part in place.parts}
-            samples.append(RawSample(cast("str", place.key), shard, place.sample_index, parts))
-        return samples
-
-    def _content(self, place: SamplePlace, part: PartPlace, data: Buffer) -> bytes:
-        view = memoryview(data)
-        name = join_name(cast("str", place.key), part.name)
-        odd = disagreement(view[:BLOCK], name=name, nbytes=part.nbytes)
-        if odd is not None:
-            raise self._stale(place.shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
-        return bytes(view[BLOCK:])
-
-    def _ranges(self, path: str, starts: list[int], ends: list[int]) -> list[memoryview]:
-        """Ranges in any order, each as a view; neighbours share a request where that is cheaper."""
-        if len(starts) == 1:
-            return [memoryview(self._transport.get_ranges(path, starts=starts, ends=ends)[0])]
-        low, high = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        order = np.argsort(low, kind="stable")
-        cost = self._transport.cost
-        spans = coalesce(
-            low[order], high[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
-        )
-        found: list[memoryview] = [memoryview(b"")] * len(starts)
-        buffers = self._transport.get_ranges(path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
-        for span, buffer in enumerate(buffers):
-            base, view = int(spans.starts[span]), memoryview(buffer)
-            for i in order[spans.first[span] : spans.first[span + 1]].tolist():
-                found[i] = view[starts[i] - base : ends[i] - base]
-        return found
-
-    def _where(self, shard: int) -> str:
-        return full_url(self._transport, self._documents.info.shards[shard])
-
-    def _stale(self, shard: int, message: str) -> CorruptShardError:
-        return CorruptShardError(
-            message,
-            where=self._where(shard),
-            remedy="The index belongs to another tar, or one of them is damaged: prepare the data set again.",
-        )
-
     # -- as a source -----------------------------------------------------------------------------------------------------
 
     def uuid(self) -> str:
         """What `index.uuid` holds: another one after each preparation that changed something; empty if there is none."""
-        from saev_store.errors import NotFoundError
-
         try:
             return self._transport.read(INDEX_UUID, max_bytes=1024).decode("ascii", "replace").strip()
         except NotFoundError:
@@ -428,8 +309,6 @@ class EnergonDataset:
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """What a store recorded from these samples says about them in `metadata.data`."""
         files: list[tuple[str, int]] = []
-        from saev_store.errors import NotFoundError
-
         for path in (SPLIT_YAML, DATASET_YAML, INDEX_SQLITE, *dict.fromkeys(self.shards)):
             try:
                 files.append((path, self._transport.size(path)))

@@ -179,6 +179,7 @@ class _Parser:
                     return at
             at += 1
         _refuse(self._pattern, "has braces that do not match", self._where)
+        return None
 
     def _braces(self, text: str, depth: int) -> _Range | _Either | _Sequence:
         if match := _NUMBERS.fullmatch(text):

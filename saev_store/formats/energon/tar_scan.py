@@ -127,7 +127,15 @@ class Scan:
             yield from self._members()
         except SaevStoreError:
             raise
-        except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, struct.error, LookupError) as error:
+        except (
+            tarfile.TarError,
+            ValueError,
+            OverflowError,
+            EOFError,
+            RecursionError,
+            struct.error,
+            LookupError,
+        ) as error:
             raise self._corrupt(f"it is no tar that can be read: {error}") from None
 
     def _members(self) -> Iterator[Member]:

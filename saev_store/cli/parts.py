@@ -1,0 +1,58 @@
+"""`saev-store ls DATASET[/FOLDER]`: the samples of an Energon data set as folders and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from saev_store.cli._output import emit, emit_json
+from saev_store.errors import NotFoundError, SaevStoreError
+
+if TYPE_CHECKING:
+    from saev_store.formats.energon import EnergonDataset
+
+#: How many folders above an address are looked at for a data set.
+_MAX_LEVELS = 8
+
+
+def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonDataset, str] | None:
+    """The data set at an address or above it, and the path in it; None if there is none."""
+    from saev_store.formats._address import split_address
+    from saev_store.formats.energon import EnergonDataset
+    from saev_store.formats.energon.keys import INFO_JSON, INFO_YAML
+    from saev_store.transport import open_transport
+
+    inner: list[str] = []
+    for _ in range(_MAX_LEVELS):
+        try:
+            transport = open_transport(url, options)
+            for name in (INFO_JSON, INFO_YAML):
+                try:
+                    transport.size(name)
+                except NotFoundError:
+                    continue
+                return EnergonDataset("", transport=transport, damaged_ok=True), "/".join(reversed(inner))
+            url, last = split_address(url)
+        except SaevStoreError:
+            return None
+        inner.append(last)
+    return None
+
+
+def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
+    """Print what lies in a folder of a data set, or a sample's parts."""
+    from saev_store.formats.energon._tree import Node, children, node
+
+    try:
+        found = node(dataset, folder)
+        nodes = children(dataset, folder) if found.is_dir else iter([found])
+    except NotFoundError:
+        # The key of a sample, without any part.
+        if len(dataset.places.find(folder)) != 1:
+            raise
+        nodes = iter([Node(f"{folder}.{part.name}", part.nbytes) for part in dataset.parts(folder)])
+    if as_json:
+        emit_json({"dataset": dataset.url, "entries": [{"name": each.path, "nbytes": each.nbytes} for each in nodes]})
+        return
+    for each in nodes:
+        emit(f"{each.path}/" if each.nbytes is None else f"{each.nbytes:>12,}  {each.path}")

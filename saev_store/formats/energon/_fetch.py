@@ -1,0 +1,170 @@
+"""Fetching samples of shards: what is read together, and whether it is what the index says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from saev_store.coalesce import coalesce
+from saev_store.errors import CorruptShardError, SelectionError, brief
+from saev_store.formats._address import full_url
+from saev_store.formats.energon._places import PartPlace, Places, SamplePlace
+from saev_store.formats.energon.keys import join_name
+from saev_store.formats.energon.tar_header import BLOCK, disagreement
+from saev_store.formats.energon.tar_scan import parse_sample
+from saev_store.transport import Buffer, Transport
+
+_N_THREADS = 16
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """A sample as it is stored.
+
+    Attributes:
+        key: Its name in the data set.
+        shard: The tar it lies in, relative to the data set.
+        sample_index: Its number in that tar.
+        parts: The bytes of each part, by name, in the order of the tar.
+    """
+
+    key: str
+    shard: str
+    sample_index: int
+    parts: Mapping[str, bytes] = field(repr=False)
+
+    def __getitem__(self, part: str) -> bytes:
+        """The bytes of a part.
+
+        Raises:
+            SelectionError: the sample has no such part.
+        """
+        try:
+            return self.parts[part]
+        except KeyError:
+            raise SelectionError(
+                f"sample {self.key!r} has no part {brief(part)}; it has {', '.join(self.parts)}", where="part"
+            ) from None
+
+
+class Fetcher:
+    """Reads samples at known places.
+
+    Args:
+        transport: The data set's folder.
+        places: Where samples lie.
+    """
+
+    def __init__(self, transport: Transport, places: Places) -> None:
+        self._transport, self._places = transport, places
+        self._shards = places.info.shards
+        self._by_name = {name: i for i, name in enumerate(self._shards)}
+
+    def fetch(self, wanted: list[tuple[int, int]]) -> list[RawSample]:
+        """Samples by (shard, sample_index), in the order asked for; neighbours are fetched together.
+
+        Raises:
+            DocumentError: the index breaks a rule.
+            CorruptShardError: a tar is cut, or holds something else than the index says.
+        """
+        places: dict[tuple[int, int], SamplePlace] = {}
+        ordered = sorted(set(wanted))
+        at = 0
+        while at < len(ordered):
+            end = at + 1
+            while end < len(ordered) and ordered[end] == (ordered[at][0], ordered[at][1] + end - at):
+                end += 1
+            shard, first = ordered[at]
+            places.update(zip(ordered[at:end], self._places.run(shard, first, first + end - at), strict=True))
+            at = end
+        by_shard: dict[int, list[SamplePlace]] = {}
+        for (shard, _), place in places.items():
+            by_shard.setdefault(shard, []).append(place)
+        found: dict[tuple[int, int], RawSample] = {}
+        groups = list(by_shard.values())
+        for samples in self._map(groups):
+            found.update({(self._by_name[each.shard], each.sample_index): each for each in samples})
+        return [found[place] for place in wanted]
+
+    def _map(self, groups: list[list[SamplePlace]]) -> Iterator[list[RawSample]]:
+        """One read per shard, at once where each costs a round trip."""
+        if len(groups) < 2 or getattr(self._transport, "is_local", False):
+            yield from map(self.read, groups)
+            return
+        with ThreadPoolExecutor(min(_N_THREADS, len(groups))) as pool:
+            yield from pool.map(self.read, groups)
+
+    def read(self, places: list[SamplePlace]) -> list[RawSample]:
+        """Samples of one shard, ascending, of which the parts that their places name."""
+        shard = self._shards[places[0].shard]
+        starts: list[int] = []
+        ends: list[int] = []
+        for place in places:
+            if place.parts is None:
+                starts.append(place.offset)
+                ends.append(place.offset + place.nbytes)
+            for part in place.parts or ():
+                if part.offset < BLOCK:
+                    raise CorruptShardError(
+                        f"part {brief(part.name)} begins inside its header", where=self.where(place.shard)
+                    )
+                starts.append(part.offset - BLOCK)
+                ends.append(part.offset + part.nbytes)
+        pieces = iter(self._ranges(shard, starts, ends))
+        samples: list[RawSample] = []
+        for place in places:
+            if place.parts is None:
+                data = memoryview(next(pieces))
+                members = parse_sample(data, where=self.where(place.shard))
+                if not members or any(each.key != members[0].key for each in members):
+                    raise self._stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
+                parts = {
+                    each.part: bytes(data[each.content_offset : each.content_offset + each.content_nbytes])
+                    for each in members
+                }
+                samples.append(RawSample(members[0].key, shard, place.sample_index, parts))
+                continue
+            parts = {part.name: self._content(place, part, next(pieces)) for part in place.parts}
+            samples.append(RawSample(cast("str", place.key), shard, place.sample_index, parts))
+        return samples
+
+    def _content(self, place: SamplePlace, part: PartPlace, data: Buffer) -> bytes:
+        view = memoryview(data)
+        name = join_name(cast("str", place.key), part.name)
+        odd = disagreement(view[:BLOCK], name=name, nbytes=part.nbytes)
+        if odd is not None:
+            raise self._stale(place.shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
+        return bytes(view[BLOCK:])
+
+    def _ranges(self, path: str, starts: list[int], ends: list[int]) -> list[memoryview]:
+        """Ranges in any order, each as a view; neighbours share a request where that is cheaper."""
+        if len(starts) == 1:
+            return [memoryview(self._transport.get_ranges(path, starts=starts, ends=ends)[0])]
+        low, high = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+        order = np.argsort(low, kind="stable")
+        cost = self._transport.cost
+        spans = coalesce(
+            low[order], high[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
+        )
+        found: list[memoryview] = [memoryview(b"")] * len(starts)
+        buffers = self._transport.get_ranges(path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
+        for span, buffer in enumerate(buffers):
+            base, view = int(spans.starts[span]), memoryview(buffer)
+            for i in order[spans.first[span] : spans.first[span + 1]].tolist():
+                found[i] = view[starts[i] - base : ends[i] - base]
+        return found
+
+    def where(self, shard: int) -> str:
+        """A shard's address, safe to show."""
+        return full_url(self._transport, self._shards[shard])
+
+    def _stale(self, shard: int, message: str) -> CorruptShardError:
+        return CorruptShardError(
+            message,
+            where=self.where(shard),
+            remedy="The index belongs to another tar, or one of them is damaged: prepare the data set again.",
+        )
