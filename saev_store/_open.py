@@ -13,7 +13,6 @@ from saev_store.documents import (
     Metadata,
     ShardsIndex,
     labels_nbytes,
-    match_hash,
     new_metadata,
     parse_metadata,
     parse_shards,
@@ -26,7 +25,7 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
 )
-from saev_store.inspect import quick_checks
+from saev_store.inspect import check_dirname, quick_checks
 from saev_store.layout import Layout, shard_name
 from saev_store.listing import list_stores
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
@@ -85,7 +84,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
         ) from error
     index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
     if not getattr(transport, "is_local", False):
-        problems = (*metadata.problems, *index.problems, *_check_name(metadata, name))
+        problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
         return Opened(transport, name, metadata, index, problems, sizes_checked=False, has_labels=None)
     problems = tuple(quick_checks(transport, metadata, index, dirname=name))
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -164,16 +163,6 @@ def as_metadata(metadata: object) -> Metadata:
         return new_metadata(**metadata)
     except TypeError as error:  # a name that new_metadata does not know, or one that it needs
         raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
-
-
-def _check_name(metadata: Metadata, name: str) -> list[Problem]:
-    if match_hash(metadata, name) is not None:
-        return []
-    message = (
-        f"the folder is named {name!r}, but the content hash of metadata.json is {metadata.hash!r}; the document was changed "
-        "after recording, or the folder renamed"
-    )
-    return [Problem("hash_mismatch", message, where=METADATA_NAME, severity="warning")]
 
 
 def _refusal(url: str, errors: Sequence[Problem]) -> SaevStoreError:

@@ -270,7 +270,7 @@ def new_metadata(
     cls_token: bool,
     d_model: int,
     n_examples: int,
-    max_tokens_per_shard: int,
+    max_tokens_per_shard: int = 2_400_000,
     data: Mapping[str, object] | str | None = None,
     dataset: str | os.PathLike[str] | None = None,
     pixel_agg: str | None = None,
@@ -287,7 +287,8 @@ def new_metadata(
         cls_token: Whether token 0 is a CLS token.
         d_model: Length of one vector, at least 1.
         n_examples: Examples in all, at least 1.
-        max_tokens_per_shard: Budget of vectors per shard; at least those of one example in all layers.
+        max_tokens_per_shard: Budget of vectors per shard; at least those of one example in all layers. The default is that
+            of section 3: about 10 GB per shard for d_model 1024.
         data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 wants a string: an
             object is stored as its compact JSON text, a string as it is. Never pickled.
         dataset: Where the data set lies, a string or path; "" by default. Not in 1.0.0.

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from saev_store.inspect._report import Report, merge_ranges, problem_to_dict
-from saev_store.inspect._sizes import quick_checks
+from saev_store.inspect._sizes import check_dirname, quick_checks
 from saev_store.inspect._validate import validate
 
 __all__ = [
     "Report",
+    "check_dirname",
     "merge_ranges",
     "problem_to_dict",
     "quick_checks",

@@ -45,7 +45,7 @@ def survey_store(transport: Transport, index: ShardsIndex) -> Survey:
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
     """`quick_checks` on a survey that was made already: pure."""
     layout = metadata.layout
-    problems = [*metadata.problems, *index.problems, *_check_dirname(metadata, dirname)]
+    problems = [*metadata.problems, *index.problems, *check_dirname(metadata, dirname)]
     problems += _check_shards(layout, index, seen)
     problems += _check_labels(layout, seen.found.get(LABELS_NAME))
     if seen.complete:
@@ -53,7 +53,8 @@ def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirnam
     return problems
 
 
-def _check_dirname(metadata: Metadata, dirname: str | None) -> Iterator[Problem]:
+def check_dirname(metadata: Metadata, dirname: str | None) -> Iterator[Problem]:
+    """A warning if no recipe of any version makes the folder's name from its document."""
     if dirname is None or match_hash(metadata, dirname) is not None:
         return
     tried = ", ".join(metadata.hashes)
