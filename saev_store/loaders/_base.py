@@ -144,6 +144,11 @@ class Loader(ABC):
         """The epoch that `iter(loader)` gives; it advances by itself when an epoch has been handed out."""
         return self._epoch
 
+    @property
+    def next_batch(self) -> int:
+        """The number, in its epoch, of the batch that is handed out next."""
+        return self._batch
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning."""
         if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:

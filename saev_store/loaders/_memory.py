@@ -60,7 +60,7 @@ class Outputs:
         """A buffer with undefined content; only one thread may call this."""
         for number, n_idle in enumerate(self._idle):
             if sys.getrefcount(self._owners[number]) <= n_idle:
-                return self._kept[number]
+                return self._kept[number][:]
         made = self._make(self._shape)
         if len(self._kept) == self._n_kept:
             return made
@@ -72,4 +72,4 @@ class Outputs:
         self._owners.append(owner)
         del made, owner
         self._idle.append(sys.getrefcount(self._owners[-1]))
-        return self._kept[-1]
+        return self._kept[-1][:]

@@ -1,0 +1,68 @@
+"""Batches and examples as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import overload
+
+import numpy as np
+import torch
+
+Value = torch.Tensor | int
+
+#: What keys were called in version 1 of the protocol.
+_OLD_KEYS = {"image_i": "example_idx", "patch_i": "token_idx"}
+
+
+class ExampleBatch(dict[str, Value]):
+    """A dict of tensors; `batch["image_i"]` and `batch["patch_i"]` are understood, but not among the keys.
+
+    >>> batch = ExampleBatch(example_idx=torch.tensor([3]))
+    >>> batch["image_i"], list(batch)
+    (tensor([3]), ['example_idx'])
+    """
+
+    def __missing__(self, key: str) -> Value:
+        if key in _OLD_KEYS and _OLD_KEYS[key] in self:
+            return self[_OLD_KEYS[key]]
+        raise KeyError(key)
+
+
+def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
+    """The same memory as tensors."""
+    return ExampleBatch({name: torch.from_numpy(array) for name, array in batch.items()})
+
+
+class Examples(Sequence[ExampleBatch]):
+    """A whole batch that looks like a list of examples, so that any `collate_fn` can work with it."""
+
+    def __init__(self, batch: ExampleBatch) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        act = self.batch["act"]
+        return len(act) if isinstance(act, torch.Tensor) else 0
+
+    @overload
+    def __getitem__(self, index: int) -> ExampleBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ExampleBatch]: ...
+    def __getitem__(self, index: int | slice) -> ExampleBatch | Sequence[ExampleBatch]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return example_of(self.batch, index)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        return (example_of(self.batch, number) for number in range(len(self)))
+
+
+def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
+    """One example of a batch: `act` (d_model,), everything else an int; a token without a label has none."""
+    found = ExampleBatch()
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value[number] if name == "act" else int(value[number])
+    label = found.pop("token_labels", None)
+    if label is not None and isinstance(token := found["token_idx"], int) and token >= 0:
+        found["token_label"] = label
+    return found

@@ -1,0 +1,151 @@
+"""Random access: a map-style dataset of single vectors, and whole batches gathered at once."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from saev_store import Metadata, ShardStore
+from saev_store.errors import SelectionError
+from saev_store.loaders._medium import medium_of
+from saev_store.loaders._workers import n_cpus
+from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
+from saev_store.torch.config import IndexedConfig
+
+#: Fewer rows than this are gathered by one thread.
+_MIN_ROWS_PER_THREAD = 512
+#: Page faults in flight where the shards are not in memory.
+_N_WAITING = 16
+
+
+class IndexedDataset(Dataset[ExampleBatch]):
+    """The rows of a selection by number: `dataset[i]` for one, `dataset.batch(numbers)` for many at once.
+
+    An example is a dict: `act` float32 (d_model,), `example_idx`, `token_idx` (-1 for the special token), with several
+    layers `layer`, and `token_label` where the store has labels and the token is content. May be used with
+    `DataLoader(dataset, batch_size=…, collate_fn=IndexedDataset.collate)`: each batch is then gathered at once, which is
+    much faster than example by example. Can be pickled and inherited by workers.
+
+    Args:
+        cfg: Which rows.
+
+    Raises:
+        NotFoundError, DocumentError, CorruptShardError: see `ShardStore.open`.
+        LayerNotFoundError, SelectionError: the store does not hold what is asked for.
+    """
+
+    Example = ExampleBatch
+
+    def __init__(self, cfg: IndexedConfig) -> None:
+        self.cfg = cfg
+        self.store = ShardStore.open(cfg.shards, cfg.storage_options)
+        self.rows = self.store.sel(layer=cfg.layer, tokens=cfg.tokens, ignore_labels=cfg.ignore_labels or None)
+        space = self.rows.space
+        self._labels = self.store.labels if cfg.tokens != "special" else None
+        self._several = len(space.layer_idx) > 1
+        medium = medium_of(self.store.transport, space.layout)
+        self._n_threads = min(4, n_cpus()) if medium.kind in ("memory", "cached") else _N_WAITING
+        # A remote transport is its own crowd: one call merges and fetches all ranges.
+        self._n_threads = 1 if medium.kind == "remote" else self._n_threads
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.store.metadata
+
+    @property
+    def md(self) -> Metadata:
+        return self.store.metadata
+
+    @property
+    def d_model(self) -> int:
+        return self.store.layout.d_model
+
+    @property
+    def d_vit(self) -> int:
+        """The same as `d_model`, under its older name."""
+        return self.store.layout.d_model
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> ExampleBatch:
+        """One example; like every dataset of PyTorch it ends with an IndexError, and takes no negative numbers."""
+        if not 0 <= i < len(self):
+            raise SelectionError(f"example {i} of a dataset of {len(self)}", where="index")
+        return example_of(self.batch([i]), 0)
+
+    def __getitems__(self, indices: list[int]) -> Examples:
+        """Many examples, gathered at once; what `DataLoader` calls for each batch."""
+        return Examples(self.batch(indices))
+
+    def batch(self, indices: npt.ArrayLike) -> ExampleBatch:
+        """Many examples as one batch: `act` (n, d_model) and so on, in the order asked for.
+
+        Raises:
+            SelectionError: an index is out of range.
+        """
+        picked = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(picked) and not 0 <= int(picked.min()) <= int(picked.max()) < len(self):
+            raise SelectionError(
+                f"examples {picked.min()} to {picked.max()} of a dataset of {len(self)}", where="index"
+            )
+        act = np.empty((len(picked), self.d_model), dtype=np.float32)
+        self._gather(picked, act)
+        where = self.rows.coordinates(picked)
+        found: dict[str, np.ndarray] = {"act": act, "example_idx": where.example_idx, "token_idx": where.token_idx}
+        if self._several:
+            found["layer"] = where.layer
+        if self._labels is not None:
+            found["token_labels"] = self._labels[where.example_idx, np.maximum(where.token_idx, 0)]
+        return tensors(found)
+
+    def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
+        n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
+        if n_parts < 2:
+            self.rows.rows(picked, out=act)
+            return
+        bounds = [len(picked) * part // n_parts for part in range(n_parts + 1)]
+        tasks = [self._executor().submit(self.rows.rows, picked[lo:hi], act[lo:hi]) for lo, hi in pairwise(bounds[1:])]
+        try:
+            self.rows.rows(picked[: bounds[1]], out=act[: bounds[1]])
+        finally:
+            wait(tasks)
+        for task in tasks:
+            task.result()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        # Threads do not survive a fork.
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = (os.getpid(), ThreadPoolExecutor(self._n_threads - 1, "saev-indexed"))
+        return self._pool[1]
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[IndexedConfig]]:
+        return IndexedDataset, (self.cfg,)
+
+    @staticmethod
+    def collate(examples: Examples | list[ExampleBatch]) -> ExampleBatch:
+        """A `collate_fn` that hands a gathered batch through as it is."""
+        return examples.batch if isinstance(examples, Examples) else cast("ExampleBatch", default_collate(examples))
+
+    def transform(self, act: npt.NDArray[np.float32]) -> torch.Tensor:
+        """A vector as a tensor of its own."""
+        return torch.from_numpy(np.array(act, dtype=np.float32))
+
+    def get_img_patches(self, i: int) -> npt.NDArray[np.float32]:
+        """All vectors of an example, (layer, token, d_model): the older name of `store[i]`."""
+        return self.store[int(i)]
+
+    def close(self) -> None:
+        """End the gathering threads and release files; the dataset can be used again."""
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown()
+        self._pool = None
+        self.store.close()

@@ -1,0 +1,304 @@
+"""The loaders for training: configs in, dicts of tensors out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import torch
+import torch.distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+from saev_store import Metadata, ShardStore
+from saev_store.errors import ArgumentError
+from saev_store.loaders import Explanation, Metrics, OrderedLoader, ShuffledLoader
+from saev_store.loaders._base import Loader
+from saev_store.loaders.staging import open_for_training
+from saev_store.torch._device import copies_to, moved, pinned
+from saev_store.torch.batch import ExampleBatch, tensors
+from saev_store.torch.config import OrderedConfig, ShuffledConfig
+
+Config = TypeVar("Config", OrderedConfig, ShuffledConfig)
+
+_logger = logging.getLogger("saev_store.torch")
+#: The window where neither `window_bytes` nor a smaller `buffer_size` says otherwise.
+_WINDOW_BYTES = 2 << 30
+
+
+def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
+    """This process and how many there are: as given, else as torch.distributed says where it is initialised."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if world is None:
+        world = torch.distributed.get_world_size() if distributed and rank is None else 1
+    if rank is None:
+        rank = torch.distributed.get_rank() if distributed and world > 1 else 0
+    return rank, world
+
+
+class TorchLoader(ABC, Generic[Config]):
+    """What `OrderedDataLoader` and `ShuffledDataLoader` share.
+
+    Iterate it once per epoch; a batch is an `ExampleBatch`, a dict of tensors: `act` float32 (n, d_model), `example_idx`
+    and `token_idx` int64 (n,), with several layers `layer` int64 (n,), and `token_labels` uint8 (n,) where the store has
+    labels (255 for special tokens). On the CPU a batch is a view of memory that is used again once nobody holds the batch.
+    """
+
+    ExampleBatch = ExampleBatch
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self._copies = copies_to(cfg.device)
+        self.store: ShardStore = open_for_training(
+            cfg.shards,
+            cfg.storage_options,
+            layer=cfg.layer,
+            use_tmpdir=cfg.use_tmpdir,
+            cache_dir=cfg.cache_dir,
+            cache_bytes=cfg.cache_bytes,
+        )
+        self._loader: Loader = self._make()
+        self._at: tuple[int, int] | None = None
+        self._iterating = False
+
+    @abstractmethod
+    def _make(self) -> Loader:
+        """The loader of NumPy batches."""
+
+    def _common(self) -> dict[str, object]:
+        cfg = self.cfg
+        rank, world = rank_and_world(cfg.rank, cfg.world)
+        batch_bytes = cfg.batch_size * self.store.layout.vector_nbytes
+        return {
+            "batch_size": cfg.batch_size,
+            "drop_last": cfg.drop_last,
+            "labels": self.store.labels,
+            "rank": rank,
+            "world": world,
+            "n_threads": cfg.n_threads,
+            "prefetch_batches": max(1, min(cfg.buffer_size, cfg.buffer_bytes // batch_bytes)),
+            "batch_timeout_s": cfg.batch_timeout_s,
+            "scale_norm": cfg.scale_norm,
+            "make_buffer": pinned(cfg.device),
+        }
+
+    @property
+    def _rows_of(self) -> dict[str, object]:
+        cfg = self.cfg
+        return {"layer": cfg.layer, "tokens": cfg.tokens, "ignore_labels": cfg.ignore_labels or None}
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def n_batches(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._loader)
+
+    @property
+    def n_samples(self) -> int:
+        """Rows of an epoch, over all ranks."""
+        return self._loader.n_samples
+
+    @property
+    def batch_size(self) -> int:
+        return self.cfg.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.cfg.drop_last
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.store.metadata
+
+    @property
+    def md(self) -> Metadata:
+        return self.store.metadata
+
+    @property
+    def d_model(self) -> int:
+        return self._loader.d_model
+
+    @property
+    def scale(self) -> float | None:
+        """What activations are multiplied by with `scale_norm`, else None."""
+        return self._loader.scale
+
+    @property
+    def manager_pid(self) -> int:
+        """The process that makes batches: this one while an iteration is under way (threads do it), else -1."""
+        return os.getpid() if self._iterating else -1
+
+    # -- iterating -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        """The epoch's batches; after `load_state_dict`, those that had not been handed out."""
+        epoch = self._loader.epoch
+        batches = iter(self._loader)
+        found: Iterator[ExampleBatch] = map(tensors, batches)
+        if self._copies is not None:
+            found = moved(found, self._copies)
+        self._at, first = None, self._loader.next_batch
+        return self._iterate(found, batches.close, epoch, first)
+
+    def _iterate(
+        self, found: Iterator[ExampleBatch], close: Callable[[], None], epoch: int, first: int
+    ) -> Iterator[ExampleBatch]:
+        logged = time.monotonic()
+        self._iterating = True
+        try:
+            for number, batch in enumerate(found, start=first + 1):
+                self._at = (epoch, number)
+                if self.cfg.debug and time.monotonic() - logged > self.cfg.log_every_s:
+                    logged = time.monotonic()
+                    _logger.debug("%s", self.metrics())
+                yield batch
+                # The consumer alone decides how long a batch lives.
+                del batch
+            self._at = None
+        finally:
+            self._iterating = False
+            close()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration gives; it advances by itself when an epoch has been handed out."""
+        return self._loader.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, from its beginning."""
+        self._loader.set_epoch(epoch)
+        self._at = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the loader stands: JSON, below 1 kB. Counts batches that were handed out, not those made ahead."""
+        state = self._loader.state_dict()
+        if self._at is not None:
+            state["epoch"], state["batch"] = self._at
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was taken; see `saev_store.loaders`.
+
+        Raises:
+            ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
+        """
+        self._loader.load_state_dict(state)
+        self._at = None
+
+    def metrics(self) -> Metrics:
+        """Measures of the latest iteration, since it began."""
+        return self._loader.metrics()
+
+    def explain(self) -> Explanation:
+        """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+        return self._loader.explain()
+
+    def as_iterable_dataset(self) -> BatchDataset[Config]:
+        """A dataset of whole batches, for `DataLoader(dataset, batch_size=None)` and for torchdata's stateful one."""
+        return BatchDataset(self)
+
+    def close(self) -> None:
+        """End the current iteration and its threads, and give back all memory. The loader can be used again."""
+        self._loader.close()
+
+    def shutdown(self) -> None:
+        """The same as `close`: the name that older training scripts call."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.cfg,), {"state": self.state_dict()})
+
+    def __setstate__(self, state: Mapping[str, Mapping[str, object]]) -> None:
+        self.load_state_dict(state["state"])
+
+
+class OrderedDataLoader(TorchLoader[OrderedConfig]):
+    """Batches in storage order, always the same; see `TorchLoader` for what a batch is.
+
+    Args:
+        cfg: What and how.
+
+    Raises:
+        NotFoundError, DocumentError, CorruptShardError: see `ShardStore.open`.
+        LayerNotFoundError, SelectionError: the store does not hold what is asked for.
+
+    >>> loader = OrderedDataLoader(OrderedConfig(shards=SAMPLE, layer=5, batch_size=8))
+    >>> [tuple(batch["act"].shape) for batch in loader]
+    [(8, 8), (8, 8), (8, 8), (4, 8)]
+    """
+
+    def _make(self) -> Loader:
+        return OrderedLoader(self.store.sel(**self._rows_of), **self._common())  # type: ignore[arg-type]
+
+
+class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
+    """Batches of a seeded shuffle, the same on every machine; see `TorchLoader` for what a batch is.
+
+    Args:
+        cfg: What and how.
+
+    Raises:
+        NotFoundError, DocumentError, CorruptShardError: see `ShardStore.open`.
+        LayerNotFoundError, SelectionError: the store does not hold what is asked for.
+
+    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=5, batch_size=8, drop_last=True))
+    >>> len(loader), loader.n_samples
+    (3, 28)
+    """
+
+    def _make(self) -> Loader:
+        cfg = self.cfg
+        window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
+        return ShuffledLoader(
+            self.store.sel(**self._rows_of),  # type: ignore[arg-type]
+            seed=cfg.seed,
+            window_bytes=cfg.window_bytes or min(window, _WINDOW_BYTES),
+            slots=cfg.slots,
+            examples_per_block=cfg.examples_per_block,
+            n_partitions=cfg.n_partitions,
+            **self._common(),  # type: ignore[arg-type]
+        )
+
+
+class BatchDataset(IterableDataset[ExampleBatch], Generic[Config]):
+    """Whole batches of a loader as a dataset: `DataLoader(dataset, batch_size=None, num_workers=0 or 1)`."""
+
+    def __init__(self, loader: TorchLoader[Config]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ArgumentError(
+                f"num_workers is {worker.num_workers}: each worker would hand out every batch",
+                where="DataLoader",
+                remedy="Use num_workers=0 (the loader has threads of its own) or 1.",
+            )
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, object]:
+        """The loader's."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """The loader's."""
+        self.loader.load_state_dict(state)

@@ -1,0 +1,367 @@
+"""The loaders for PyTorch: names and options of both generations, tensors, devices, PyTorch's own DataLoader."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import pickle
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+from saev_store.errors import (  # noqa: E402
+    ArgumentError,
+    CorruptShardError,
+    LayerNotFoundError,
+    NotFoundError,
+    SelectionError,
+)
+from saev_store.loaders._memory import Outputs  # noqa: E402
+from saev_store.torch import (  # noqa: E402
+    ConfigError,
+    Dataset,
+    IndexedConfig,
+    IndexedDataset,
+    OrderedConfig,
+    OrderedDataLoader,
+    ShuffledConfig,
+    ShuffledDataLoader,
+)
+from saev_store.torch._device import PlainCopies, copies_to, moved, pinned  # noqa: E402
+from saev_store.torch.batch import tensors  # noqa: E402
+from saev_store.torch.loaders import rank_and_world  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Plain:
+    return plain_store(tmp_path_factory.mktemp("torch"), n=43, tokens=7, per_shard=5, labels=True, d_model=16)
+
+
+LOADERS = {"ordered": (OrderedConfig, OrderedDataLoader), "shuffled": (ShuffledConfig, ShuffledDataLoader)}
+every_loader = pytest.mark.parametrize("kind", LOADERS)
+
+
+def make(plain: Plain, kind: str, **options):
+    config, loader = LOADERS[kind]
+    return loader(config(**{"shards": plain.path, "layer": 5, "batch_size": 32, **options}))
+
+
+def check(plain: Plain, batch, layers=(2, 5, 11), layer=5) -> None:
+    example, token = batch["example_idx"], batch["token_idx"]
+    assert example.dtype == token.dtype == torch.int64
+    labels = batch["layer"] if "layer" in batch else torch.full_like(example, layer)
+    position = torch.tensor([layers.index(value) for value in labels.tolist()])
+    expected = torch.from_numpy(plain.acts)[example, position, token + 1]
+    assert torch.equal(batch["act"].cpu(), expected)
+
+
+@every_loader
+@pytest.mark.parametrize("layer", [2, [11, 5], "all"], ids=str)
+@pytest.mark.parametrize("tokens", ["content", "special", "all"])
+def test_every_combination(plain, kind, layer, tokens):
+    loader = make(plain, kind, layer=layer, tokens=tokens)
+    n = 0
+    for batch in loader:
+        check(plain, batch, layer=layer)
+        n += len(batch["act"])
+        assert ("token_labels" in batch) == (tokens != "special")
+    assert n == loader.n_samples == 43 * {"content": 7, "special": 1, "all": 8}[tokens] * (1 if layer == 2 else 2 if layer != "all" else 3)  # fmt: skip
+
+
+def test_a_script_of_version_1_runs(plain):
+    """`shard_root`, `patches`, `image_i`, `patch_i`."""
+    cfg = ShuffledConfig(shard_root=str(plain.path), patches="image", layer=5, batch_size=64, n_threads=4, buffer_size=64, seed=17)  # fmt: skip
+    assert (cfg.shard_root, cfg.patches, cfg.tokens) == (str(plain.path), "image", "content")
+    loader = ShuffledDataLoader(cfg)
+    assert (loader.n_batches, loader.n_samples, loader.batch_size, loader.drop_last) == (5, 301, 64, False)
+    seen = set()
+    for batch in loader:
+        assert batch["act"].shape[1] == 16
+        seen |= set(zip(batch["image_i"].tolist(), batch["patch_i"].tolist(), strict=True))
+    assert len(seen) == 301
+    loader.shutdown()
+    cls = OrderedDataLoader(OrderedConfig(shard_root=plain.path, patches="cls", layer=5))
+    (batch,) = cls
+    assert batch["patch_i"].tolist() == [-1] * 43
+    dataset = Dataset(IndexedConfig(shard_root=plain.path, patches="cls", layer=5))
+    assert dataset[4]["image_i"] == 4
+    assert dataset[4]["patch_i"] == -1
+    assert dataset.d_vit == 16
+    assert dataset.get_img_patches(3).shape == (3, 8, 16)
+
+
+def test_configs_are_frozen_checked_and_replaced(plain):
+    cfg = ShuffledConfig(shards=plain.path, layer=5)
+    assert dataclasses.replace(cfg, batch_size=8).batch_size == 8
+    assert dataclasses.replace(cfg, batch_size=8).shards == str(plain.path)
+    assert dataclasses.asdict(cfg)["layer"] == 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.seed = 1
+    for bad in ({"batch_size": 0}, {"tokens": "words"}, {"layer": "some"}, {"min_buffer_fill": 2}, {"shard_rot": "x"}, {"drop_last": "perhaps"}):  # fmt: skip
+        with pytest.raises(ConfigError) as raised:
+            ShuffledConfig(**bad)
+        assert isinstance(raised.value, ValueError)
+    assert OrderedConfig(shards="s3://bucket/store").shards == "s3://bucket/store"
+
+
+def test_indexed_rows(plain):
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
+    assert len(dataset) == 43 * 3 * 8
+    for i in (0, 7, 8, 500, len(dataset) - 1):
+        example = dataset[i]
+        expected = plain.acts.reshape(-1, 16)[i]
+        assert torch.equal(example["act"], torch.from_numpy(expected))
+        assert (example["example_idx"], example["token_idx"] + 1) == (i // 24, i % 8)
+        assert example["layer"] == (2, 5, 11)[i // 8 % 3]
+        assert ("token_label" in example) == (i % 8 > 0)
+        if i % 8:
+            assert example["token_label"] == plain.labels[i // 24, i % 8 - 1]
+    for bad in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset[bad]
+        with pytest.raises(SelectionError):
+            dataset.batch([0, bad])
+    assert len(list(iter(dataset[i] for i in range(3)))) == 3
+    few = IndexedDataset(IndexedConfig(shards=plain.path, layer=5, ignore_labels=range(100)))
+    assert len(few) == int((plain.labels >= 100).sum())
+    assert dataset.transform(plain.acts[0, 0, 0]).shape == (16,)
+
+
+def test_indexed_batches_are_gathered_by_threads(plain):
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
+    dataset._n_threads = 4
+    picked = np.random.default_rng(0).integers(0, len(dataset), 5000)
+    batch = dataset.batch(picked)
+    assert torch.equal(batch["act"], torch.from_numpy(plain.acts.reshape(-1, 16)[picked]))
+    check(plain, batch)
+    dataset.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("saev-indexed")]
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("collate", ["ours", "default"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
+def test_indexed_with_pytorchs_loader(plain, n_workers, collate):
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+    options = {"collate_fn": IndexedDataset.collate} if collate == "ours" else {}
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=n_workers, **options)
+    seen = set()
+    for batch in loader:
+        check(plain, batch)
+        seen |= set(zip(batch["example_idx"].tolist(), batch["token_idx"].tolist(), strict=True))
+    assert len(seen) == 301
+
+
+def test_indexed_can_be_sent(plain):
+    dataset = pickle.loads(pickle.dumps(IndexedDataset(IndexedConfig(shards=plain.path, layer=5))))
+    assert torch.equal(dataset[9]["act"], torch.from_numpy(plain.acts[1, 1, 3]))
+
+
+def test_ordered_agrees_with_indexed(plain):
+    loader = make(plain, "ordered", layer="all", tokens="all")
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
+    at = 0
+    for batch in loader:
+        expected = dataset.batch(np.arange(at, at + len(batch["act"])))
+        assert torch.equal(batch["act"], expected["act"])
+        assert torch.equal(batch["example_idx"], expected["example_idx"])
+        assert torch.equal(batch["token_idx"], expected["token_idx"])
+        at += len(batch["act"])
+    assert at == len(dataset)
+
+
+def acts(batches) -> list:
+    return [batch["act"].clone() for batch in batches]
+
+
+def same(one, two) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@every_loader
+@pytest.mark.parametrize("there", [False, True], ids=["cpu", "copied"])
+def test_resuming_counts_what_was_handed_out(plain, kind, there, monkeypatch):
+    """Also where one batch is copied ahead."""
+    if there:
+        monkeypatch.setattr("saev_store.torch.loaders.copies_to", lambda device: PlainCopies(torch.device(device)))
+    whole = acts(make(plain, kind))
+    loader = make(plain, kind)
+    for stop_at in range(len(whole) + 1):
+        loader.set_epoch(0)
+        iterator = iter(loader)
+        first = acts(next(iterator) for _ in range(stop_at))
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert (state["epoch"], state["batch"]) == (0, stop_at)
+        fresh = make(plain, kind)
+        fresh.load_state_dict(state)
+        assert same(first + acts(fresh), whole)
+        assert fresh.state_dict()["epoch"] == 1
+        assert fresh.epoch == 1
+        sent = pickle.loads(pickle.dumps(loader))
+        assert same(first + acts(sent), whole)
+
+
+@every_loader
+def test_as_a_dataset_of_batches(plain, kind, monkeypatch):
+    whole = acts(make(plain, kind))
+    dataset = make(plain, kind).as_iterable_dataset()
+    assert len(dataset) == len(whole)
+    assert same(acts(DataLoader(dataset, batch_size=None)), whole)
+    dataset.loader.set_epoch(0)
+    monkeypatch.setattr("saev_store.torch.loaders.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    with pytest.raises(ArgumentError, match="num_workers is 2"):
+        iter(dataset)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
+@pytest.mark.parametrize("method", ["spawn"])
+def test_in_one_worker_process(plain, method):
+    whole = acts(make(plain, "shuffled"))
+    dataset = make(plain, "shuffled").as_iterable_dataset()
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert same(acts(loader), whole)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchdatas_stateful_loader(plain):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not needed by anything")
+    whole = acts(make(plain, "shuffled"))
+    loader = stateful.StatefulDataLoader(make(plain, "shuffled").as_iterable_dataset(), batch_size=None)
+    iterator = iter(loader)
+    first = acts(next(iterator) for _ in range(4))
+    state = loader.state_dict()
+    again = stateful.StatefulDataLoader(make(plain, "shuffled").as_iterable_dataset(), batch_size=None)
+    again.load_state_dict(state)
+    assert same(first + acts(again), whole)
+
+
+def test_memory_is_held_while_it_is_copied():
+    """A slow copy: its source is not filled again before it is done."""
+    outputs, done = Outputs((2, 3), n_kept=8), []
+    finished: list = []
+
+    class Slow:
+        def start(self, batch):
+            source = batch["act"]
+            done.append(False)
+            number = len(done) - 1
+            finished.append((source.data_ptr(), source.clone()))
+            return batch.__class__(act=source.clone()), lambda: done[number]
+
+        def ready(self, batch):
+            pass
+
+    def batches():
+        for number in range(6):
+            act = outputs.get()
+            for at, (address, content) in enumerate(finished):
+                if not done[at]:
+                    assert act.ctypes.data != address, "memory that is being copied from was handed out again"
+                    del content
+            act[:] = number
+            yield tensors({"act": act})
+            del act
+            if number >= 2:
+                done[number - 2] = True
+
+    assert [int(batch["act"][0, 0]) for batch in moved(batches(), Slow())] == list(range(6))
+    assert len(outputs._kept) <= 5
+
+
+def test_devices(plain):
+    assert copies_to("cpu") is None
+    assert pinned("cpu") is None
+    with pytest.raises(ArgumentError, match="not a device"):
+        make(plain, "ordered", device="abacus")
+    batches = list(make(plain, "ordered", device="meta"))
+    assert batches[0]["act"].device.type == "meta"
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="no GPU"):
+            make(plain, "ordered", device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@every_loader
+def test_on_a_gpu(plain, kind):
+    whole = acts(make(plain, kind))
+    found = []
+    for batch in make(plain, kind, device="cuda"):
+        assert batch["act"].is_cuda
+        check(plain, {name: value.cpu() for name, value in batch.items()})
+        found.append(batch["act"].cpu())
+    assert same(found, whole)
+
+
+def test_rank_and_world(tmp_path, plain):
+    assert rank_and_world(None, None) == (0, 1)
+    assert rank_and_world(1, 4) == (1, 4)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        assert rank_and_world(None, None) == (0, 1)
+        assert rank_and_world(2, 3) == (2, 3)
+    finally:
+        torch.distributed.destroy_process_group()
+    parts = [make(plain, "shuffled", batch_size=16, rank=rank, world=2, drop_last=True) for rank in range(2)]
+    together = [torch.cat(pair) for pair in zip(acts(parts[0]), acts(parts[1]), strict=True)]
+    assert same(together, acts(make(plain, "shuffled", drop_last=True)))
+
+
+@every_loader
+def test_what_is_wrong_is_said(plain, kind, tmp_path):
+    with pytest.raises(NotFoundError):
+        make(plain, kind, shards=tmp_path / "nothing")
+    with pytest.raises(LayerNotFoundError, match="2, 5, 11"):
+        make(plain, kind, layer=-2)
+    broken = plain_store(tmp_path, n=9)
+    broken.shard(1).unlink()
+    with pytest.raises(CorruptShardError, match="acts000001"):
+        make(broken, kind)
+
+
+@every_loader
+def test_nothing_is_left_running(plain, kind):
+    def ours() -> list:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("saev-")]
+
+    loader = make(plain, kind)
+    assert loader.manager_pid == -1
+    next(iter(loader))
+    gc.collect()
+    assert ours() == []
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.manager_pid > 0
+    assert ours()
+    loader.shutdown()
+    assert ours() == []
+    with pytest.raises(ArgumentError):
+        next(iterator)
+    with make(plain, kind) as again:
+        list(again)
+        assert again.metrics().n_rows == 301
+        assert "rows" in str(again.explain())
+    assert ours() == []
+
+
+def test_measures_are_logged(plain, caplog):
+    with caplog.at_level("DEBUG", "saev_store.torch"):
+        list(make(plain, "shuffled", debug=True, log_every_s=1e-9))
+    assert "rows_per_s" in caplog.text
+
+
+@every_loader
+def test_scaled_norms(plain, kind):
+    loader = make(plain, kind, scale_norm=True)
+    norms = torch.cat([batch["act"].norm(dim=1) for batch in loader])
+    assert float(norms.mean()) == pytest.approx(4.0, rel=1e-4)
+    assert loader.scale == pytest.approx(4.0 / float(torch.from_numpy(plain.acts[:, 1, 1:]).norm(dim=-1).mean()), rel=1e-4)  # fmt: skip
