@@ -34,6 +34,9 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, st
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        # Inherited by connections. asyncio sets it on sockets that know their protocol, which these do not, and a small
+        # answer would wait 40 ms for the client to acknowledge its headers.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise ArgumentError(
             f"nothing can listen on {host} port {port}: {error.strerror or error}",

@@ -17,8 +17,8 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
-#: A piece and its copies in float64 stay in a core's own cache.
-_PIECE_BYTES = 256 << 10
+#: A piece and its copy in float64 stay in the cache; smaller ones pay more for being merged.
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -139,4 +139,4 @@ class Stats:
 
 
 def _short(value: float) -> str:
-    return f"{value:,}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+    return f"{int(value):,}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
