@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import icechunk
     import xarray
 
+    from saev_store.formats import Source
+    from saev_store.formats.provenance import Origin
     from saev_store.stats import Stats
     from saev_store.store import ShardStore
     from saev_store.zarr import ZarrView
@@ -175,6 +177,52 @@ class Faces:
         from saev_store.export import tensorstore_spec
 
         return tensorstore_spec(cast("ShardStore", self), array, base=base)
+
+    def source(
+        self, storage_options: Mapping[str, object] | None = None, *, url: str | os.PathLike[str] | None = None
+    ) -> Source[object]:
+        """The data set that this store was recorded from, opened, once its digest was compared.
+
+        Args:
+            storage_options: What fsspec hands to the file system of the data set.
+            url: Where the data set is now, if not where it was.
+
+        Raises:
+            DocumentError: `metadata.data` names no source; see `saev_store.formats.recorded_from`.
+            NotFoundError: there is nothing at its address any more.
+            CorruptShardError: other data lie there by now.
+        """
+        from saev_store.formats.provenance import source_of
+
+        return source_of(cast("ShardStore", self).metadata, storage_options, url=url)
+
+    def origin(
+        self,
+        example_idx: int,
+        token_idx: int | None = None,
+        *,
+        source: Source[object] | None = None,
+        neighbours: int = 8,
+    ) -> Origin:
+        """The sample that a vector comes from and the place in it: a token with its neighbours, or the box of a patch.
+
+        Args:
+            example_idx: Position of the example, such as `batch["example_idx"]` has it.
+            token_idx: The content token; -1 is CLS. None for the example as a whole.
+            source: What `source()` gave; default: it is opened, and its digest compared, at the first call.
+            neighbours: So many tokens of a text to each side.
+
+        Raises:
+            SelectionError: there is no such example or token.
+            DocumentError, NotFoundError, CorruptShardError: as `source`.
+        """
+        from saev_store.formats.provenance import origin_of
+
+        if source is None:
+            source = self.__dict__.get("_source")
+            if source is None:
+                source = self.__dict__["_source"] = self.source()
+        return origin_of(cast("ShardStore", self).metadata, source, example_idx, token_idx, neighbours=neighbours)
 
     def stats(
         self,

@@ -60,6 +60,7 @@ FACES = {
     ("faces.py", "dask"),
     ("faces.py", "export"),
     ("faces.py", "stats"),
+    ("faces.py", "formats"),
 }
 
 #: Heavy library -> how the names of the only files begin that may import it.

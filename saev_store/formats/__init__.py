@@ -10,5 +10,6 @@ from __future__ import annotations
 
 from saev_store.formats._sniff import open_source, reopen, sniff
 from saev_store.formats._source import Source
+from saev_store.formats.provenance import Origin, PatchPlace, TokenPlace, recorded_from
 
-__all__ = ["Source", "open_source", "reopen", "sniff"]
+__all__ = ["Origin", "PatchPlace", "Source", "TokenPlace", "open_source", "recorded_from", "reopen", "sniff"]

@@ -1,0 +1,141 @@
+"""From any vector back to its text or image."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saev_store import ShardStore, new_metadata
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
+from saev_store.formats import PatchPlace, TokenPlace, open_source, recorded_from
+
+DATA = Path(__file__).parent / "data"
+TEXT = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
+IMAGES = DATA / "energon" / "captioning_ratio_split" / "dataset"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Documents of 3, 4 and 2 tokens, where they can be moved and damaged."""
+    return Path(shutil.copytree(TEXT, tmp_path / "text"))
+
+
+def recorded(
+    root: Path, data: dict[str, object], *, protocol: str = "2.0", n_examples: int = 2, tokens: int = 3
+) -> ShardStore:
+    metadata = new_metadata(
+        protocol=protocol, family="clip", ckpt="tiny", layers=[0], content_tokens_per_example=tokens, cls_token=True,
+        d_model=2, n_examples=n_examples, data=data,
+    )  # fmt: skip
+    with ShardStore.create(root, metadata) as writer:
+        writer.append(np.ones((n_examples, 1, tokens + 1, 2), dtype=np.float32))
+    return ShardStore.open(writer.url)
+
+
+@pytest.mark.parametrize("protocol", ["1.0.0", "2.0", "2.1"])
+def test_a_token_and_its_neighbours(text: Path, tmp_path: Path, protocol: str) -> None:
+    source = open_source(text / "data.idx")
+    truth = [np.asarray(source[i]).tolist() for i in range(len(source))]
+    store = recorded(tmp_path / "root", recorded_from(source), protocol=protocol)
+    for example in range(2):
+        for token in range(3):
+            origin = store.origin(example, token, neighbours=1)
+            assert (origin.sample_idx, origin.key) == (example, str(example))
+            assert isinstance(origin.place, TokenPlace)
+            ids = truth[example]
+            assert origin.place.token_id == ids[token]
+            assert origin.place.before == tuple(ids[max(0, token - 1) : token])
+            assert origin.place.after == tuple(ids[token + 1 : token + 2])
+    assert store.origin(0, -1).place is None
+    assert np.asarray(store.origin(-1).sample).tolist() == truth[1]
+    assert store.source().format == "mmididx"
+
+
+def test_examples_that_are_other_samples(text: Path, tmp_path: Path) -> None:
+    source = open_source(text / "data.idx")
+    chosen = recorded(tmp_path / "a", recorded_from(source, samples=[2, 0], first_token=1), tokens=2)
+    assert [chosen.origin(example).sample_idx for example in range(2)] == [2, 0]
+    place = chosen.origin(1, 0).place
+    assert isinstance(place, TokenPlace)
+    assert place.position == 1
+    with pytest.raises(SelectionError, match="it is padding"):
+        chosen.origin(0, 1)
+    shifted = recorded(tmp_path / "b", recorded_from(source, first=1), tokens=2)
+    assert [shifted.origin(example).sample_idx for example in range(2)] == [1, 2]
+
+
+def test_a_patch_has_a_box(tmp_path: Path) -> None:
+    source = open_source(IMAGES)
+    store = recorded(tmp_path, recorded_from(source, patches=(2, 3), image_px=(28, 42)), tokens=6)
+    origin = store.origin(1, 4)
+    assert origin.place == PatchPlace(row=1, column=1, box=(14, 14, 28, 28), image_px=(28, 42))
+    assert origin.key == source.key(1)
+    assert store.origin(1, -1).place is None
+
+
+def test_a_source_that_moved_or_changed(text: Path, tmp_path: Path) -> None:
+    store = recorded(tmp_path / "root", recorded_from(open_source(text / "data.idx")))
+    text.rename(tmp_path / "moved")
+    with pytest.raises(NotFoundError, match="text"):
+        store.source()
+    moved = store.source(url=tmp_path / "moved" / "data.idx")
+    assert store.origin(0, 0, source=moved).sample_idx == 0
+    bin_file = tmp_path / "moved" / "data.bin"
+    raw = bytearray(bin_file.read_bytes())
+    raw[0] ^= 1
+    bin_file.write_bytes(raw)
+    with pytest.raises(CorruptShardError, match="digest"):
+        store.source(url=tmp_path / "moved" / "data.idx")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": None},
+        {"source": {"url": 3}},
+        {"examples": None},
+        {"examples": {"first": "0"}},
+        {"examples": {"first": 100}},
+        {"examples": {"samples": [0]}},
+        {"content": {}},
+        {"content": {"patches": {"grid": [0, 1], "image_px": [1, 1]}}},
+        {"content": {"patches": {"grid": [1, 1], "image_px": [8, 8]}}},
+        {"content": {"tokens": {"first": True}}},
+    ],
+)
+def test_descriptions_that_make_no_sense_are_refused(text: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    data = {**recorded_from(open_source(text / "data.idx")), **change}
+    store = recorded(tmp_path / "root", json.loads(json.dumps(data)))
+    with pytest.raises(DocumentError):
+        store.origin(1, 1)
+
+
+def test_a_store_that_names_no_source(tmp_path: Path) -> None:
+    store = recorded(tmp_path, {"__class__": "ImageFolder"})
+    with pytest.raises(DocumentError, match="names no source"):
+        store.source()
+    peer = ShardStore.open(DATA / "saev/v2_1_head_labels_cls/store/saev/shards/941cc259")  # its data are a pickle
+    with pytest.raises(DocumentError, match="names no source"):
+        peer.origin(0, 0)
+
+
+def test_bad_arguments(text: Path, tmp_path: Path) -> None:
+    source = open_source(text / "data.idx")
+    for kwargs in (
+        {"first": -1},
+        {"patches": (2, 2)},
+        {"patches": (3, 3), "image_px": (28, 28)},
+        {"patches": (0, 3), "image_px": (28, 28)},
+    ):
+        with pytest.raises(ArgumentError):
+            recorded_from(source, **kwargs)  # type: ignore[arg-type]
+    with pytest.raises(SelectionError):
+        recorded_from(source, samples=[3])
+    store = recorded(tmp_path / "root", recorded_from(source))
+    for where in ((2, 0), (0, 3), (0, -2)):
+        with pytest.raises(SelectionError):
+            store.origin(*where)
