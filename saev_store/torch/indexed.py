@@ -12,10 +12,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from saev_store import Metadata, ShardStore
+from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
 from saev_store.loaders._medium import medium_of
 from saev_store.loaders._workers import n_cpus
+from saev_store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
 from saev_store.torch.config import IndexedConfig
 

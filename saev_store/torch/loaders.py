@@ -14,11 +14,12 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from saev_store import Metadata, ShardStore
+from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
 from saev_store.loaders import Explanation, Metrics, OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader
 from saev_store.loaders.staging import open_for_training
+from saev_store.store import ShardStore
 from saev_store.torch._device import copies_to, moved, pinned
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import OrderedConfig, ShuffledConfig
