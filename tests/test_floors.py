@@ -93,7 +93,7 @@ HEAVY = {
     "uvicorn": ("serve/",),
     "virtualizarr": ("export/",),
     "xarray": ("xarray.py", "zarr/", "export/", "testing/"),
-    "zarr": ("zarr/", "xarray.py", "dask.py", "export/", "testing/"),
+    "zarr": ("zarr/", "xarray.py", "dask.py", "export/", "serve/", "testing/"),
 }
 
 #: What floor 0 may not import although it is in the standard library: anything that opens, starts or waits for something.
