@@ -56,7 +56,11 @@ def icechunk(job):
     storage = ic.local_filesystem_storage(job["out"])
     config = ic.Repository.fetch_config(storage)
     allowed = getattr(ic, "LocalFileSystemAccess", None) or getattr(ic.credentials, "LocalFileSystemAccess", None)
+    if "credentials" in job:
+        allowed = ic.s3_credentials(**job["credentials"])
     prefixes = dict.fromkeys(config.virtual_chunk_containers, allowed)
+    if "credentials" in job:
+        prefixes = ic.containers_credentials(prefixes)
     session = ic.Repository.open(storage, authorize_virtual_chunk_access=prefixes).readonly_session("main")
     found = xr.open_zarr(session.store, consolidated=False, chunks=None)
     assert found.activations.dims == ("example", "layer", "token", "d_model")

@@ -158,28 +158,37 @@ def test_a_kerchunk_document_is_relocated_by_its_template(moved, tmp_path: Path)
     assert text.count(store.url) == 3  # the template, and the attribute `url` with its twin in .zmetadata
 
 
-@pytest.mark.parametrize("format", ["kerchunk", "tensorstore"])
+@pytest.mark.parametrize("format", ["kerchunk", "tensorstore", "icechunk"])
 def test_a_bucket(format: str, s3_bucket, tmp_path: Path):
     import s3fs
 
     plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), tail="cut", labelled=True)
-    s3fs.S3FileSystem(**s3_bucket.options).put(
-        str(plain.write(tmp_path)), f"{s3_bucket.url}/{plain.name}", recursive=True
-    )
-    store = ShardStore.open(f"{s3_bucket.url}/{plain.name}", s3_bucket.options)
-    truth, out = write_truth(plain, tmp_path / "truth.npz"), tmp_path / "r.json"
+    address, options = f"{s3_bucket.url}/{plain.name}", s3_bucket.options
+    s3fs.S3FileSystem(**options).put(str(plain.write(tmp_path)), address, recursive=True)
+    store = ShardStore.open(address, options)
+    out = tmp_path / ("repository" if format == "icechunk" else "r.json")
+    job = {}
     if format == "kerchunk":
         make_export(store, format, out)
-        options = {**s3_bucket.options, "asynchronous": True}
-        job = {"reference": {"remote_protocol": "s3", "remote_options": options}}
-    else:
+        job = {"reference": {"remote_protocol": "s3", "remote_options": {**options, "asynchronous": True}}}
+    elif format == "tensorstore":
         # TensorStore's own name of the folder: the end point is not in the address.
         base = {"driver": "s3", "bucket": s3_bucket.url[5:], "path": plain.name, "aws_region": "us-east-1"}
-        make_export(store, format, out, base={**base, "endpoint": s3_bucket.options["endpoint_url"]})
-        job = {}
-    credentials = {"AWS_ACCESS_KEY_ID": s3_bucket.options["key"], "AWS_SECRET_ACCESS_KEY": s3_bucket.options["secret"]}
-    assert read_elsewhere([{"format": format, "out": str(out), "truth": truth, **job}], tmp_path, **credentials) == [[]]
-    assert s3_bucket.options["secret"] not in out.read_text()
+        make_export(store, format, out, base={**base, "endpoint": options["endpoint_url"]})
+    else:
+        import icechunk
+
+        reader = icechunk.s3_store(
+            region="us-east-1", endpoint_url=options["endpoint_url"], allow_http=True, s3_compatible=True,
+            force_path_style=True,
+        )  # fmt: skip
+        store.to_icechunk(out, container=icechunk.VirtualChunkContainer(f"{address}/", reader))
+        job = {"credentials": {"access_key_id": options["key"], "secret_access_key": options["secret"]}}
+    truth = write_truth(plain, tmp_path / "truth.npz")
+    environment = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
+    assert read_elsewhere([{"format": format, "out": str(out), "truth": truth, **job}], tmp_path, **environment) == [[]]
+    written = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
+    assert not any(options["secret"].encode() in path.read_bytes() for path in written)
 
 
 def test_parquet_that_names_only_the_shards(moved, tmp_path: Path):

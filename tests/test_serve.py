@@ -335,6 +335,8 @@ def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
 def test_listening_to_everybody_is_announced():
     with pytest.warns(SaevStoreWarning, match="everybody"):
         listening, address = listen("0.0.0.0", 0)
+    # Or every small answer would wait for an acknowledgement.
+    assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     listening.close()
     assert address.startswith("http://0.0.0.0:")
 

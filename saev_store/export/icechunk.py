@@ -50,18 +50,19 @@ def write_icechunk(
     storage = _storage(target) if isinstance(target, str) else target
     if icechunk.Repository.exists(storage):
         raise StoreExistsError("a repository is there already", where=str(target), remedy="Name a new folder.")
+    dataset = _dataset(found)
     repository = icechunk.Repository.create(storage, config=config)
     repository.save_config()
     session = repository.writable_session(_BRANCH)
-    _write(found, session.store)
+    _write(dataset, found, session.store)
     return session.commit(f"References to the shards of {found.base}")
 
 
-def _write(found: References, target: icechunk.IcechunkStore) -> None:
+def _write(dataset: xarray.Dataset, found: References, target: icechunk.IcechunkStore) -> None:
     import zarr
     from virtualizarr.writers.icechunk import virtual_dataset_to_icechunk
 
-    virtual_dataset_to_icechunk(_dataset(found), target)
+    virtual_dataset_to_icechunk(dataset, target)
     for array in found.arrays:
         for number, data in array.inline.items():
             # A short chunk becomes a chunk of the repository's own.
