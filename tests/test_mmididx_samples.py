@@ -186,7 +186,7 @@ def test_documents_without_tokens():
     [
         (([1, 2], [0, 2], 1, 1, 3), "outside 0 to 1"),
         (([1, 2], [-1], 1, 1, 3), "outside 0 to 1"),
-        (([1, 2], [0, 1], 1, 2, 3), "announced"),
+        (([1, 2], [0, 1], 1, 2, 3), "tokens for 2 samples"),
         (([1, 2], [0, 1], 0, 1, 3), "seq_length"),
         (([1.5], [0], 1, 1, 1), "integers"),
         (([[1]], [0], 1, 1, 1), "one-dimensional"),

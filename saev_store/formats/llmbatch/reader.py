@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.coalesce import coalesce
 from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
 from saev_store.formats._address import Url, full_url, locate
 from saev_store.formats._digest import describe_digest, digest_files
+from saev_store.formats._ranges import fetch
 from saev_store.formats._source import DigestScope, NumberedSource, check_index, steps, text_card
 from saev_store.formats.llmbatch._files import TOKEN, Files, TokenArray, open_files, read_manifest
 from saev_store.formats.llmbatch.header import ITEMSIZE
@@ -294,13 +294,8 @@ class BatchFileReader(NumberedSource):
         return out
 
     def _fetch(self, name: str, starts: IntArray, nbytes: int, places: IntArray, out: TokenArray) -> None:
-        order = np.argsort(starts, kind="stable")
+        spans, parts, order = fetch(self._transport, name, starts, starts + nbytes)
         starts, places = starts[order], places[order]
-        cost = self._transport.cost
-        spans = coalesce(
-            starts, starts + nbytes, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
-        )
-        parts = self._transport.get_ranges(name, starts=spans.starts.tolist(), ends=spans.ends.tolist())
         flat = out.reshape(len(out), -1)
         for span, part in enumerate(parts):
             tokens = np.frombuffer(part, TOKEN)

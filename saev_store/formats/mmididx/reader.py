@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.coalesce import coalesce
 from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
 from saev_store.formats._address import Url, full_url, locate
 from saev_store.formats._digest import describe_digest, digest_files
+from saev_store.formats._ranges import fetch
 from saev_store.formats._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
 from saev_store.formats.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.layout import IntArray
@@ -227,13 +227,7 @@ class IndexedDataset(NumberedSource):
             whole = self._whole if self._whole is not None else self._map()
             begins = starts // self._itemsize
             return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
-        order = np.argsort(starts, kind="stable")
-        ends = starts + lengths * self._itemsize
-        cost = self._transport.cost
-        spans = coalesce(
-            starts[order], ends[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
-        )
-        parts = self._transport.get_ranges(self.bin_path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
+        spans, parts, order = fetch(self._transport, self.bin_path, starts, starts + lengths * self._itemsize)
         found = [cast("TokenArray", np.zeros(0, self.dtype))] * len(order)
         for span, part in enumerate(parts):
             tokens = self._view(part)

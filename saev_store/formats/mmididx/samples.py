@@ -24,6 +24,8 @@ from saev_store.layout import IntArray
 #: Below this share of a full epoch's samples, the last epoch is shuffled on its own.
 SEPARATE_BELOW = 0.80
 _MAX_I32 = 2**31 - 1
+#: Documents that are looked at together.
+_PIECE = 1 << 15
 _Int = npt.NDArray[np.signedinteger]
 
 
@@ -154,53 +156,72 @@ def build_sample_idx(
     """
     lengths, entries = np.asarray(sizes), np.asarray(doc_idx)
     seq_length = check_count(seq_length, name="seq_length", most=_MAX_I32)
-    total = check_count(num_epochs, name="num_epochs") * check_count(tokens_per_epoch, name="tokens_per_epoch", least=0)
+    total = check_count(num_epochs, name="num_epochs") * check_count(tokens_per_epoch, name="tokens_per_epoch")
     if lengths.ndim != 1 or entries.ndim != 1 or lengths.dtype.kind not in "iu" or entries.dtype.kind not in "iu":
         raise ArgumentError("sizes and doc_idx must be one-dimensional arrays of integers", where="sizes")
     if len(entries) and not (int(entries.min()) >= 0 and int(entries.max()) < len(lengths)):
         raise ArgumentError(f"doc_idx names documents outside 0 to {len(lengths) - 1}", where="doc_idx")
-    ends = np.cumsum(lengths[entries], dtype=np.int64)
-    there = int(ends[-1]) if len(ends) else 0
-    if there < total or not there:
-        raise ArgumentError(
-            f"doc_idx has {there:,} tokens; {num_epochs} epochs of {tokens_per_epoch:,} were announced", where="doc_idx"
-        )
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ArgumentError("a document has fewer than 0 tokens", where="sizes")
     extra = int(extra_token)
     n = max((total - extra) // seq_length, 0)
     partial = not drop_last_partial and n * seq_length < total - extra
-    begins = np.arange(n + 1, dtype=np.int64) * seq_length
-    entry, offset = _positions(begins, ends, overlapping=extra_token)
-    if partial:
-        last = len(entries) - 1
-        entry = np.append(entry, last)
-        offset = np.append(offset, int(lengths[entries[last]]) - extra)
     largest = max(len(entries), int(lengths.max(initial=0)))
-    found = np.empty((len(entry), 2), np.int32 if largest <= _MAX_I32 else np.int64)
-    found[:, 0], found[:, 1] = entry, offset
+    found = np.zeros((n + 1 + int(partial), 2), np.int32 if largest <= _MAX_I32 else np.int64)
+    n_found = _fill(found[: n + 1], lengths, entries, seq_length, "right" if extra_token else "left")
+    if n_found <= n or not len(entries):
+        raise ArgumentError(
+            f"doc_idx has tokens for {n_found - 1:,} samples; {num_epochs} epochs of {tokens_per_epoch:,} tokens make {n:,}",
+            where="doc_idx",
+        )
+    if partial:
+        found[-1] = len(entries) - 1, int(lengths[entries[-1]]) - extra
     return found
 
 
-def _positions(begins: IntArray, ends: IntArray, *, overlapping: bool) -> tuple[IntArray, IntArray]:
-    """Entry and offset of tokens in the run; `ends` are where its documents end."""
-    # The document that has the token (empty ones have none); without an overlap, a sample that ends with a document
-    # leaves the next one beginning at that document's end.
-    entry = _search(ends, begins, "right" if overlapping else "left")
-    # The first sample begins in the first document, even if that one is empty.
-    entry[0] = 0
-    offset = begins - ends[entry - 1]
-    offset[entry == 0] = begins[entry == 0]
-    return entry, offset
+def _fill(
+    found: _Int,
+    lengths: npt.NDArray[np.integer],
+    entries: npt.NDArray[np.integer],
+    step: int,
+    side: Literal["left", "right"],
+) -> int:
+    """Where the tokens 0, `step`, 2 `step`, … lie; returns how many of the rows of `found` were filled.
+
+    Side `"right"` takes the document that has the token (empty ones have none); `"left"` takes the end of a document
+    instead of the beginning of the next. The first row stays at the beginning, even if that document is empty. Goes
+    through `entries` a piece at a time, so that what is in between stays in the processor's cache.
+    """
+    at, before, n = 1, 0, len(found) - 1
+    narrow = int(lengths.max(initial=0)) * _PIECE <= _MAX_I32
+    dtype = np.dtype(np.int32 if narrow and lengths.dtype == np.int32 else np.int64)
+    for start in range(0, len(entries), _PIECE):
+        if at > n:
+            break
+        # In range already, so nothing is clipped: this mode is only several times as fast.
+        sizes = lengths.take(entries[start : start + _PIECE], mode="clip")
+        ends = np.cumsum(sizes, dtype=dtype)  # relative to the piece
+        after = before + int(ends[-1])
+        last = min((after - 1) // step if side == "right" else after // step, n)
+        if last >= at:
+            begins = (np.arange(at, last + 1, dtype=np.int64) * step - before).astype(dtype, copy=False)
+            entry = _search(ends, begins, step, side)
+            found[at : last + 1, 0] = entry + start
+            found[at : last + 1, 1] = begins - ends[entry] + sizes[entry]
+            at = last + 1
+        before = after
+    return at
 
 
-def _search(ends: IntArray, begins: IntArray, side: Literal["left", "right"]) -> IntArray:
-    """`searchsorted` of evenly spaced values: by counting where documents are longer than samples, else by search."""
-    if len(begins) < 4 * len(ends):
-        return np.searchsorted(ends, begins, side=side).astype(np.int64)
-    step = int(begins[1])
-    # Values below `end` (right) or up to it (left) that no earlier document has.
-    upto = -(-ends // step) if side == "right" else ends // step + 1
-    counts = np.diff(np.minimum(upto, len(begins)), prepend=0)
-    return np.repeat(np.arange(len(ends), dtype=np.int64), counts)
+def _search(ends: _Int, begins: _Int, step: int, side: Literal["left", "right"]) -> npt.NDArray[np.integer]:
+    """`searchsorted` of values that are `step` apart: by search where they are few, else by counting."""
+    if len(begins) * 8 < len(ends):
+        return np.searchsorted(ends, begins, side=side)
+    # How many values come before each end; an end that is met belongs to the document only on side "left".
+    beyond = ends.astype(np.int64) - int(begins[0])
+    upto = -(-beyond // step) if side == "right" else beyond // step + 1
+    counts = np.diff(np.clip(upto, 0, len(begins)), prepend=0)
+    return np.repeat(np.arange(len(ends), dtype=np.int32), counts)
 
 
 def build_shuffle_idx(num_samples: int, total_size: int, state: np.random.RandomState) -> npt.NDArray[np.integer]:

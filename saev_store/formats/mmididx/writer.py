@@ -71,13 +71,15 @@ class IndexedDatasetBuilder:
     ) -> None:
         code_of(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
+        limits = np.iinfo(self.dtype.name) if self.dtype.kind in "iu" else None
+        self._limits = None if limits is None else (int(limits.min), int(limits.max))
         self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
         prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
         self._idx_path, self._bin_path, self._overwrite = f"{prefix}.idx", f"{prefix}.bin", overwrite
         if not overwrite:
             refuse_existing(self._transport, self._idx_path)
         self._bin: NewFile | None = NewFile(self._transport, self._bin_path, overwrite=overwrite)
-        self._waiting: list[memoryview] = []
+        self._waiting: list[bytes] = []
         self._n_waiting = 0
         self._sizes = array.array("i")
         self._doc_idx = array.array("q", [0])
@@ -124,6 +126,12 @@ class IndexedDatasetBuilder:
             ArgumentError: lengths do not sum to the tokens, or as in `add_sequence`. Nothing was appended then.
         """
         found = self._as_tokens(tokens)
+        if lengths is None and modes is None:
+            self._append(found)
+            if self._modes is not None:
+                self._modes.append(0)
+            self._doc_idx.append(len(self._sizes))
+            return
         sizes = [len(found)] if lengths is None else [int(length) for length in lengths]
         if sum(sizes) != len(found) or min(sizes, default=0) < 0:
             raise ArgumentError(f"lengths {brief(sizes)} do not cut {len(found)} tokens", where="lengths")
@@ -235,11 +243,11 @@ class IndexedDatasetBuilder:
             return found.astype(self.dtype, copy=False)
         if found.dtype.kind not in "iuf" or (found.dtype.kind == "f" and self.dtype.kind != "f"):
             raise ArgumentError(f"tokens are {found.dtype}; they must be {self.dtype.name}", where="tokens")
-        if self.dtype.kind in "iu" and not np.can_cast(found.dtype, self.dtype, "safe"):
-            low, high, limits = int(found.min()), int(found.max()), np.iinfo(self.dtype.name)
-            if low < limits.min or high > limits.max:
+        if self._limits is not None:
+            low, high = int(np.minimum.reduce(found)), int(np.maximum.reduce(found))
+            if low < self._limits[0] or high > self._limits[1]:
                 raise ArgumentError(
-                    f"tokens reach from {low} to {high}; {self.dtype.name} holds {limits.min} to {limits.max}",
+                    f"tokens reach from {low} to {high}; {self.dtype.name} holds {self._limits[0]} to {self._limits[1]}",
                     where="tokens",
                 )
         return found.astype(self.dtype)
@@ -253,8 +261,7 @@ class IndexedDatasetBuilder:
             raise ArgumentError("this data set is complete or given up already", where="add")
         if not tokens.nbytes:
             return
-        # A copy: the caller may use its memory again.
-        self._waiting.append(memoryview(tokens.tobytes()))
+        self._waiting.append(tokens.tobytes())  # a copy: the caller may use its memory again
         self._n_waiting += tokens.nbytes
         if self._n_waiting >= _BUFFER_BYTES:
             self._flush()
