@@ -9,15 +9,18 @@ from saev_store.loaders._batches import NO_LABEL
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._run import Batch, BatchIterator
+from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.ordered import OrderedLoader
 from saev_store.loaders.quality import ShuffleQuality, shuffle_quality
 from saev_store.loaders.shuffled import ShuffledLoader
+from saev_store.loaders.staging import stage, stage_in_background
 from saev_store.order import Mixing
 
 __all__ = [
     "NO_LABEL",
     "Batch",
     "BatchIterator",
+    "CachedTransport",
     "Explanation",
     "Metrics",
     "Mixing",
@@ -25,4 +28,6 @@ __all__ = [
     "ShuffleQuality",
     "ShuffledLoader",
     "shuffle_quality",
+    "stage",
+    "stage_in_background",
 ]

@@ -17,7 +17,7 @@ from saev_store.indexing import Progression
 from saev_store.loaders._batches import Dressing, Equipment
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._medium import medium_of, unwrapped
-from saev_store.loaders._memory import Allocate, Outputs, allocate
+from saev_store.loaders._memory import Allocate, Outputs, Pool, allocate
 from saev_store.loaders._metrics import Metrics, Tally
 from saev_store.loaders._reads import Reads
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
@@ -87,6 +87,8 @@ class Loader(ABC):
         self._scale_norm, self._scale = bool(scale_norm), None
         self._make_buffer = make_buffer
         self._outputs: Outputs | None = None
+        self._pool: Pool | None = None
+        self._machinery: Machinery | None = None
         self._lock = threading.Lock()
         self._iterator: Callable[[], BatchIterator | None] = lambda: None
         self._epoch, self._batch, self._resume_at = 0, 0, 0
@@ -165,18 +167,22 @@ class Loader(ABC):
         """
         with self._lock:
             self._end_iteration()
+            if self._machinery is not None and self._machinery.has_strays:
+                # A read that hangs in the system may still be writing there.
+                self._outputs = self._pool = None
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
-            machinery = Machinery(self._n_threads, self._n_gather, tally)
+            machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally)
             reads = Reads(self._rows._reader, tally.reads, machinery.stop, task_bytes=self._read_bytes)
             if self._outputs is None:
                 shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
                 self._outputs = Outputs(
                     shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate
                 )
-            labels = self._labels
-            equipment = Equipment(reads, machinery, self._outputs, Dressing(self._space, labels, self.scale))
+            self._pool = self._pool or Pool()
+            dressing = Dressing(self._space, self._labels, self.scale)
+            equipment = Equipment(reads, machinery, self._outputs, self._pool, dressing)
             n_batches, make = len(self), self._batches(epoch, equipment)
             run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
             iterator = BatchIterator(
@@ -201,7 +207,7 @@ class Loader(ABC):
     def close(self) -> None:
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self._end_iteration()
-        self._outputs = None
+        self._outputs = self._pool = None
 
     def _end_iteration(self) -> None:
         iterator = self._iterator()
@@ -304,8 +310,14 @@ def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2
 
 
 def fingerprint(space: RowSpace) -> str:
-    """16 hex digits that tell row spaces apart: the geometry, what was chosen, what was left out. Not where it lies."""
-    digest = hashlib.sha256(repr((space.layout, space.layer_idx, space.tokens, len(space))).encode())
+    """16 hex digits that tell row spaces apart: what was chosen of what, and what was left out.
+
+    Not where it lies, nor beside which other layers, nor how it is cut into shards: a staged copy continues a state.
+    """
+    layout = space.layout
+    layers = tuple(layout.layers[position] for position in space.layer_idx)
+    geometry = (layout.n_examples, layout.content_tokens_per_example, layout.cls_token, layout.d_model)
+    digest = hashlib.sha256(repr((geometry, layers, space.tokens, len(space))).encode())
     if isinstance(space.examples, Progression):
         digest.update(repr(space.examples).encode())
     else:

@@ -13,7 +13,7 @@ import numpy as np
 
 from saev_store.layout import IntArray
 from saev_store.loaders._lane import Lane
-from saev_store.loaders._memory import Outputs, allocate
+from saev_store.loaders._memory import Outputs, Pool
 from saev_store.loaders._reads import Reads, Runs, merged, runs_of_planes
 from saev_store.loaders._run import Batch, Machinery
 from saev_store.loaders._slots import BlockSlots, RowSlots
@@ -87,12 +87,14 @@ class Equipment:
         reads: Brings vectors into memory.
         machinery: Threads and counters.
         outputs: Memory of batches.
+        pool: Memory of windows, kept from epoch to epoch.
         dressing: What a batch holds besides vectors.
     """
 
     reads: Reads
     machinery: Machinery
     outputs: Outputs
+    pool: Pool
     dressing: Dressing
 
 
@@ -132,7 +134,7 @@ class ShuffledBatches:
         parts = [order.partition(number) for number in self._partitions]
         aheads = [_ahead(order, part.number, self._n_ahead) for part in parts]
         needs = [kind.n_rows(part, ahead) for part, ahead in zip(parts, aheads, strict=True)]
-        pool = allocate((sum(needs), self._eq.reads.layout.d_model))
+        pool = self._eq.pool.get((sum(needs), self._eq.reads.layout.d_model))
         lanes, base = [], 0
         for part, ahead, n_rows in zip(parts, aheads, needs, strict=True):
             position = min(first * order.rows_per_tick, part.n_rows)

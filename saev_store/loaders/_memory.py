@@ -73,3 +73,18 @@ class Outputs:
         del made, owner
         self._idle.append(sys.getrefcount(self._owners[-1]))
         return self._kept[-1][:]
+
+
+class Pool:
+    """The memory of a window: made once, because the first touch of a page costs as much as filling it."""
+
+    def __init__(self) -> None:
+        self._memory: FloatArray | None = None
+
+    def get(self, shape: tuple[int, int]) -> FloatArray:
+        """Memory of that shape with undefined content; the previous one must not be in use any more."""
+        memory = self._memory
+        if memory is None or memory.shape[1] != shape[1] or memory.shape[0] < shape[0]:
+            self._memory = memory = None  # give it back first: both at once might be too much
+            self._memory = memory = allocate(shape)
+        return memory[: shape[0]]

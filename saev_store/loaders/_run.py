@@ -34,6 +34,11 @@ class Machinery:
         self.readers = Workers(n_threads, "saev-read", self.stop)
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
 
+    @property
+    def has_strays(self) -> bool:
+        """Whether a reading thread has not ended yet."""
+        return self.readers.is_alive
+
     def close(self) -> None:
         """End all threads."""
         self.stop.set()

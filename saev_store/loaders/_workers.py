@@ -90,6 +90,10 @@ class Workers:
         """Queue a task; `where` names what it reads, for messages about time-outs."""
         self._tasks.put((task, group, where))
 
+    @property
+    def is_alive(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
     def busy_with(self) -> str:
         """What the threads are doing right now, for an error message."""
         return ", ".join(sorted(set(self._busy.copy().values()))) or "nothing"

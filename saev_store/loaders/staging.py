@@ -3,12 +3,80 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Literal
 
+from saev_store.errors import DeadlineError, WriterConflictError
+from saev_store.loaders.cache import CachedTransport
 from saev_store.store import ShardStore
 
 Layer = int | Sequence[int] | Literal["all"]
+
+_POLL_S = 0.5
+
+
+def stage(
+    url: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    layers: Layer = "all",
+    storage_options: Mapping[str, object] | None = None,
+    timeout_s: float = 24 * 3600.0,
+) -> str:
+    """The address of a checked copy of a store below `to` that holds only the layers asked for.
+
+    Every process of a machine may call it with the same arguments: one copies, the others wait for it. A copy that was
+    interrupted is continued, a finished one is used again. Only the bytes of these layers are read.
+
+    Args:
+        url: The store.
+        to: A folder, such as the machine's `$TMPDIR`; environment variables in it are filled in.
+        layers: A label, several, or `"all"`.
+        storage_options: For the source's file system.
+        timeout_s: How long to wait for another process's copy.
+
+    Raises:
+        DeadlineError: another process did not finish its copy in time.
+        LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.copying.copy_store`.
+    """
+    from saev_store.copying import copy_store
+
+    wanted = None if isinstance(layers, str) else [layers] if isinstance(layers, int) else list(layers)
+    folder = os.path.expandvars(os.fspath(to))
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return copy_store(url, folder, layers=wanted, storage_options=storage_options, progress=False)
+        except WriterConflictError as conflict:
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"another process has been copying the store for {timeout_s:g} s", where=folder
+                ) from conflict
+            time.sleep(_POLL_S)
+
+
+def stage_in_background(
+    url: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    layers: Layer = "all",
+    storage_options: Mapping[str, object] | None = None,
+) -> Future[str]:
+    """`stage` in a thread: train from the far store meanwhile, and go on from `result()` with the same loader state."""
+    future: Future[str] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(stage(url, to, layers=layers, storage_options=storage_options))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=work, name="saev-stage", daemon=True).start()
+    return future
 
 
 def open_for_training(
@@ -20,8 +88,20 @@ def open_for_training(
     cache_dir: str | None,
     cache_bytes: int,
 ) -> ShardStore:
-    """The store, staged or cached where that was asked for."""
-    del layer, cache_dir, cache_bytes
+    """The store: a copy in $TMPDIR, or behind a cache, where that was asked for.
+
+    Args:
+        url: The store.
+        storage_options: For its file system.
+        layer: What will be trained on; nothing else is copied.
+        use_tmpdir: Copy to $TMPDIR where that is set.
+        cache_dir: Keep what is read in this folder.
+        cache_bytes: How much of it.
+    """
     if use_tmpdir and os.environ.get("TMPDIR"):
-        pass
-    return ShardStore.open(url, storage_options)
+        return ShardStore.open(stage(url, "$TMPDIR", layers=layer, storage_options=storage_options))
+    store = ShardStore.open(url, storage_options)
+    if cache_dir is None:
+        return store
+    key = store.metadata.raw
+    return ShardStore.open(CachedTransport(store.transport, os.path.expandvars(cache_dir), cache_bytes, key))

@@ -1,0 +1,118 @@
+"""Closer copies: staged layers and cached extents hand out the same rows, and damage to them never shows."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError, LayerNotFoundError
+from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background
+from saev_store.loaders.staging import open_for_training
+from saev_store.transport import CountingTransport, PreadTransport
+
+
+@pytest.fixture
+def plain(tmp_path) -> Plain:
+    return plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=640)
+
+
+def acts(loader) -> np.ndarray:
+    return np.concatenate([batch["act"] for batch in loader])
+
+
+def test_a_staged_layer_continues_what_the_whole_store_began(plain, tmp_path):
+    near = stage(plain.path, tmp_path / "near", layers=5)
+    assert sum(path.stat().st_size for path in os.scandir(near)) < 0.5 * plain.acts.nbytes
+    assert ShardStore.open(near).layers == (5,)
+    options = {"batch_size": 16, "seed": 1, "window_blocks": 2}
+    far = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5, tokens="content"), **options)
+    whole = acts(far)
+    far.set_epoch(0)
+    iterator = iter(far)
+    first = [next(iterator)["act"] for _ in range(3)]
+    loader = ShuffledLoader(ShardStore.open(near).sel(layer=5, tokens="content"), **options)
+    loader.load_state_dict(far.state_dict())
+    far.close()
+    np.testing.assert_array_equal(np.concatenate([*first, acts(loader)]), whole)
+
+
+def test_several_processes_stage_once(plain, tmp_path):
+    """Everybody asks, everybody gets the same copy; asking again costs nothing."""
+    futures = [stage_in_background(plain.path, tmp_path / "near", layers=[2, 11]) for _ in range(3)]
+    assert len({future.result(60) for future in futures}) == 1
+    again = stage(plain.path, tmp_path / "near", layers=[2, 11])
+    np.testing.assert_array_equal(ShardStore.open(again)[:, 1], plain.acts[:, 2])
+    with pytest.raises(LayerNotFoundError):
+        stage_in_background(plain.path, tmp_path / "near", layers=3).result(60)
+
+
+def test_tmpdir(plain, tmp_path, monkeypatch):
+    options = {"layer": 5, "use_tmpdir": True, "cache_dir": None, "cache_bytes": 1}
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert open_for_training(str(plain.path), None, **options).url == str(plain.path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    assert open_for_training(str(plain.path), None, **options).url.startswith(str(tmp_path / "scratch"))
+
+
+def cached(plain: Plain, folder, max_bytes: int = 1 << 30):
+    far = CountingTransport(PreadTransport(plain.path))
+    near = CachedTransport(far, folder, max_bytes, b"key")
+    return far, near, ShardStore.open(near).sel(layer=5, tokens="content")
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_a_second_epoch_reads_nothing_from_afar(plain, tmp_path, kind):
+    far, near, rows = cached(plain, tmp_path / "cache")
+    loader = kind(rows, batch_size=16, n_threads=3, **({"examples_per_block": 1} if kind is ShuffledLoader else {}))
+    one = acts(loader)
+    read = far.counters.bytes_read
+    assert near.hits == 0
+    loader.set_epoch(0)
+    np.testing.assert_array_equal(acts(loader), one)
+    assert far.counters.bytes_read == read
+    assert near.hits > 0
+    # Another process, later.
+    far, near, rows = cached(plain, tmp_path / "cache")
+    again = kind(rows, batch_size=16, n_threads=3, **({"examples_per_block": 1} if kind is ShuffledLoader else {}))
+    np.testing.assert_array_equal(acts(again), one)
+    assert far.counters.bytes_read < 5000  # the documents
+
+
+def test_a_damaged_cache_never_shows(plain, tmp_path):
+    _, _, rows = cached(plain, tmp_path / "cache")
+    one = acts(OrderedLoader(rows, batch_size=16))
+    for number, path in enumerate(sorted((tmp_path / "cache").rglob("acts*"))):
+        if number % 3 == 0:
+            os.truncate(path, path.stat().st_size // 2)
+        elif number % 3 == 1:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    _, near, rows = cached(plain, tmp_path / "cache")
+    np.testing.assert_array_equal(acts(OrderedLoader(rows, batch_size=16)), one)
+    assert near.hits > 0
+    assert near.misses > 0
+
+
+def test_the_budget_is_kept(plain, tmp_path):
+    budget = 200_000
+    _, near, rows = cached(plain, tmp_path / "cache", budget)
+    loader = ShuffledLoader(rows, batch_size=16, examples_per_block=1)
+    acts(loader)
+    acts(loader)
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
+    assert 0 < on_disk <= near.kept_bytes <= budget
+    assert near.hits > 0
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_used_is_said(plain, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArgumentError, match="cannot be used"):
+        cached(plain, tmp_path / "file")
+    assert threading.active_count() >= 1
