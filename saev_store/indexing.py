@@ -47,6 +47,8 @@ Axis = Progression | IntArray
 
 #: One component of a key, for one axis.
 Item: TypeAlias = "int | slice[object, object, object] | IntArray"
+#: Booleans are integers to Python, and strings are sequences; neither says which positions.
+_NO_INDEX: tuple[type[object], ...] = (bool, np.bool_, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ def _component(item: object, name: str) -> Item | _Mask:
     """An integer, a slice, a list of positions or a mask; everything else is refused."""
     if isinstance(item, slice):
         return cast("slice[object, object, object]", item)
-    if item is None or isinstance(item, (bool, np.bool_, str, bytes)):
+    if item is None or isinstance(item, _NO_INDEX):
         raise SelectionError(
             f"{brief(item)} cannot index a store; use integers, slices, lists, boolean masks or '...'", where=name
         )

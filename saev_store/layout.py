@@ -24,6 +24,9 @@ MAX_INT64 = 2**63 - 1
 #: Names of the axes, in storage order.
 DIMS = ("example", "layer", "token", "d_model")
 
+#: `True` is an integer to Python, but no label.
+_BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -191,7 +194,7 @@ class Layout:
             LayerNotFoundError: the label is not in `layers`.
         """
         try:
-            if not isinstance(layer, (bool, np.bool_)):
+            if not isinstance(layer, _BOOLEANS):
                 return self.layers.index(operator.index(cast("SupportsIndex", layer)))
         except (TypeError, ValueError):
             pass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Protocol, cast
 
 import typer
 
@@ -26,7 +27,15 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 or an address, 2 wrong usage, 3 a defect of this program, 130 interrupted."""
 
 
-def app() -> typer.main.TyperCommand | typer.main.TyperGroup:
+class Command(Protocol):
+    """What is needed of click's groups, which typer now vendors and now imports."""
+
+    commands: Mapping[str, object]
+
+    def __call__(self, *, args: Sequence[str], prog_name: str, standalone_mode: bool) -> object: ...
+
+
+def app() -> Command:
     """The command line as a callable command."""
     typed = typer.Typer(
         help=_HELP, add_completion=False, no_args_is_help=False, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -34,7 +43,7 @@ def app() -> typer.main.TyperCommand | typer.main.TyperGroup:
     typed.callback(invoke_without_command=True)(_top)
     for command in (info, ls, head, validate, copy, convert, prepare, export, stats, serve, demo):
         typed.command()(command)
-    return typer.main.get_command(typed)
+    return cast("Command", typer.main.get_command(typed))
 
 
 def _top(
