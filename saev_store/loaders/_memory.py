@@ -51,7 +51,7 @@ class Outputs:
     """
 
     def __init__(self, shape: tuple[int, int], n_kept: int, make: Allocate = allocate) -> None:
-        self._shape, self._n_kept, self._make = shape, n_kept, make
+        self.shape, self._n_kept, self._make = shape, n_kept, make
         self._kept: list[FloatArray] = []
         self._owners: list[np.ndarray] = []
         self._idle: list[int] = []
@@ -61,7 +61,7 @@ class Outputs:
         for number, n_idle in enumerate(self._idle):
             if sys.getrefcount(self._owners[number]) <= n_idle:
                 return self._kept[number][:]
-        made = self._make(self._shape)
+        made = self._make(self.shape)
         if len(self._kept) == self._n_kept:
             return made
         self._kept.append(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import cast
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
 from saev_store.loaders._medium import medium_of
+from saev_store.loaders._memory import Outputs
 from saev_store.loaders._workers import n_cpus
 from saev_store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
@@ -24,6 +26,8 @@ from saev_store.torch.config import IndexedConfig
 _MIN_ROWS_PER_THREAD = 512
 #: Page faults in flight where the shards are not in memory.
 _N_WAITING = 16
+#: Batches whose memory is kept for the next ones.
+_N_BUFFERS = 4
 
 
 class IndexedDataset(Dataset[ExampleBatch]):
@@ -56,6 +60,8 @@ class IndexedDataset(Dataset[ExampleBatch]):
         # A remote transport is its own crowd: one call merges and fetches all ranges.
         self._n_threads = 1 if medium.kind == "remote" else self._n_threads
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._outputs: Outputs | None = None
+        self._lock = threading.Lock()
 
     @property
     def metadata(self) -> Metadata:
@@ -98,7 +104,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             raise SelectionError(
                 f"examples {picked.min()} to {picked.max()} of a dataset of {len(self)}", where="index"
             )
-        act = np.empty((len(picked), self.d_model), dtype=np.float32)
+        act = self._memory(len(picked))
         self._gather(picked, act)
         where = self.rows.coordinates(picked)
         found: dict[str, np.ndarray] = {"act": act, "example_idx": where.example_idx, "token_idx": where.token_idx}
@@ -107,6 +113,15 @@ class IndexedDataset(Dataset[ExampleBatch]):
         if self._labels is not None:
             found["token_labels"] = self._labels[where.example_idx, np.maximum(where.token_idx, 0)]
         return tensors(found)
+
+    def _memory(self, n: int) -> npt.NDArray[np.float32]:
+        """Memory for n rows that nobody refers to: touching fresh memory for the first time costs as much as filling it."""
+        if n < _MIN_ROWS_PER_THREAD:
+            return np.empty((n, self.d_model), dtype=np.float32)
+        with self._lock:
+            if self._outputs is None or self._outputs.shape[0] < n:
+                self._outputs = Outputs((n, self.d_model), _N_BUFFERS)
+            return self._outputs.get()[:n]
 
     def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
         n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
@@ -148,5 +163,5 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """End the gathering threads and release files; the dataset can be used again."""
         if self._pool is not None and self._pool[0] == os.getpid():
             self._pool[1].shutdown()
-        self._pool = None
+        self._pool = self._outputs = None
         self.store.close()
