@@ -9,6 +9,7 @@ from typing import BinaryIO
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._base import Buffer, Entry, ReadCost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._counting import Counters
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_sink import SpooledSink
 from saev_store.transport._locks import ForkSafeLock
@@ -29,7 +30,8 @@ class FsspecTransport:
 
     Args:
         url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
-        storage_options: What fsspec wants to know; never part of a message or of `repr`, but part of a pickle.
+        storage_options: What fsspec wants to know; never part of a message, of `repr` or of a pickle that
+            outlives this process and its children.
         timeout_s: Longest wait for one operation.
 
     Raises:
@@ -59,6 +61,11 @@ class FsspecTransport:
         """Objects far away want few large requests, files near by do not mind many."""
         return _NEAR if NEAR_PROTOCOLS.issuperset(self._client.protocols) else _FAR
 
+    @property
+    def counters(self) -> Counters:
+        """What was asked of the file system so far, through this client; what it asks again by itself is not counted."""
+        return self._client.tally.counters
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
@@ -87,6 +94,7 @@ class FsspecTransport:
                 if self.size(path) == 0:
                     return b""
             raise
+        self._client.tally.add("read", read=len(data))
         if max_bytes is not None and len(data) > max_bytes:
             raise too_big(self._where(below), size=None, max_bytes=max_bytes)
         return bytes(data)
@@ -95,6 +103,7 @@ class FsspecTransport:
         """The size of a file in bytes, asked anew each time."""
         below = self._below(path)
         with self._client.errors("look at it", below):
+            self._client.tally.add("size")
             info = self._client.fs().info(self._full(below), **self._client.deadline())
         size = info.get("size")
         if info.get("type") == "directory":
@@ -152,6 +161,7 @@ class FsspecTransport:
                 raise TransportError(
                     f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True
                 )
+            client.tally.add("get_ranges", read=len(part))
         return found
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
@@ -169,6 +179,7 @@ class FsspecTransport:
         with self._client.errors("list", below):
             fs = self._client.fs()
             fs.invalidate_cache(full)
+            self._client.tally.add("list")
             found = fs.ls(full, detail=True, **self._client.deadline())
         entries: dict[str, Entry] = {}
         for info in found:
@@ -191,6 +202,7 @@ class FsspecTransport:
         below = self._below(path)
         with self._client.errors("write", below):
             self._make_parent(below)
+            self._client.tally.add("put", written=len(data))
             self._client.fs().pipe_file(self._full(below), bytes(data), **self._client.deadline(len(data)))
 
     def create(self, path: str, data: Buffer) -> None:
@@ -208,6 +220,7 @@ class FsspecTransport:
         ):
             fs = self._client.fs()
             self._make_parent(below)
+            self._client.tally.add("create", written=len(data))
             if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
                 with contextlib.suppress(NotFoundError):
                     self.size(path)
@@ -227,6 +240,7 @@ class FsspecTransport:
         with contextlib.suppress(NotFoundError), self._client.errors("delete", below):
             fs = self._client.fs()
             fs.invalidate_cache(self._full(below))
+            self._client.tally.add("delete")
             fs.rm(self._full(below), recursive=True, **self._client.deadline())
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:

@@ -23,10 +23,11 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport._checks import from_os_error
+from saev_store.transport._fsspec_options import tuned
 from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._secrets import Options
+from saev_store.transport._tally import Tally
 
-#: Protocols whose listings fsspec caches for ever unless it is told not to, and that accept being told.
-_LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -73,11 +74,12 @@ class Client:
         ArgumentError: the file system refuses the options.
     """
 
-    def __init__(self, url: str, options: Mapping[str, object], *, timeout_s: float) -> None:
-        self.url, self.options, self.timeout_s = url, dict(options), timeout_s
+    def __init__(self, url: str, options: Mapping[str, object] | Options, *, timeout_s: float) -> None:
+        self.url, self.timeout_s = url, timeout_s
+        self.options = options if isinstance(options, Options) else Options(options)
+        self.tally = Tally()
         self.protocols = tuple(_protocol(link) for link in url.split("::"))
         self.safe_url = safe_url(url)
-        self._secrets = sorted(_strings(self.options), key=len, reverse=True)
         self._lock = ForkSafeLock()
         self._pid = -1
         self._fs: FileSystem | None = None
@@ -106,13 +108,13 @@ class Client:
         core, asyn, spec = (import_module(f"fsspec.{name}") for name in ("core", "asyn", "spec"))
         options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
         if len(self.protocols) == 1:
-            options |= {"use_listings_cache": False} if self.protocols[0] in _LISTING_PROTOCOLS else {}
-            options |= self.options
+            options |= tuned(self.protocols[0], self.options.all)
         else:
-            options |= self.options
-            for protocol in _LISTING_PROTOCOLS.intersection(self.protocols):
+            options |= self.options.all
+            for protocol in set(self.protocols):
                 inner = cast("Mapping[str, object]", options.get(protocol) or {})
-                options[protocol] = {"use_listings_cache": False, **inner}
+                if found := tuned(protocol, inner):
+                    options[protocol] = found
         with self.errors("open"):
             try:
                 found = core.url_to_fs(self.url, **options)
@@ -149,8 +151,7 @@ class Client:
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
+        text = self.options.redact(text)
         return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
 
     @contextlib.contextmanager
@@ -243,19 +244,5 @@ def _is_absence(error: Exception) -> bool:
     return not (isinstance(error, OSError) or _status(error) or type(error).__module__.startswith("aiohttp"))
 
 
-def _strings(value: object) -> set[str]:
-    """All texts in nested options that are long enough to be secrets and are not addresses."""
-    if isinstance(value, str):
-        return {value} if len(value) >= 4 and "://" not in value else set()
-    found: set[str] = set()
-    if isinstance(value, Mapping):
-        for item in cast("Mapping[object, object]", value).values():
-            found |= _strings(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in cast("list[object]", value):
-            found |= _strings(item)
-    return found
-
-
-def _reopen(url: str, options: Mapping[str, object], timeout_s: float) -> Client:
+def _reopen(url: str, options: Options, timeout_s: float) -> Client:
     return Client(url, options, timeout_s=timeout_s)

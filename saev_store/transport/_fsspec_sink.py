@@ -84,6 +84,7 @@ class SpooledSink:
             fs = self._client.fs()
             if not self._client.is_async:
                 fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
+            self._client.tally.add("sink.write", written=self._file_nbytes)
             fs.put_file(f"/dev/fd/{fd}", self._full, **self._client.deadline(self._file_nbytes))
             fs.invalidate_cache(self._full)
             size = fs.info(self._full, **self._client.deadline()).get("size")

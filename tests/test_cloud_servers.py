@@ -1,0 +1,188 @@
+"""Stores in buckets, on every server that can be had here, through both clients."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from cloud_servers import gcs_json_bucket, gcs_xml_bucket, swift_bucket  # noqa: F401 (fixtures)
+from servers import s3_bucket  # noqa: F401 (a fixture)
+
+from saev_store import ShardStore, new_metadata
+from saev_store.errors import NotFoundError, SaevStoreError, StoreExistsError
+from saev_store.testing.transport import FILES, WriteContract
+from saev_store.transport import open_transport
+from saev_store.writer import create_store
+
+pytest.importorskip("obstore")
+
+PLACES = {
+    "moto-obstore": ("s3_bucket", "obstore"),
+    "moto-fsspec": ("s3_bucket", "fsspec"),
+    "swift-obstore": ("swift_bucket", "obstore"),
+    "swift-fsspec": ("swift_bucket", "fsspec"),
+    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
+    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
+}
+
+
+class Contract(WriteContract):
+    resumes = False
+    locks = False
+    bucket = engine = ""
+
+    @pytest.fixture
+    def transport(self, request):
+        bucket = request.getfixturevalue(self.bucket)
+        transport = open_transport(bucket.url + "/lab/shards", bucket.options, engine=self.engine)
+        for path, data in FILES.items():
+            transport.put(path, data)
+        return transport
+
+
+class TestSwiftObstore(Contract):
+    bucket, engine = PLACES["swift-obstore"]
+    max_winners = 16  # Swift checks before it writes: not atomic, see docs/cloud.md
+
+
+class TestSwiftFsspec(Contract):
+    bucket, engine = PLACES["swift-fsspec"]
+    max_winners = 16
+
+
+class TestGcsObstore(Contract):
+    bucket, engine = PLACES["gcs-obstore"]
+
+
+class TestGcsFsspec(Contract):
+    bucket, engine = PLACES["gcs-fsspec"]
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """(url, storage_options, engine) of an empty folder in a bucket."""
+    fixture, engine = PLACES[request.param]
+    bucket = request.getfixturevalue(fixture)
+    return bucket.url + "/lab/shards", bucket.options, engine
+
+
+def small_metadata(**changes):
+    fields = {
+        "family": "clip",
+        "ckpt": "ViT-B-32/openai",
+        "layers": (3, 7),
+        "content_tokens_per_example": 4,
+        "cls_token": True,
+        "d_model": 6,
+        "n_examples": 23,
+        "max_tokens_per_shard": 50,
+        "data": {"__class__": "Fake"},
+    }
+    return new_metadata(**{**fields, **changes})
+
+
+def truth_of(metadata):
+    return np.random.default_rng(5).standard_normal(metadata.layout.shape).astype(np.float32)
+
+
+def write(place, metadata, **options):
+    """Write the examples that `options["part"]` has to."""
+    url, storage_options, engine = place
+    truth = truth_of(metadata)
+    with create_store(open_transport(url, storage_options, engine=engine), metadata, **options) as writer:
+        start, end = writer.example_range
+        writer.append(truth[writer.next_example : end])
+    return start, end
+
+
+def reopen(place, metadata):
+    url, storage_options, engine = place
+    return ShardStore.open(f"{url}/{metadata.hash}", storage_options, engine=engine)
+
+
+def test_a_store_in_a_bucket(place):
+    metadata = small_metadata()
+    write(place, metadata)
+    truth, store = truth_of(metadata), reopen(place, metadata)
+    assert store.transport.name.startswith(place[2])
+    assert np.array_equal(store[...], truth)
+    assert np.array_equal(store[[22, 0, 7], 1, 2:], truth[[22, 0, 7], 1, 2:])
+    assert np.array_equal(store.sel(layer=7, tokens="content")[:], truth[:, 1, 1:].reshape(-1, 6))
+    assert store.validate(deep=True).ok
+    assert [entry.name for entry in open_list(place)] == [metadata.hash]
+    with pytest.raises(StoreExistsError):
+        write(place, metadata)
+
+
+def open_list(place):
+    from saev_store.listing import list_stores
+
+    url, storage_options, engine = place
+    return list_stores(open_transport(url, storage_options, engine=engine))
+
+
+def test_an_interrupted_writer_is_continued(place):
+    metadata, (url, storage_options, engine) = small_metadata(), place
+    truth = truth_of(metadata)
+    with (
+        pytest.raises(KeyError),
+        create_store(open_transport(url, storage_options, engine=engine), metadata) as writer,
+    ):
+        writer.append(truth[:13])
+        raise KeyError
+    with pytest.raises(SaevStoreError):
+        reopen(place, metadata)
+    with create_store(open_transport(url, storage_options, engine=engine), metadata, resume=True) as writer:
+        assert 0 <= writer.next_example <= 13
+        writer.append(truth[writer.next_example :])
+    assert np.array_equal(reopen(place, metadata)[...], truth)
+    names = {entry.path for entry in open_transport(f"{url}/{metadata.hash}", storage_options, engine=engine).list()}
+    assert ".saev_store" not in names
+
+
+def test_zarr_over_a_bucket(place):
+    metadata = small_metadata()
+    write(place, metadata)
+    import zarr
+
+    view = reopen(place, metadata).as_zarr()
+    array = zarr.open_group(view, mode="r", zarr_format=3)["activations"]
+    assert np.array_equal(array[3:9], truth_of(metadata)[3:9])
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_publishers_that_race_have_one_winner(s3_bucket, engine):
+    place, metadata = (s3_bucket.url + "/race", s3_bucket.options, engine), small_metadata()
+    for rank in range(2):
+        write(place, metadata, part=(rank, 2))
+    from saev_store.writer import finalize_store
+
+    outcomes, start_together = [], threading.Barrier(4)
+
+    def publish():
+        transport = open_transport(place[0], place[1], engine=engine)
+        start_together.wait()
+        try:
+            outcomes.append(finalize_store(transport, metadata))
+        except SaevStoreError as error:
+            outcomes.append(type(error).__name__)
+
+    threads = [threading.Thread(target=publish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes.count(True) == 1
+    assert set(outcomes) <= {True, False, "WriterConflictError"}
+    assert np.array_equal(reopen(place, metadata)[...], truth_of(metadata))
+
+
+def test_a_server_that_checks_signatures_refuses_wrong_keys(swift_bucket):
+    for engine in ("obstore", "fsspec"):
+        options = {**swift_bucket.options, "secret": "not-the-secret"}
+        with pytest.raises((SaevStoreError,)) as caught:
+            open_transport(swift_bucket.url, options, engine=engine).read("x")
+        assert not isinstance(caught.value, NotFoundError)
+        assert caught.value.kind == "access"
+        assert "not-the-secret" not in str(caught.value)
