@@ -49,7 +49,7 @@ def read(folder: str, split: str) -> object:
         return Cooked(**basic_sample_keys(sample), parts=parts)
 
     class Encoder(DefaultTaskEncoder):
-        cookers = [Cooker(cook)]
+        cookers = [Cooker(cook)]  # noqa: RUF012
         decoder = None
 
         def batch(self, samples):
@@ -105,3 +105,4 @@ def index(folder: str) -> object:
 
 if __name__ == "__main__":
     answer = {"read": read, "files": files, "index": index}[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.write("ANSWER" + json.dumps(answer) + "\n")

@@ -12,7 +12,7 @@ FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarf
 def tar_bytes(files: list[tuple[str, bytes]], *, format: str = "pax", close: bool = True) -> bytes:
     """A tar of plain files in order."""
     buffer = io.BytesIO()
-    tar = tarfile.open(fileobj=buffer, mode="w", format=FORMATS[format])
+    tar = tarfile.open(fileobj=buffer, mode="w", format=FORMATS[format])  # noqa: SIM115 - not always closed
     for name, data in files:
         info = tarfile.TarInfo(name)
         info.size = len(data)

@@ -96,15 +96,9 @@ def test_captions_are_decoded():
         assert sample.__key__ == f"sample_{i:04d}"
         assert sample.__restore_key__ == (dataset.url, f"shards/shard_{i // 2:03d}.tar", i % 2)
     light = EnergonDataset(DATA / "captioning_ratio_split/dataset", images="torchrgb").sample(0)
-    assert (
-        light.image.dtype == "float32"
-    )
-    assert (
-        light.image.shape[0] == 3
-    )
-    assert (
-        0 <= light.image.min() <= light.image.max() <= 1
-    )
+    assert light.image.dtype == "float32"
+    assert light.image.shape[0] == 3
+    assert 0 <= light.image.min() <= light.image.max() <= 1
 
 
 def test_crude_samples_are_bytes():

@@ -14,16 +14,22 @@ from saev_store.formats.energon._receipts import Receipt
 from saev_store.problems import Problem
 
 _TABLES = (
-    ("CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, sample_index INTEGER NOT NULL,"
-    " byte_offset INTEGER, byte_size INTEGER)"),
-    ("CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, content_byte_offset INTEGER,"
-    " content_byte_size INTEGER)"),
+    (
+        "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, sample_index INTEGER NOT NULL,"
+        " byte_offset INTEGER, byte_size INTEGER)"
+    ),
+    (
+        "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, content_byte_offset INTEGER,"
+        " content_byte_size INTEGER)"
+    ),
 )
 _INDICES = (
     "CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",
     "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset)",
-    ("CREATE INDEX idx_sample_parts_full ON sample_parts"
-    "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)"),
+    (
+        "CREATE INDEX idx_sample_parts_full ON sample_parts"
+        "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)"
+    ),
 )
 _NAMESPACE = uuid.UUID("d0a3a1d8-8e6a-5b0f-9e6e-3f2f4a4c9b10")
 

@@ -80,7 +80,9 @@ def _in_processes(root: str, shards: list[str], num_workers: int) -> Iterator[tu
     with ExitStack() as stack:
         for _ in range(num_workers):
             process = stack.enter_context(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+                subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+                )
             )
             stack.callback(process.kill)
             threading.Thread(target=_feed, args=(process, waiting, finished), daemon=True).start()

@@ -27,6 +27,8 @@ def main(root: str) -> None:
             answer["error"] = [type(error).__name__, error.message, error.where, error.remedy]
         except Exception as error:
             answer["error"] = ["SaevStoreError", f"{type(error).__name__}: {error}", shard, None]
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 def rebuild(error: list[str]) -> SaevStoreError:

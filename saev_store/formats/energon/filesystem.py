@@ -48,7 +48,7 @@ class EnergonFileSystem(AbstractFileSystem):
         self.dataset = dataset
 
     @classmethod
-    def _strip_protocol(cls, path: str | list[str]) -> Any:
+    def _strip_protocol(cls, path: str | list[str]) -> Any:  # noqa: ANN401 - as fsspec has it
         if isinstance(path, list):
             return [cls._strip_protocol(each) for each in path]
         return path.removeprefix("energon://").strip("/")
@@ -78,12 +78,6 @@ class EnergonFileSystem(AbstractFileSystem):
         if mode != "rb":
             raise ReadOnlyError(f"parts are not written through this file system (mode {mode!r})", where=path)
         return _PartFile(self, path, mode, block_size=block_size, **options)
-
-    def created(self, path: str) -> Any:
-        raise NotImplementedError("parts have no times")
-
-    def modified(self, path: str) -> Any:
-        raise NotImplementedError("parts have no times")
 
 
 class _PartFile(AbstractBufferedFile):

@@ -65,7 +65,7 @@ class SqliteIndex:
         self._lock = threading.Lock()
         self._deadline = 0.0
         self._db: sqlite3.Connection | None = None
-        objects = self._rows(f"SELECT type, name, sql FROM sqlite_master LIMIT {_MAX_OBJECTS + 1}")
+        objects = self._rows("SELECT type, name, sql FROM sqlite_master LIMIT ?", (_MAX_OBJECTS + 1,))
         if len(objects) > _MAX_OBJECTS:
             self._refuse(f"it has more than {_MAX_OBJECTS} tables and indices")
         for kind, name, sql in objects:
@@ -197,7 +197,7 @@ class SqliteIndex:
 
     def keys(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[str]:
         """Keys that begin with a prefix, in the order of their UTF-8 bytes, those after `after` only, at most `limit`."""
-        rows = self._rows(f"SELECT sample_key FROM ({_KEYS})", (prefix, after, limit))
+        rows = self._rows(f"SELECT sample_key FROM ({_KEYS})", (prefix, after, limit))  # noqa: S608 - a constant
         keys = [self._text(key, "samples", "sample_key") for (key,) in rows]
         return [key for key in keys if key.startswith(prefix)]
 
@@ -206,7 +206,7 @@ class SqliteIndex:
         if not self.has_parts:
             return [(key, None, 0) for key in self.keys(prefix, after=after, limit=limit)]
         rows = self._rows(
-            "SELECT s.sample_key, p.part_name, p.content_byte_size"
+            "SELECT s.sample_key, p.part_name, p.content_byte_size"  # noqa: S608 - a constant
             f" FROM ({_KEYS}) AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id"
             " AND p.sample_index = s.sample_index ORDER BY s.sample_key, p.content_byte_offset LIMIT ?",
             (prefix, after, limit, limit * 64 + MAX_PARTS),
