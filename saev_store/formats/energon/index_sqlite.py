@@ -11,6 +11,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import NoReturn, Self, cast
 from urllib.parse import quote
@@ -326,8 +327,9 @@ class SqliteIndex:
 
     def _connection(self) -> sqlite3.Connection:
         if self._db is None or self._pid != os.getpid():
-            # A connection must not be used, or closed, in a child of the process that opened it.
+            # A connection must not be used in a child of the process that opened it.
             self._db, self._pid = _connect(self._path), os.getpid()
+            self._finalizer = weakref.finalize(self, self._db.close)
             self._db.set_progress_handler(self._is_late, 100_000)
         return self._db
 
@@ -337,8 +339,8 @@ class SqliteIndex:
     def close(self) -> None:
         """Let go of the database; using the index again opens it again."""
         with self._lock:
-            if self._db is not None and self._pid == os.getpid():
-                self._db.close()
+            if self._db is not None:
+                self._finalizer()
             self._db = None
 
     def __enter__(self) -> Self:

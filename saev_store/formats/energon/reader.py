@@ -196,7 +196,7 @@ class EnergonDataset:
         (data,) = self._transport.get_ranges(
             self._documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
         )
-        members = parse_sample(data, where=self._fetcher.where(place.shard))
+        members = parse_sample(memoryview(data), where=self._fetcher.where(place.shard))
         return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
 
     def file(self, name: str) -> bytes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Callable
 
 BLOCK = 512
 #: Above this, the size may be in an extension header only.
 _MAX_OCTAL = 8**11
+# Functions of `tarfile` that its type stubs do not know.
+_number: Callable[[bytes], int] = tarfile.nti  # pyright: ignore[reportAttributeAccessIssue]
+_checksums: Callable[[bytes], tuple[int, int]] = tarfile.calc_chksums  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def disagreement(block: bytes | memoryview, *, name: str, nbytes: int) -> str | None:
@@ -22,11 +26,10 @@ def disagreement(block: bytes | memoryview, *, name: str, nbytes: int) -> str | 
     if not any(header):
         return "the tar has nothing but zeros there"
     try:
-        told = tarfile.nti(header[148:156])
-        size = tarfile.nti(header[124:136])
+        told, size = _number(header[148:156]), _number(header[124:136])
     except (tarfile.HeaderError, ValueError):
         return "the tar has no header there"
-    if told != 256 + sum(header[:148]) + sum(header[156:]) and told not in tarfile.calc_chksums(header):
+    if told != 256 + sum(header[:148]) + sum(header[156:]) and told not in _checksums(header):
         return "the tar has no header with a valid checksum there"
     if header[156:157] not in b"0\0007":
         return "the tar has no plain file there"
