@@ -1,6 +1,6 @@
 """How fast a local store opens and reads, against bare NumPy and bare system calls on the same files.
 
-    python benchmarks/reading.py [--gib 1.0] [--folder DIR] [--rounds 9] [--json]
+python benchmarks/reading.py [--gib 1.0] [--folder DIR] [--rounds 9] [--json]
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def one_vector(store: ShardStore, maps: list[np.memmap], rounds: int) -> Line:
 
 def random_rows(store: ShardStore, maps: list[np.memmap], rounds: int, *, one_shard: bool) -> Line:
     layer = store.layers[1]
-    rows = store.sel(layer=layer, tokens="content", examples=slice(store.layout.examples_per_shard) if one_shard else None)
+    rows = store.sel(
+        layer=layer, tokens="content", examples=slice(store.layout.examples_per_shard) if one_shard else None
+    )
     picks = np.random.default_rng(3).integers(0, len(rows), 16_384)
     example, layer_idx, token = rows.space.locate(picks)
     shard, local = np.divmod(example, store.layout.examples_per_shard)
@@ -58,7 +60,9 @@ def random_rows(store: ShardStore, maps: list[np.memmap], rounds: int, *, one_sh
     np.testing.assert_array_equal(rows.rows(picks), bare())
     ours, theirs = race(lambda: rows.rows(picks), bare, rounds)
     where = "in one shard" if one_shard else f"over {len(maps)} shards"
-    return Line(f"16,384 random rows {where}", ours * 1e3, theirs * 1e3, "ms", "np.memmap gather", "<= 1.2", ours / theirs)
+    return Line(
+        f"16,384 random rows {where}", ours * 1e3, theirs * 1e3, "ms", "np.memmap gather", "<= 1.2", ours / theirs
+    )
 
 
 def full_scan(store: ShardStore, folder: Path, rounds: int, *, cold: bool) -> Line:
@@ -106,7 +110,9 @@ def opening(root: Path, rounds: int) -> list[Line]:
             os.stat(folder / f"acts{i:06d}.bin")
 
     ours, theirs = race(lambda: ShardStore.open(folder), bare, rounds)
-    return [Line("opening 1,000 shards", ours * 1e3, theirs * 1e3, "ms", "two reads and 1,000 stats", "", ours / theirs)]
+    return [
+        Line("opening 1,000 shards", ours * 1e3, theirs * 1e3, "ms", "two reads and 1,000 stats", "", ours / theirs)
+    ]
 
 
 def importing(rounds: int) -> Line:
@@ -116,7 +122,9 @@ def importing(rounds: int) -> Line:
     pairs = [(start("import saev_store"), start("import numpy, pydantic")) for _ in range(rounds)]
     base = statistics.median(start("pass") for _ in range(rounds))
     ours, theirs = (statistics.median(pair[i] for pair in pairs) - base for i in range(2))
-    return Line("import saev_store", ours * 1e3, theirs * 1e3, "ms", "import numpy, pydantic", "< 200 ms", ours / theirs)
+    return Line(
+        "import saev_store", ours * 1e3, theirs * 1e3, "ms", "import numpy, pydantic", "< 200 ms", ours / theirs
+    )
 
 
 def main() -> None:
