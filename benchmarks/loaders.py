@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("--window-mib", type=int, default=256)
     parser.add_argument("--reference", default=None)
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="parts of names, separated by |")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.work = tempfile.mkdtemp(prefix="saev-store-bench", dir=args.folder)
@@ -313,7 +313,11 @@ def main() -> None:
         warm(store.url)
         plane = Plane(store)
         results: dict[str, list[float]] = {}
-        runs = {name: run for name, run in contenders(store, args, plane).items() if args.only in name}
+        runs = {
+            name: run
+            for name, run in contenders(store, args, plane).items()
+            if any(part in name for part in args.only.split("|"))
+        }
         for _ in range(args.rounds):
             for name, run in runs.items():
                 if args.cold:

@@ -416,3 +416,18 @@ def test_every_error_is_ours(plain):
     type(transport).error = SaevStoreError("on purpose")
     with pytest.raises(SaevStoreError, match="on purpose"):
         next(iter(loader))
+
+
+@every_kind
+def test_the_system_is_told_and_told_otherwise(plain, kind, monkeypatch):
+    """Read-ahead is off while a layer is picked out, and on again afterwards; nothing is forgotten of a small store."""
+    said: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, length, what: said.append((fd, what)))
+    check(plain, make(plain, kind))
+    told = {fd for fd, what in said if what == os.POSIX_FADV_RANDOM}
+    assert len(told) == plain.n_shards
+    assert {fd for fd, what in said if what == os.POSIX_FADV_NORMAL} == told
+    assert not [fd for fd, what in said if what == os.POSIX_FADV_DONTNEED]
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)  # a machine with a byte of memory
+    check(plain, make(plain, kind))
+    assert [fd for fd, what in said if what == os.POSIX_FADV_DONTNEED]

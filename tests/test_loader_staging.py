@@ -99,6 +99,18 @@ def test_a_damaged_cache_never_shows(plain, tmp_path):
     assert near.misses > 0
 
 
+def test_gaps_are_kept_as_they_are(plain, tmp_path):
+    """What one reader throws away of an extent is there for the next one who wants all of it."""
+    _, near, _ = cached(plain, tmp_path / "cache")
+    truth = plain.shard(0).read_bytes()[100:400]
+    first, last, junk = (memoryview(bytearray(100)) for _ in range(3))
+    near.readinto("acts000000.bin", start=100, buffers=[first, junk, last])
+    junk[:] = bytes(100)
+    (whole,) = near.get_ranges("acts000000.bin", starts=[100], ends=[400])
+    assert near.hits == 1
+    assert bytes(whole) == truth
+
+
 def test_the_budget_is_kept(plain, tmp_path):
     budget = 200_000
     _, near, rows = cached(plain, tmp_path / "cache", budget)

@@ -14,6 +14,7 @@ import numpy as np
 
 from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
+from saev_store.loaders._advice import advice_for
 from saev_store.loaders._batches import Dressing, Equipment
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._medium import medium_of, unwrapped
@@ -174,7 +175,10 @@ class Loader(ABC):
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
             machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally)
-            reads = Reads(self._rows._reader, tally.reads, machinery.stop, task_bytes=self._read_bytes)
+            advice = advice_for(self._medium.path, self._space.layout) if self._is_strided else None
+            if advice is not None:
+                machinery.on_close = advice.close
+            reads = Reads(self._rows._reader, tally.reads, machinery.stop, task_bytes=self._read_bytes, advice=advice)
             if self._outputs is None:
                 shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
                 self._outputs = Outputs(
@@ -193,6 +197,12 @@ class Loader(ABC):
 
     #: Output buffers in use besides those that are ready and the consumer's.
     _n_extra_buffers = 1
+
+    @property
+    def _is_strided(self) -> bool:
+        """Whether reads leave out what lies between them."""
+        layout = self._space.layout
+        return len(self._space.layer_idx) < layout.n_layers or self._space.tokens.count < layout.tokens_per_example
 
     @abstractmethod
     def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:

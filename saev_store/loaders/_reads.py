@@ -14,6 +14,7 @@ import numpy as np
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.indexing import Progression
 from saev_store.layout import IntArray, Layout, shard_name
+from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
 from saev_store.reader import FloatArray, Reader, _Piece
 from saev_store.transport import ReadsInto
@@ -107,7 +108,7 @@ class Reads:
         tally: Where costs are counted.
         stop: Set when nobody wants the data any more.
         task_bytes: About how much one task reads.
-        after_read: Called with (shard, first byte, one past the last) of each finished request.
+        advice: For the system, about local files that are read in extents far apart.
     """
 
     def __init__(
@@ -117,10 +118,10 @@ class Reads:
         stop: threading.Event,
         *,
         task_bytes: int,
-        after_read: Callable[[int, int, int], None] | None = None,
+        advice: Advice | None = None,
     ) -> None:
         self.reader, self.layout = reader, reader.layout
-        self._tally, self._stop, self._after_read = tally, stop, after_read
+        self._tally, self._stop, self._advice = tally, stop, advice
         transport = reader.transport
         self._into = transport if isinstance(transport, ReadsInto) else None
         self._resident = np.isinf(transport.cost.max_gap_bytes)
@@ -193,6 +194,8 @@ class Reads:
         first = [0, *(np.flatnonzero((gap > self._max_gap_bytes) | (gap < 0)) + 1).tolist(), len(starts)]
         raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         nbytes = 0
+        if self._advice is not None:
+            self._advice.before(shard)
         begins, stops = starts.tolist(), ends.tolist()
         places = (runs.place * v).tolist()
         for lo, hi in pairwise(first):
@@ -205,8 +208,8 @@ class Reads:
                 at = stops[run]
             self._retried(lambda lo=lo, views=views: self._fill(shard, begins[lo], views))
             nbytes += at - begins[lo]
-            if self._after_read is not None:
-                self._after_read(shard, begins[lo], at)
+            if self._advice is not None:
+                self._advice.after(shard, begins[lo], at)
         self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:

@@ -31,6 +31,8 @@ class Machinery:
     def __init__(self, n_threads: int, n_gather: int, tally: Tally) -> None:
         self.stop = threading.Event()
         self.tally = tally
+        #: Called once the threads have ended.
+        self.on_close: Callable[[], None] = lambda: None
         self.readers = Workers(n_threads, "saev-read", self.stop)
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
 
@@ -45,6 +47,7 @@ class Machinery:
         self.readers.close()
         if self.gatherers is not None:
             self.gatherers.close()
+        self.on_close()
 
 
 class Run:

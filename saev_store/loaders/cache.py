@@ -100,22 +100,23 @@ class CachedTransport:
         """Fill the buffers, from the folder where the extent is there."""
         views = [view.cast("B") for view in buffers]
         end = start + sum(view.nbytes for view in views)
-        kept = self._kept(path, start, end)
-        if kept is not None:
-            source, at = memoryview(kept), 0
-            for view in views:
-                view[:] = source[at : at + view.nbytes]
-                at += view.nbytes
-            return
+        found = self._kept(path, start, end)
+        if found is None:
+            # Into memory of our own: callers may let several reads throw away gaps into the same place.
+            found = self._fetched(path, start, end)
+            self._keep(path, start, [memoryview(found)])
+        source, at = memoryview(found), 0
+        for view in views:
+            view[:] = source[at : at + view.nbytes]
+            at += view.nbytes
+
+    def _fetched(self, path: str, start: int, end: int) -> Buffer:
         if isinstance(self._inner, ReadsInto):
-            self._inner.readinto(path, start=start, buffers=views)
-        else:
-            (found,) = self._inner.get_ranges(path, starts=[start], ends=[end])
-            source, at = memoryview(found), 0
-            for view in views:
-                view[:] = source[at : at + view.nbytes]
-                at += view.nbytes
-        self._keep(path, start, views)
+            whole = memoryview(np.empty(end - start, dtype=np.uint8))
+            self._inner.readinto(path, start=start, buffers=[whole])
+            return whole
+        (found,) = self._inner.get_ranges(path, starts=[start], ends=[end])
+        return found
 
     def _file(self, path: str, start: int, end: int) -> str:
         return os.path.join(self._folder, f"{path.replace('/', '_')}.{start}-{end}")

@@ -185,6 +185,11 @@ class ShuffledLoader(Loader):
             low, high = (middle, high) if needed(middle) <= n_rows else (low, middle)
         return low
 
+    @property
+    def _is_strided(self) -> bool:
+        """Neighbouring blocks are read at different times."""
+        return True
+
     # -- the contract of Loader ----------------------------------------------------------------------------------------
 
     def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:
