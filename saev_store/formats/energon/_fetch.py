@@ -108,10 +108,7 @@ class Fetcher:
                 starts.append(place.offset)
                 ends.append(place.offset + place.nbytes)
             for part in place.parts or ():
-                if part.offset < BLOCK:
-                    raise CorruptShardError(
-                        f"part {brief(part.name)} begins inside its header", where=self.where(place.shard)
-                    )
+                self._check_offset(place.shard, part.name, part.offset)
                 starts.append(part.offset - BLOCK)
                 ends.append(part.offset + part.nbytes)
         pieces = iter(self._ranges(shard, starts, ends))
@@ -128,16 +125,31 @@ class Fetcher:
                 }
                 samples.append(RawSample(members[0].key, shard, place.sample_index, parts))
                 continue
-            parts = {part.name: self._content(place, part, next(pieces)) for part in place.parts}
-            samples.append(RawSample(cast("str", place.key), shard, place.sample_index, parts))
+            key = cast("str", place.key)
+            parts = {part.name: self._content(place.shard, key, part, next(pieces)) for part in place.parts}
+            samples.append(RawSample(key, shard, place.sample_index, parts))
         return samples
 
-    def _content(self, place: SamplePlace, part: PartPlace, data: Buffer) -> bytes:
+    def content(self, shard: int, key: str, part: str, offset: int, nbytes: int) -> bytes:
+        """The bytes of a part at a place in a shard, in one request.
+
+        Raises:
+            CorruptShardError: the tar is cut, or holds something else there.
+        """
+        self._check_offset(shard, part, offset)
+        (data,) = self._transport.get_ranges(self._shards[shard], starts=[offset - BLOCK], ends=[offset + nbytes])
+        return self._content(shard, key, PartPlace(part, offset, nbytes), data)
+
+    def _check_offset(self, shard: int, part: str, offset: int) -> None:
+        if offset < BLOCK:
+            raise CorruptShardError(f"part {brief(part)} begins inside its header", where=self.where(shard))
+
+    def _content(self, shard: int, key: str, part: PartPlace, data: Buffer) -> bytes:
         view = memoryview(data)
-        name = join_name(cast("str", place.key), part.name)
+        name = join_name(key, part.name)
         odd = disagreement(view[:BLOCK], name=name, nbytes=part.nbytes)
         if odd is not None:
-            raise self._stale(place.shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
+            raise self._stale(shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
         return bytes(view[BLOCK:])
 
     def _ranges(self, path: str, starts: list[int], ends: list[int]) -> list[memoryview]:

@@ -37,6 +37,11 @@ _KEYS = (
     "SELECT sample_key, tar_file_id, sample_index FROM samples"
     " WHERE sample_key >= ? AND sample_key > ? ORDER BY sample_key LIMIT ?"
 )
+_PART_OF_KEY = (
+    "SELECT s.tar_file_id, s.sample_index, p.content_byte_offset, p.content_byte_size FROM samples AS s"
+    " JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
+    " WHERE s.sample_key = ? AND p.part_name = ? LIMIT 2"
+)
 
 SampleRow = tuple[int, str, int, int]
 """sample_index, key, offset, nbytes"""
@@ -178,6 +183,24 @@ class SqliteIndex:
                     self._refuse(f"sample {index} of shard {tar_file_id} has the part {brief(part)} twice")
                 seen.add((index, part))
         return found
+
+    def find_part(self, key: str, part: str) -> list[tuple[int, int, int, int]]:
+        """Where a part is, in one question: (tar_file_id, sample_index, offset of its content, nbytes) of each that is named so."""
+        if not self.has_parts or not self._key_is_indexed:
+            return []
+        try:
+            rows = self._rows(_PART_OF_KEY, (key, part))
+        except UnicodeEncodeError:
+            return []
+        return [
+            (
+                self._number(shard, "samples", "tar_file_id"),
+                self._number(index, "samples", "sample_index"),
+                self._number(offset, "sample_parts", "content_byte_offset"),
+                self._number(nbytes, "sample_parts", "content_byte_size"),
+            )
+            for shard, index, offset, nbytes in rows
+        ]
 
     def find(self, key: str) -> list[tuple[int, int]]:
         """Where samples of a key are, as (tar_file_id, sample_index): none, one, or (Energon 7.0) two or more."""

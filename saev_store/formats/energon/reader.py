@@ -166,6 +166,12 @@ class EnergonDataset:
         Raises:
             SelectionError: there is no such sample or part.
         """
+        if isinstance(sample, str) and self._places.index is not None:
+            rows = self._places.index.find_part(sample, part)
+            if len(rows) == 1 and rows[0][0] < len(self._documents.info.shards):
+                shard, sample_index, offset, nbytes = rows[0]
+                if self._split == "all" or self._view.position(shard, sample_index) is not None:
+                    return self._fetcher.content(shard, sample, part, offset, nbytes)
         place = self._place(sample)
         if place.parts is None:
             return self._fetcher.read([place])[0][part]

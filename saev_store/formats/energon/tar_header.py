@@ -23,13 +23,14 @@ def disagreement(block: bytes | memoryview, *, name: str, nbytes: int) -> str | 
     (None, "the tar has 'a.txt' there")
     """
     header = bytes(block)
-    if not any(header):
+    total = sum(header)
+    if not total:
         return "the tar has nothing but zeros there"
     try:
         told, size = _number(header[148:156]), _number(header[124:136])
     except (tarfile.HeaderError, ValueError):
         return "the tar has no header there"
-    if told != 256 + sum(header[:148]) + sum(header[156:]) and told not in _checksums(header):
+    if told != total - sum(header[148:156]) + 256 and told not in _checksums(header):
         return "the tar has no header with a valid checksum there"
     if header[156:157] not in b"0\0007":
         return "the tar has no plain file there"
