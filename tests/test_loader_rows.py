@@ -445,3 +445,16 @@ def test_measures_add_up(plain, store):
     assert found.n_requests > 0
     assert found.n_retries == 0
     assert Path(plain.path).exists()
+
+
+def test_several_threads_gather(plain, store):
+    """On machines with more cores than two."""
+    rows = store.sel(layer="all", tokens="content", examples=list(range(43)) * 12)
+    one = ShuffledLoader(rows, batch_size=9000, window_blocks=300)
+    many = ShuffledLoader(rows, batch_size=9000, window_blocks=300)
+    one._n_gather, many._n_gather = 0, 3
+    batches = list(one)
+    assert len(batches[0]["act"]) == 9000
+    for expected, found in zip(batches, many, strict=True):
+        np.testing.assert_array_equal(found["act"], expected["act"])
+    assert len(rows_of(many, plain, store, store.layers)) == len(rows)
