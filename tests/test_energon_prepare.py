@@ -6,7 +6,10 @@ import io
 import json
 import os
 import sqlite3
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -169,6 +172,46 @@ class TestResuming:
             EnergonDataset(tmp_path)
         prepare(tmp_path, split="0,0,1", progress=False)
         check(EnergonDataset(tmp_path), truth)
+
+    def test_a_worker_that_is_killed_costs_one_tar(self, tmp_path, monkeypatch):
+        truth = write_dataset(tmp_path, n_shards=6, odd=False)
+        (tmp_path / "killer").mkdir()
+        # In the workers alone: the process ends as if the system had killed it, once.
+        (tmp_path / "killer/sitecustomize.py").write_text(
+            "import os, signal, sys\n"
+            "if any('_worker' in argument for argument in sys.orig_argv):\n"
+            "    try:\n"
+            f"        os.mkdir({str(tmp_path / 'killer/done')!r})\n"
+            "    except FileExistsError:\n"
+            "        pass\n"
+            "    else:\n"
+            "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path / "killer")
+        with pytest.raises(
+            CorruptShardError, match="1 of 6 tars cannot be indexed.*the process that went through it ended"
+        ):
+            prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
+        prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
+        check(EnergonDataset(tmp_path), truth)
+
+    def test_killed_at_any_time(self, tmp_path):
+        """The whole process is killed while it prepares; what is there afterwards is no data set, or a complete one."""
+        truth = write_dataset(tmp_path, n_shards=6, odd=False)
+        command = "from saev_store.formats.energon.prepare import prepare; import sys; sys.stdout.write('go'); sys.stdout.flush(); prepare(sys.argv[1], split='1,0,0', overwrite=True, num_workers=1, progress=False)"
+        for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1, 0.2):
+            process = subprocess.Popen(
+                [sys.executable, "-c", command, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
+            )
+            with process:
+                process.stdout.read(2)
+                time.sleep(delay_s)
+                process.kill()
+            if (tmp_path / ".nv-meta/.info.json").exists():
+                check(EnergonDataset(tmp_path), truth)
+        prepare(tmp_path, split="1,0,0", overwrite=True, progress=False)
+        check(EnergonDataset(tmp_path), truth)
+        assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} >= FILES
 
     def test_two_at_once(self, tmp_path):
         write_dataset(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 from saev_store.errors import SaevStoreError
 from saev_store.formats.energon import _worker
@@ -75,41 +75,70 @@ def _in_processes(root: str, shards: list[str], num_workers: int) -> Iterator[tu
     for shard in shards:
         waiting.put(shard)
     finished: queue.SimpleQueue[tuple[str, SaevStoreError | None]] = queue.SimpleQueue()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", _worker.__name__, root]
-    with ExitStack() as stack:
-        for _ in range(num_workers):
-            process = stack.enter_context(
-                subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-                )
-            )
-            stack.callback(process.kill)
-            threading.Thread(target=_feed, args=(process, waiting, finished), daemon=True).start()
+    workers = [_Worker(root) for _ in range(num_workers)]
+    try:
+        for worker in workers:
+            threading.Thread(target=worker.work, args=(waiting, finished), daemon=True).start()
         for _ in shards:
             yield finished.get()
+    finally:
+        for worker in workers:
+            worker.stop()
 
 
-def _feed(
-    process: subprocess.Popen[str],
-    waiting: queue.SimpleQueue[str],
-    finished: queue.SimpleQueue[tuple[str, SaevStoreError | None]],
-) -> None:
-    assert process.stdin is not None and process.stdout is not None  # noqa: PT018, S101 - both were asked for
-    while True:
-        try:
-            shard = waiting.get_nowait()
-        except queue.Empty:
-            return
-        error: SaevStoreError | None = None
-        try:
-            process.stdin.write(json.dumps(shard) + "\n")
-            process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
-            if "error" in answer:
-                error = _worker.rebuild(answer["error"])
-        except (OSError, ValueError):
-            error = SaevStoreError(
-                "the process that went through it ended", where=shard, remedy="Prepare again: it goes on."
-            )
-        finished.put((shard, error))
+class _Worker:
+    """A process, and the thread of ours that talks to it; one that dies costs the tar it was at, and is replaced."""
+
+    def __init__(self, root: str) -> None:
+        self._command = [sys.executable, "-m", _worker.__name__, root]
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def work(
+        self, waiting: queue.SimpleQueue[str], finished: queue.SimpleQueue[tuple[str, SaevStoreError | None]]
+    ) -> None:
+        while not self._stopped:
+            try:
+                shard = waiting.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                error = self._ask(shard)
+            except (OSError, ValueError):
+                self._end()
+                error = SaevStoreError(
+                    "the process that went through it ended", where=shard, remedy="Prepare again: it goes on."
+                )
+            finished.put((shard, error))
+        self._end()
+
+    def _ask(self, shard: str) -> SaevStoreError | None:
+        with self._lock:
+            if self._process is None and not self._stopped:
+                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+                self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+                )
+            process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise OSError("stopped")
+        process.stdin.write(json.dumps(shard) + "\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+        return _worker.rebuild(answer["error"]) if "error" in answer else None
+
+    def stop(self) -> None:
+        """End the process, whatever it is at; the thread notices."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _end(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError):  # what was not sent to a dead process
+                process.__exit__(None, None, None)
