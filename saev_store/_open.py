@@ -25,9 +25,7 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
 )
-from saev_store.inspect import check_dirname, quick_checks
 from saev_store.layout import Layout, shard_name
-from saev_store.listing import list_stores
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
 from saev_store.selection import Labels
@@ -67,6 +65,8 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     Raises:
         NotFoundError, IncompleteStoreError, DocumentError, CorruptShardError: see `ShardStore.open`.
     """
+    from saev_store.inspect import check_dirname, quick_checks
+
     name = transport.url.rstrip("/").rsplit("/", 1)[-1]
     try:
         raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)
@@ -204,6 +204,8 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
             where=transport.url,
             remedy="ShardStore.create(root, the same metadata, resume=True) continues it.",
         )
+    from saev_store.listing import list_stores
+
     found: list[str] = []
     if isinstance(transport, Lists):
         try:
