@@ -74,20 +74,11 @@ class StreamedSink:
                 f"byte {end:,} is more than {_AHEAD_BYTES >> 20} MiB ahead of byte {self._sent:,}, which is still missing",
                 where=self._where,
             )
-        start = offset
         for view in views:
             rest = view
             while len(rest):
-                number, at = divmod(start, self._part_bytes)
-                block = self._blocks.get(number)
-                if block is None:
-                    size = min(self._part_bytes, self._used - number * self._part_bytes)
-                    block = self._blocks[number] = bytearray(size)
-                part = rest[: len(block) - at]
-                block[at : at + len(part)] = part
-                start, rest = start + len(part), rest[len(part) :]
-                self._written.add(start - len(part), start)
-                self._send_complete()
+                rest = rest[self._take(offset + view.nbytes - len(rest), rest) :]
+            offset += view.nbytes
 
     def sync(self) -> int:
         """Always 0: nothing survives a crash before `commit`."""
@@ -187,17 +178,37 @@ class StreamedSink:
             )
         return self._writer
 
+    def _take(self, start: int, memory: memoryview) -> int:
+        """Take the beginning of `memory`, up to the end of a part; returns how many bytes."""
+        number, at = divmod(start, self._part_bytes)
+        block = self._blocks.get(number)
+        if block is None and start == self._sent and len(memory) >= self._part_bytes < self._file_nbytes - start:
+            self._written.add(start, start + self._part_bytes)
+            self._send(bytes(memory[: self._part_bytes]))  # whole and in order: nothing to collect
+            return self._part_bytes
+        if block is None:
+            size = min(self._part_bytes, self._used - number * self._part_bytes)
+            block = self._blocks[number] = bytearray(size)
+        n_taken = min(len(memory), len(block) - at)
+        block[at : at + n_taken] = memory[:n_taken]
+        self._written.add(start, start + n_taken)
+        self._send_complete()
+        return n_taken
+
     def _send_complete(self) -> None:
         """Hand over every part that is complete and whose predecessors have left; the last one waits for `commit`."""
         done = self._written.prefix()
         while self._sent + self._part_bytes <= done and self._sent + self._part_bytes < self._file_nbytes:
-            block = self._blocks.pop(self._sent // self._part_bytes)
+            self._send(self._blocks.pop(self._sent // self._part_bytes))
 
-            async def send(block: bytearray = block) -> None:
-                await self._start().write(block)
+    def _send(self, part: bytearray | bytes) -> None:
+        """Hand a part over for good: obstore reads that memory, without a copy, until it is sent."""
 
-            self._call("upload", send, nbytes=len(block) * (_PARTS_IN_FLIGHT + 1))
-            self._sent += len(block)
+        async def send() -> None:
+            await self._start().write(part)
+
+        self._call("upload", send, nbytes=len(part) * (_PARTS_IN_FLIGHT + 1))
+        self._sent += len(part)
 
     def _call(self, doing: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
         try:

@@ -1,0 +1,87 @@
+"""What reading costs in requests and bytes: the table in docs/cloud.md is made here, and has to be what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import plain_store
+from servers import s3_bucket  # noqa: F401 (a fixture)
+
+from saev_store import ShardStore
+from saev_store.layout import Layout
+from saev_store.transport import open_transport
+
+PAGE = Path(__file__).parent.parent / "docs/cloud.md"
+#: 1,024 examples of 2 layers and 17 tokens of 768 numbers, in 4 shards of 26.7 MB.
+LAYOUT = Layout(
+    n_examples=1024, layers=(5, 11), content_tokens_per_example=16, cls_token=True, d_model=768, examples_per_shard=256
+)
+VECTOR = LAYOUT.vector_nbytes
+
+PATTERNS = {
+    "open the store": lambda store: None,
+    "one vector": lambda store: store[700, 1, 3],
+    "one example": lambda store: store[700],
+    "the CLS tokens of one layer": lambda store: store[:, 1, 0],
+    "one layer": lambda store: store[:, 1],
+    "100 vectors at random": lambda store: store.sel(layer=11)[np.random.default_rng(0).integers(0, 17_408, 100)],
+    "everything": lambda store: store[...],
+}
+
+
+def fill(bucket, store):
+    transport = open_transport(bucket.url, bucket.options, engine="obstore")
+    for name, data in store.files.items():
+        transport.put(f"{store.name}/{name}", data)
+    return f"{bucket.url}/{store.name}"
+
+
+def cost_of(url, options, engine, pattern):
+    """(requests, bytes) of a pattern; opening the store and the first look at the shards' sizes are not counted twice."""
+    store = ShardStore.open(url, options, engine=engine)
+    before = store.transport.counters
+    if pattern == "open the store":
+        return before.requests, before.bytes_read
+    PATTERNS[pattern](store)
+    after = store.transport.counters
+    return after.requests - before.requests, after.bytes_read - before.bytes_read
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_the_table_in_the_guide(s3_bucket, engine):
+    if engine == "obstore":
+        pytest.importorskip("obstore")
+    url = fill(s3_bucket, plain_store(LAYOUT, tail="cut"))
+    rows = {}
+    for name in PATTERNS:
+        requests, nbytes = cost_of(url, s3_bucket.options, engine, name)
+        rows[name] = (requests, nbytes if name == "open the store" else nbytes // VECTOR)
+    row = r"^\| ([\w ]+) \| (\d+) \| (\d+) \| ([\d,]+) (?:bytes|vectors) \|$"
+    column = 0 if engine == "obstore" else 1
+    written = {
+        name: (int(requests[column]), int(moved.replace(",", "")))
+        for name, *requests, moved in re.findall(row, PAGE.read_text(), re.MULTILINE)
+    }
+    assert written == rows
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_store_of_a_thousand_shards_opens_in_three_requests(s3_bucket, engine):
+    if engine == "obstore":
+        pytest.importorskip("obstore")
+    layout = Layout(
+        n_examples=1000, layers=(0,), content_tokens_per_example=1, cls_token=False, d_model=2, examples_per_shard=1
+    )
+    store = plain_store(layout, tail="cut")
+    small = {name: data for name, data in store.files.items() if name.endswith(".json")}
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine=engine)
+    for name, data in {**small, "acts000999.bin": store.files["acts000999.bin"]}.items():
+        transport.put(f"{store.name}/{name}", data)
+    opened = ShardStore.open(f"{s3_bucket.url}/{store.name}", s3_bucket.options, engine=engine)
+    assert opened.layout.n_shards == 1000
+    assert opened.transport.counters.requests <= 3
+    assert opened[999].tobytes() == store.dense[999].tobytes()
+    assert opened.transport.counters.requests <= 5
