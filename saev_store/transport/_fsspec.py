@@ -151,6 +151,10 @@ class FsspecTransport:
             if client.is_async:
                 nbytes = sum(ends) - sum(starts)
                 found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
+                # Older releases of fsspec return errors as data whatever `on_error` says.
+                for part in found:
+                    if isinstance(part, OSError):
+                        raise part
             else:
                 with client.turn():
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
@@ -181,6 +185,8 @@ class FsspecTransport:
             fs.invalidate_cache(full)
             self._client.tally.add("list")
             found = fs.ls(full, detail=True, **self._client.deadline())
+            if not found and path:
+                fs.info(full)  # archives of older releases list a folder that is not there as empty
         entries: dict[str, Entry] = {}
         for info in found:
             name = str(info["name"]).partition("?")[0].rstrip("/")

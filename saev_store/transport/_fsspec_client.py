@@ -177,7 +177,8 @@ class Client:
         message = f"could not {doing}: {type(error).__name__}{f': {text}' if text else ''}"
         status = _status(error)
         kind = type(error).__name__
-        if isinstance(error, FileNotFoundError) or status == 404:
+        missing_member = isinstance(error, KeyError) and "in the archive" in text  # of `zipfile`, through older fsspec
+        if isinstance(error, FileNotFoundError) or status == 404 or missing_member:
             return NotFoundError(message, where=where)
         if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind:
             return AccessError(
