@@ -82,7 +82,7 @@ class TestS3(WriteContract):
 
     @pytest.fixture
     def transport(self, s3_bucket) -> Transport:
-        transport = open_transport(s3_bucket.url + "/lab/shards", s3_bucket.options)
+        transport = open_transport(s3_bucket.url + "/lab/shards", s3_bucket.options, engine="fsspec")
         for path, data in FILES.items():
             transport.put(path, data)
         return transport
@@ -91,7 +91,7 @@ class TestS3(WriteContract):
 class TestCachedS3(ReadContract):
     @pytest.fixture
     def transport(self, s3_bucket, tmp_path) -> Transport:
-        far = open_transport(s3_bucket.url + "/lab", s3_bucket.options)
+        far = open_transport(s3_bucket.url + "/lab", s3_bucket.options, engine="fsspec")
         for path, data in FILES.items():
             far.put(path, data)
         options = {"s3": s3_bucket.options, "simplecache": {"cache_storage": str(tmp_path / "cache")}}

@@ -323,7 +323,7 @@ def test_missing_packages_are_named(monkeypatch, url, extra):
 def test_s3_reads_and_writes_with_the_fewest_requests(s3_bucket, monkeypatch):
     import s3fs
 
-    transport = open_transport(s3_bucket.url + "/root", s3_bucket.options)
+    transport = open_transport(s3_bucket.url + "/root", s3_bucket.options, engine="fsspec")
     transport.put("a.bin", bytes(range(256)))
     asked = []
     real = s3fs.S3FileSystem._call_s3
@@ -343,7 +343,7 @@ def test_s3_reads_and_writes_with_the_fewest_requests(s3_bucket, monkeypatch):
 
 
 def test_s3_sizes_are_never_stale(s3_bucket):
-    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine="fsspec")
     transport.put("a/b.bin", b"1234")
     assert [entry.size for entry in transport.list("a")] == [4]
     assert transport.size("a/b.bin") == 4
@@ -357,7 +357,7 @@ def test_s3_sizes_are_never_stale(s3_bucket):
 
 
 def test_s3_uploads_in_parts(s3_bucket):
-    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine="fsspec")
     nbytes = 12 << 20
     sink = transport.open_sink("big.bin", used_nbytes=nbytes - 5, file_nbytes=nbytes)
     sink.write(0, [memoryview(b"0123456789abcdef" * (nbytes // 16))[: nbytes - 5]])
@@ -367,7 +367,7 @@ def test_s3_uploads_in_parts(s3_bucket):
 
 
 def test_s3_without_the_right_to_look(s3_bucket):
-    transport = open_transport(f"{s3_bucket.url}-that-is-not-there/x", s3_bucket.options)
+    transport = open_transport(f"{s3_bucket.url}-that-is-not-there/x", s3_bucket.options, engine="fsspec")
     with pytest.raises(NotFoundError, match="that-is-not-there"):
         transport.read("metadata.json")
     shown = repr(transport) + str(transport.url)
@@ -409,7 +409,7 @@ def answer(transport, answers):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_s3_in_other_processes(s3_bucket, method):
-    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine="fsspec")
     transport.put("a.bin", b"0123456789")
     assert read_part(transport) == b"34560"
     assert in_process(method, transport) == b"34560"
@@ -418,7 +418,7 @@ def test_s3_in_other_processes(s3_bucket, method):
 
 
 def test_s3_in_a_child_that_forks_in_the_middle_of_reads(s3_bucket):
-    transport = open_transport(s3_bucket.url, s3_bucket.options)
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine="fsspec")
     transport.put("a.bin", b"0123456789")
     stop, found = threading.Event(), set()
 

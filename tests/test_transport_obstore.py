@@ -237,6 +237,20 @@ def test_parts_leave_while_the_next_are_written(s3_bucket):
     assert transport.counters.bytes_written == len(truth) + 1000
 
 
+@pytest.mark.parametrize("step", [8 << 20, 3 << 20, 20 << 20])
+def test_memory_may_be_used_again_when_a_write_returns(s3_bucket, step):
+    transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(21 << 20)
+    sink = transport.open_sink("big.bin", used_nbytes=len(truth), file_nbytes=len(truth))
+    memory = bytearray(step)
+    for start in range(0, len(truth), step):
+        part = truth[start : start + step]
+        memory[: len(part)] = part
+        sink.write(start, [memoryview(memory)[: len(part)]])
+        memory[:] = b"x" * step
+    sink.commit()
+    assert transport.read("big.bin") == truth
+
+
 @pytest.mark.parametrize("how", ["abort", "forget"])
 def test_an_upload_that_is_given_up_leaves_nothing(s3_bucket, how):
     transport = open_s3(s3_bucket)
@@ -403,3 +417,32 @@ def test_works_where_a_loop_is_running(s3_bucket):
         return read_part(transport)
 
     assert asyncio.run(in_a_notebook()) == b"34560"
+
+
+# Chosen by itself
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "environment", "name"),
+    [
+        ("s3://b/x", S3, {}, "obstore:s3"),
+        ("s3://b/x", {"anon": True}, {}, "obstore:s3"),
+        ("s3://b/x", {}, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, "obstore:s3"),
+        ("s3://b/x", {}, {}, "fsspec:s3"),  # a profile, a role: s3fs finds more
+        ("s3://b/x", {}, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_PROFILE": "p"}, "fsspec:s3"),
+        ("s3://b/x", {**S3, "s3_additional_kwargs": {}}, {}, "fsspec:s3"),
+        ("simplecache::s3://b/x", {"s3": S3}, {}, "fsspec:simplecache::s3"),
+        ("gs://b/x", {"token": "anon"}, {}, "obstore:gs"),
+        ("gs://b/x", {"token": "anon"}, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "fsspec:gs"),
+        ("gs://b/x", {"token": "anon", "endpoint_url": "http://127.0.0.1:9"}, {}, "fsspec:gs"),
+        ("http://127.0.0.1:9/x", {}, {}, "fsspec:http"),
+    ],
+)
+def test_auto_takes_obstore_where_nobody_would_notice(url, options, environment, name, monkeypatch):
+    for variable in [variable for variable in os.environ if variable.startswith(("AWS_", "GOOGLE_", "STORAGE_"))]:
+        monkeypatch.delenv(variable)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    if name == "fsspec:gs":
+        pytest.importorskip("gcsfs")
+    assert open_transport(url, options).name == name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Literal, cast, get_args
 from urllib.parse import unquote
 
@@ -14,6 +15,7 @@ from saev_store.transport._memory import MemoryTransport
 
 Engine = Literal["auto", "mmap", "pread", "fsspec", "memory", "obstore"]
 _LOCAL = ("file://", "local://")
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs"}
 
 
 def open_transport(
@@ -23,8 +25,9 @@ def open_transport(
 
     Args:
         url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
-        storage_options: For fsspec: credentials, end points, …
-        engine: `"auto"` maps local files and uses fsspec for the rest; `"mmap"`, `"pread"`, `"fsspec"` and `"obstore"`
+        storage_options: What fsspec's file systems want to know: credentials, end points, …
+        engine: `"auto"` maps local files, reads `s3://` and `gs://` through obstore where it is installed and knows all the
+            options (and would find the same credentials), and uses fsspec for the rest; `"mmap"`, `"pread"`, `"fsspec"` and `"obstore"`
             insist; `"memory"` gives an empty `MemoryTransport` with `url` as its label.
 
     Raises:
@@ -46,7 +49,7 @@ def open_transport(
     if engine == "memory":
         return MemoryTransport(label=text.removeprefix("memory://").strip("/"))
     path = _local_path(text)
-    if engine == "obstore" and path is None:
+    if path is None and (engine == "obstore" or (engine == "auto" and _obstore_fits(text, storage_options or {}))):
         from saev_store.transport._obstore import ObstoreTransport
 
         return ObstoreTransport(text, storage_options)
@@ -76,6 +79,21 @@ def child(transport: Transport, path: str) -> Transport:
     if not isinstance(transport, Nests):
         raise ArgumentError(f"a transport of kind {transport.name!r} has no folders to go into", where=path)
     return transport.at(path)
+
+
+def _obstore_fits(url: str, options: Mapping[str, object]) -> bool:
+    """Whether obstore can take fsspec's place without anybody noticing anything but speed."""
+    scheme = url.partition("://")[0].lower()
+    if scheme not in _OBJECT_STORES or find_spec("obstore") is None:
+        return False
+    if scheme in {"gs", "gcs"} and os.environ.get("STORAGE_EMULATOR_HOST"):
+        return False  # emulators speak the other one of Google's two interfaces
+    from saev_store.transport._obstore_options import finds_credentials, place_of
+
+    try:
+        return finds_credentials(place_of(url, options))
+    except ArgumentError:
+        return False
 
 
 def _local_path(url: str) -> str | None:
