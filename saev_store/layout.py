@@ -215,12 +215,11 @@ class Layout:
         Raises:
             SelectionError, LayerNotFoundError: the coordinate lies outside the tensor.
         """
-        for name, value, bound in (("example", example, self.n_examples), ("token", token, self.tokens_per_example)):
-            if not 0 <= value < bound:
-                raise SelectionError(f"{name} is {brief(value)}; it must be from 0 to {bound - 1}", where=name)
-        shard_idx, example_in_shard = divmod(int(example), self.examples_per_shard)
+        global_example_idx = _position(example, self.n_examples, "example")
+        token_idx = _position(token, self.tokens_per_example, "token")
+        shard_idx, example_in_shard = divmod(global_example_idx, self.examples_per_shard)
         layer_idx = self.layer_index(layer)
-        offset_in_vectors = (example_in_shard * self.n_layers + layer_idx) * self.tokens_per_example + int(token)
+        offset_in_vectors = (example_in_shard * self.n_layers + layer_idx) * self.tokens_per_example + token_idx
         start = offset_in_vectors * self.vector_nbytes
         return ByteRange(shard_name(shard_idx), start, start + self.vector_nbytes)
 
@@ -241,3 +240,13 @@ class Layout:
         vectors = vectors + np.asarray(token, dtype=np.int64)
         shard_idx, offset = np.broadcast_arrays(shard_idx, vectors * self.vector_nbytes)
         return shard_idx, offset
+
+
+def _position(value: object, bound: int, name: str) -> int:
+    try:
+        position = -1 if isinstance(value, (bool, np.bool_)) else operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        position = -1
+    if not 0 <= position < bound:
+        raise SelectionError(f"{name} is {brief(value)}; it must be an integer from 0 to {bound - 1}", where=name)
+    return position

@@ -100,10 +100,12 @@ def test_labels_match_literally() -> None:
             layout.layer_index(wrong)
 
 
-@pytest.mark.parametrize(("example", "token"), [(-1, 0), (3, 0), (0, -1), (0, 5)])
-def test_locate_refuses_what_lies_outside(example: int, token: int) -> None:
-    with pytest.raises(SelectionError, match=r"must be from 0 to"):
-        Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)
+@pytest.mark.parametrize(
+    ("example", "token"), [(-1, 0), (3, 0), (0, -1), (0, 5), (1.0, 0), (0, "0"), (True, 0), (0, None)]
+)
+def test_locate_refuses_what_lies_outside(example: object, token: object) -> None:
+    with pytest.raises(SelectionError, match=r"must be an integer from 0 to"):
+        Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

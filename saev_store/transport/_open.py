@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Literal, cast, get_args
 from urllib.parse import unquote
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.transport._base import Nests, Transport
 from saev_store.transport._local import MmapTransport, PreadTransport, local_root
 from saev_store.transport._memory import MemoryTransport
@@ -38,7 +38,9 @@ def open_transport(
     'mmap'
     """
     if engine not in get_args(Engine):
-        raise ArgumentError(f"{engine!r} is not an engine: choose one of {', '.join(get_args(Engine))}", where="engine")
+        raise ArgumentError(
+            f"{brief(engine)} is not an engine: choose one of {', '.join(get_args(Engine))}", where="engine"
+        )
     if not isinstance(url, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"a {type(url).__name__} is not an address: pass a path or a URL as str", where="url")
     if storage_options is not None and not isinstance(storage_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -12,6 +12,7 @@ from saev_store.errors import (
     SaevStoreError,
     StoreExistsError,
     WriterConflictError,
+    brief,
 )
 from saev_store.layout import Layout
 from saev_store.transport._base import Transport
@@ -170,7 +171,9 @@ def _checked_part(part: tuple[int, int] | None) -> tuple[int, int]:
     except (TypeError, ValueError):
         rank, world = -1, -1
     if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world <= 99_999):
-        raise ArgumentError(f"part is {part!r}; it must be (rank, world) with 0 <= rank < world <= 99999", where="part")
+        raise ArgumentError(
+            f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world <= 99999", where="part"
+        )
     return rank, world
 
 
@@ -178,17 +181,19 @@ def _check_options(
     resume: object, policy: object, block_bytes: object, checkpoint_bytes: object, verify: object
 ) -> None:
     if resume not in (True, False, "auto"):
-        raise ArgumentError(f'resume is {resume!r}; it must be True, False or "auto"', where="resume")
+        raise ArgumentError(f'resume is {brief(resume)}; it must be True, False or "auto"', where="resume")
     if policy not in NONFINITE_POLICIES:
-        raise ArgumentError(f"on_nonfinite is {policy!r}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite")
+        raise ArgumentError(
+            f"on_nonfinite is {brief(policy)}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite"
+        )
     if verify not in ("digests", "sizes"):
-        raise ArgumentError(f'verify is {verify!r}; it must be "digests" or "sizes"', where="verify")
+        raise ArgumentError(f'verify is {brief(verify)}; it must be "digests" or "sizes"', where="verify")
     for name, value, most in (
         ("block_bytes", block_bytes, _MAX_BLOCK_BYTES),
         ("checkpoint_bytes", checkpoint_bytes, 2**63 - 1),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or not 4 <= value <= most or value % 4:
-            raise ArgumentError(f"{name} is {value!r}; it must be a multiple of 4, from 4 to {most}", where=name)
+            raise ArgumentError(f"{name} is {brief(value)}; it must be a multiple of 4, from 4 to {most}", where=name)
 
 
 # -- what lies there ---------------------------------------------------------------------------------------------------
