@@ -208,7 +208,10 @@ def _tokens(tokens: Tokens, layout: Layout) -> Progression:
 
 
 def _kept_table(ignore_labels: Sequence[int]) -> npt.NDArray[np.bool_]:
-    values = np.atleast_1d(np.asarray(ignore_labels))
+    try:
+        values = np.atleast_1d(np.asarray(ignore_labels))
+    except ValueError:  # lists of unequal lengths
+        values = np.zeros(0)
     if (
         values.dtype.kind not in "iu"
         or values.ndim != 1
