@@ -244,7 +244,7 @@ class Layout:
 
 def _position(value: object, bound: int, name: str) -> int:
     try:
-        position = -1 if isinstance(value, (bool, np.bool_)) else operator.index(cast("SupportsIndex", value))
+        position = -1 if type(value) in {bool, np.bool_} else operator.index(cast("SupportsIndex", value))
     except TypeError:
         position = -1
     if not 0 <= position < bound:

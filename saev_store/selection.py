@@ -208,20 +208,19 @@ def _tokens(tokens: Tokens, layout: Layout) -> Progression:
 
 
 def _kept_table(ignore_labels: Sequence[int]) -> npt.NDArray[np.bool_]:
+    refusal = SelectionError(
+        f"ignore_labels is {brief(ignore_labels)}; labels are integers from 0 to 255", where="ignore_labels"
+    )
     try:
-        values = np.atleast_1d(np.asarray(ignore_labels))
+        given = np.atleast_1d(np.asarray(ignore_labels))
     except ValueError:  # lists of unequal lengths
-        values = np.zeros(0)
-    if (
-        values.dtype.kind not in "iu"
-        or values.ndim != 1
-        or (values.size and not 0 <= int(values.min()) <= int(values.max()) < 256)
-    ):
-        raise SelectionError(
-            f"ignore_labels is {brief(ignore_labels)}; labels are integers from 0 to 255", where="ignore_labels"
-        )
+        raise refusal from None
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise refusal
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) < 256:
+        raise refusal
     kept = np.ones(256, dtype=np.bool_)
-    kept[values] = False
+    kept[given.astype(np.int64)] = False
     return kept
 
 
