@@ -77,7 +77,7 @@ class EnergonFileSystem(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]
         if mode != "rb":
             raise ReadOnlyError(f"parts are not written through this file system (mode {mode!r})", where=path)
-        return _PartFile(self, path, mode, block_size=block_size, **options)
+        return _PartFile(self, path, mode, block_size=cast("Any", block_size), **options)
 
 
 class _PartFile(AbstractBufferedFile):
