@@ -3,6 +3,8 @@
 python energon_peer.py read FOLDER SPLIT      samples of a split: get_train_dataset (one epoch) and get_val_dataset
 python energon_peer.py files FOLDER NAME...   parts by file name
 python energon_peer.py index FOLDER           rows of what `energon prepare` itself writes (the folder is changed)
+python energon_peer.py webdataset TAR...      samples as the webdataset library reads them, in order
+python energon_peer.py shards FOLDER          tars that the webdataset library writes; their samples
 """
 
 from __future__ import annotations
@@ -103,6 +105,31 @@ def index(folder: str) -> object:
     }
 
 
+def webdataset(*tars: str) -> object:
+    import webdataset as wds
+
+    return [
+        [sample["__key__"], {part: digest(data) for part, data in sample.items() if not part.startswith("__")}]
+        for sample in wds.WebDataset(list(tars), shardshuffle=False, empty_check=False)
+    ]
+
+
+def shards(folder: str) -> object:
+    import numpy as np
+    import webdataset as wds
+
+    with wds.ShardWriter(f"{folder}/data-%03d.tar", maxcount=7, verbose=0) as writer:
+        for i in range(25):
+            sample = {"__key__": f"doc{i % 3}/{i:03d}", "txt": f"text {i} ü", "json": {"i": i, "caption": [f"c{i}"]}}
+            sample |= {"cls": i, "x.npy": np.arange(i, dtype=np.int16), "empty.bin": b""} if i % 2 else {}
+            writer.write(sample)
+    with wds.TarWriter(f"{folder}/late.tar", encoder=False) as writer:
+        writer.write({"__key__": "κλειδί/" + "x" * 150, "bin": b"long name", "a.b.c": b"dots"})
+    return webdataset(*sorted(str(path) for path in Path(folder).glob("*.tar")))
+
+
+CALLS = {each.__name__: each for each in (read, files, index, webdataset, shards)}
+
 if __name__ == "__main__":
-    answer = {"read": read, "files": files, "index": index}[sys.argv[1]](*sys.argv[2:])
+    answer = CALLS[sys.argv[1]](*sys.argv[2:])
     sys.stdout.write("ANSWER" + json.dumps(answer) + "\n")

@@ -67,13 +67,64 @@ def samples(prefix: str, seq_length: int, num_samples: int, seed: int, cache: st
     }
 
 
+def three_splits(prefix: str, seq_length: int, num_samples: list, split: str, seed: int, cache: str) -> dict:
+    """The training, validation and test samples that the tool's own builder makes, as a training run calls it."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    tokenizer = types.SimpleNamespace(eod=0, pad=0, vocab_size=50_000, unique_identifiers={"class": "none"})
+    config = GPTDatasetConfig(
+        random_seed=seed, sequence_length=seq_length, blend=([prefix], None), split=split, path_to_cache=cache,
+        tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False, mid_level_dataset_surplus=0.0,
+    )  # fmt: skip
+    built = BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+    found = []
+    for dataset in built:
+        if dataset is None:
+            found.append(None)
+            continue
+        documents = dataset.indices.tolist()
+        tokens = [dataset[i]["tokens"].tolist() for i in range(0, len(dataset), 7)]
+        found.append({
+            "documents": [documents[0], documents[-1] + 1],
+            "doc_idx": dataset.document_index.tolist(),
+            "sample_idx": dataset.sample_index.tolist(),
+            "shuffle_idx": dataset.shuffle_index.tolist(),
+            "every_seventh": tokens,
+        })  # fmt: skip
+    return {"splits": found}
+
+
+def cuts(cases: list) -> dict:
+    """Where splits such as "969,30,1" cut so many documents."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    found = []
+    for split, n in cases:
+        matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+        # As BlendedMegatronDatasetBuilder does with them.
+        found.append([None if ends is None else [round(end * float(n)) for end in ends] for ends in matrix])
+    return {"cuts": found}
+
+
+def cached(paths: list) -> dict:
+    """Arrays of ours as the tool loads its own."""
+    return {"arrays": [np.load(path, allow_pickle=True, mmap_mode="r").tolist() for path in paths]}
+
+
+CALLS = {each.__name__: each for each in (read, write, samples, three_splits, cuts, cached)}
+
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the tool prints is no answer
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
-            answer = {"read": read, "write": write, "samples": samples}[name](*arguments)
+            answer = CALLS[name](*arguments)
         except Exception:
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,8 +1,8 @@
 """What `prepare` writes, read by Energon itself; and what Energon's own `prepare` writes about the same tars.
 
-Energon brings torch and much else, so it lives in an environment of its own:
+Energon and the webdataset library bring torch and much else, so they live in an environment of their own:
 
-    python -m venv /tmp/energon && /tmp/energon/bin/pip install megatron-energon
+    python -m venv /tmp/energon && /tmp/energon/bin/pip install megatron-energon webdataset
     SAEV_STORE_ENERGON_PYTHON=/tmp/energon/bin/python python -m pytest tests/test_energon_peer.py
 """
 
@@ -107,3 +107,43 @@ def test_the_same_index_as_the_peer_writes(tmp_path):
     for name, content in theirs["tar_idx"].items():
         assert (tmp_path / "d" / name).read_bytes().hex() == content
     assert EnergonDataset(tmp_path / "peer").validate(deep=True, progress=False).ok
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"split": "5,3,2"}, {"split_parts": [r"train:shards/.*[0-6]\.tar", r"val:shards/.*[78]\.tar", r"odd:.*9\.tar"]}],
+)
+def test_every_split_is_theirs(tmp_path, options):
+    write_dataset(tmp_path / "d", n_shards=10, odd=False)
+    made = prepare(tmp_path / "d", **options, progress=False)
+    dataset = EnergonDataset(tmp_path / "d")
+    assert sum(map(len, made.splits.values())) == 10
+    for name in made.splits:
+        ours = dataset.split(name)
+        expected = {ours.key(i): {part: digest(data) for part, data in ours[i].parts.items()} for i in range(len(ours))}
+        found = peer("read", tmp_path / "d", name)
+        assert dict(found["train"]) == dict(found["val"]) == expected
+        assert [key for key, _ in found["val"]] == list(expected)
+
+
+def test_webdataset_reads_the_samples_that_we_read(tmp_path):
+    write_dataset(tmp_path / "d", n_shards=6)
+    prepare(tmp_path / "d", split="1,0,0", progress=False)
+    dataset = EnergonDataset(tmp_path / "d")
+    found = peer("webdataset", *(tmp_path / "d" / shard for shard in dataset.shards))
+    assert found == [
+        [sample.key, {part: digest(data) for part, data in sample.parts.items()}]
+        for batch in dataset.batches(100) for sample in batch
+    ]  # fmt: skip
+
+
+def test_what_webdataset_writes_is_prepared_and_read(tmp_path):
+    found = peer("shards", tmp_path)
+    made = prepare(tmp_path, split="1,0,0", progress=False)
+    dataset = EnergonDataset(tmp_path)
+    assert made.n_samples == len(found) == 26
+    assert [
+        [sample.key, {part: digest(data) for part, data in sample.parts.items()}]
+        for batch in dataset.batches(10) for sample in batch
+    ] == found  # fmt: skip
+    assert dataset.validate(deep=True, progress=False).ok

@@ -345,6 +345,11 @@ def test_splits_cover_everything_once(n, weights):
         assert abs(len(part) - n * weight / sum(weights)) <= 1
 
 
+def test_splits_are_rounded_as_megatron_rounds_them():
+    """13.5 documents: the sum of the shares is a little less than 0.9 there, so it is 13."""
+    assert split_documents(15, [7, 2, 1]) == [range(10), range(10, 13), range(13, 15)]
+
+
 def test_unknown_types_say_which_are_known():
     with pytest.raises(UnknownProtocolError, match="1 to 10"):
         opened(*mmididx_bytes(SEQUENCES, code=99))

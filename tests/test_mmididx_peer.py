@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
 
 PEER = os.environ.get("SAEV_STORE_PEER_PYTHON")
 SCRIPT = Path(__file__).with_name("peer_megatron.py")
@@ -92,3 +92,52 @@ def test_sample_indices_are_theirs(peer, tmp_path, seq_length, num_samples, seed
     for name in ("doc_idx", "sample_idx", "shuffle_idx"):
         assert getattr(samples.indices, name).tolist() == found[name], name
     assert samples.rows(range(len(samples))).tolist() == found["samples"]
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "99.5,0.5,0", "0.5,0,0.5"])
+def test_the_splits_of_a_training_run_are_theirs(peer, tmp_path, split):
+    rng = np.random.default_rng(5)
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        for size in rng.integers(1, 300, 1001):
+            builder.add_document(rng.integers(0, 50_000, size))
+    wanted = [3000, 40, 7]
+    found = peer("three_splits", tmp_path / "x", 63, wanted, split, 1234, tmp_path / "cache")["splits"]
+    dataset = IndexedDataset(tmp_path / "x")
+    parts = split_documents(len(dataset), [float(share) for share in split.split(",")])
+    for theirs, part, num_samples in zip(found, parts, wanted, strict=True):
+        if theirs is None:
+            assert len(part) == 0
+            continue
+        assert [part.start, part.stop] == theirs["documents"]
+        ours = TokenSamples(dataset, 63, num_samples=num_samples, seed=1234, documents=part)
+        for name in ("doc_idx", "sample_idx", "shuffle_idx"):
+            assert getattr(ours.indices, name).tolist() == theirs[name], name
+        # A sample's inputs: all but its last token.
+        assert [ours[i].tolist()[:-1] for i in range(0, len(ours), 7)] == theirs["every_seventh"]
+
+
+def test_documents_are_cut_where_they_cut_them(peer):
+    rng = np.random.default_rng(1)
+    cases = [
+        (split, n) for split in ("969,30,1", "7,2,1", "0.1,0.2,0.7", "1,1,1", "98,2", "5") for n in range(0, 60, 3)
+    ]
+    cases += [
+        (",".join(map(str, rng.integers(1, 1000, 3) / rng.choice([1, 10, 7]))), int(rng.integers(1, 10**9)))
+        for _ in range(500)
+    ]
+    for (split, n), theirs in zip(cases, peer("cuts", cases)["cuts"], strict=True):
+        weights = [float(share) for share in split.split(",")]
+        ours = split_documents(n, [*weights, 0, 0][:3])
+        for part, ends in zip(ours, theirs, strict=True):
+            assert len(part) == 0 if ends is None else [part.start, part.stop] == ends, (split, n)
+
+
+def test_index_arrays_that_we_cached_are_read_there(peer, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+        for size in (20, 50, 60, 30, 100, 5):
+            builder.add_document(np.arange(size))
+    samples = TokenSamples(IndexedDataset(tmp_path / "x"), 30, num_samples=40, cache=tmp_path / "cache")
+    paths = [next((tmp_path / "cache").rglob(f"*{name}*.npy")) for name in ("doc_idx", "sample_idx", "shuffle_idx")]
+    assert peer("cached", paths)["arrays"] == [
+        getattr(samples.indices, name).tolist() for name in ("doc_idx", "sample_idx", "shuffle_idx")
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -422,6 +423,36 @@ def test_the_command_line(tmp_path, capsys):
     assert run("info", tmp_path / "gone.idx")[0] == 1
     assert run("convert", TOKENS, target)[0] == 2
     assert run("convert", TOKENS, target, "--seq-len", 3, "--batch-size", 1)[0] == 1  # it is there already
+
+
+def expected_to_fail() -> list[tuple[Path, bool]]:
+    found = []
+    for name in ("llmbatch", "mmididx", "energon"):
+        folder = DATA / name
+        for case in json.loads((folder / "malformed/manifest.json").read_text())["cases"]:
+            place = folder / case["path"]
+            # A damaged member header is found where headers are read.
+            found.append((place / "dataset" if name == "energon" else place, case["expect"] != "ok"))
+    return found
+
+
+@pytest.mark.parametrize(("place", "bad"), expected_to_fail(), ids=lambda value: getattr(value, "name", ""))
+def test_validate_reports_what_does_not_open(place, bad, capsys):
+    code = main(["validate", "--deep", "--json", str(place)])
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert (code, report["ok"], err) == (int(bad), not bad, "")
+    assert bool([problem for problem in report["problems"] if problem["severity"] == "error"]) == bad
+
+
+def test_validate_of_half_a_data_set(tmp_path, capsys):
+    idx, _ = mmididx_bytes([np.arange(3, dtype=np.int32)])
+    (tmp_path / "x.idx").write_bytes(idx)
+    assert main(["validate", str(tmp_path / "x.idx")]) == 1
+    out, err = capsys.readouterr()
+    assert "NOT OK" in out and "x.bin" in out and not err
+    assert main(["validate", str(tmp_path / "y.idx")]) == 1  # nothing of that name is no data set
+    assert "there is nothing" in capsys.readouterr().err
 
 
 def test_a_builder_shows_itself():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from saev_store.cli import main
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, StoreExistsError
 from saev_store.formats import open_source
 from saev_store.formats.energon import EnergonDataset
@@ -79,3 +80,37 @@ def test_what_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: py
     )
     with pytest.raises(CorruptShardError, match="read back"):
         texts_to_documents(source, tmp_path / "other", ids)  # type: ignore[arg-type]
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([*map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    source = open_source(DATA).split("train")
+    assert isinstance(source, EnergonDataset)
+    texts = truth(source)
+    code, out, _ = run(
+        "convert", DATA, tmp_path / "a.idx", "--tokenizer", "bytes", "--split", "train", "--end-token", 0
+    )
+    assert (code, out.strip()) == (0, f"{tmp_path / 'a.idx'}: {len(texts)} documents")
+    assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "a")] == [[*text.encode(), 0] for text in texts]
+    for wrong in ([], ["--tokenizer", tmp_path / "none.json"], ["--tokenizer", DATA / ".nv-meta/.info.json"]):
+        assert run("convert", DATA, tmp_path / "b.idx", *wrong)[0] in {1, 2}
+    assert run("convert", DATA, tmp_path / "b.idx", "--tokenizer", "bytes", "--split", "none")[0] == 1
+    assert run("convert", DATA, tmp_path / "b.idx", "--tokenizer", "bytes", "--part", "none")[0] == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}
+
+
+def test_a_tokenizer_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = truth(open_source(DATA))  # type: ignore[arg-type] - it is an EnergonDataset
+    words = {word: number for number, word in enumerate(dict.fromkeys(" ".join(texts).split()))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({**words, "?": len(words)}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "tokenizer.json"))
+    command = ["convert", str(DATA), str(tmp_path / "a.idx"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert main([*command, "--dtype", "uint16"]) == 0
+    with IndexedDataset(tmp_path / "a") as documents:
+        assert documents.dtype == np.uint16
+        assert [tokens.tolist() for tokens in documents] == [[words[word] for word in text.split()] for text in texts]

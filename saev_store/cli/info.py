@@ -19,8 +19,7 @@ def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, opti
     given = storage_options(options, option)
     source = source_at(url, given)
     if source is not None:
-        with source:
-            source_info(source, as_json=as_json)
+        source_info(source, as_json=as_json)
         return
     with ShardStore.open(url, given, damaged_ok=True) as store:
         emit_json(describe(store)) if as_json else emit(repr(store))

@@ -3,60 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
 from saev_store.cli._output import emit, emit_json
-from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    MissingDependencyError,
+    NotFoundError,
+    SaevStoreError,
+    UnsafeContentError,
+)
 
 if TYPE_CHECKING:
-    from saev_store.formats import Source
+    from saev_store.formats._sniff import Found
+    from saev_store.formats.tokenized import Tokenizer
 
 _FILES = (".batch", ".batch.json", ".idx", ".bin")
 
 
-def source_at(url: str, options: Mapping[str, object] | None) -> Source[object] | None:
-    """The data set at an address, or None where a store lies, or nothing that is known."""
-    from saev_store.formats import open_source, sniff
+def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
+    """The data set at an address, not opened yet; or None where a store lies, or nothing that is known.
+
+    Raises:
+        NotFoundError, DocumentError: the name is one of a data set's file, but there is none.
+    """
+    from saev_store.formats._sniff import find_source, sniff
     from saev_store.names import METADATA_NAME
     from saev_store.transport import open_transport
 
-    if not url.endswith(_FILES):
-        try:
-            open_transport(url, options).size(METADATA_NAME)
-            return None
-        except NotFoundError:
-            pass
-        except SaevStoreError:
-            return None
-        if sniff(url, options) is None:
-            return None
-    return open_source(url, options)
+    if url.endswith(_FILES):
+        return find_source(url, options)
+    try:
+        open_transport(url, options).size(METADATA_NAME)
+        return None
+    except NotFoundError:
+        return sniff(url, options)
+    except SaevStoreError:
+        return None
 
 
-def source_info(source: Source[object], *, as_json: bool) -> None:
+def source_info(found: Found, *, as_json: bool) -> None:
     """Show what a data set holds."""
+    from saev_store.formats._sniff import open_found
     from saev_store.inspect import problem_to_dict
 
-    if as_json:
-        emit_json({**source.describe(), "problems": [problem_to_dict(problem) for problem in source.problems]})
-    else:
-        emit(repr(source))
+    with open_found(found, damaged_ok=True) as source:
+        if not as_json:
+            emit(repr(source))
+            return
+        problems = [problem_to_dict(problem) for problem in source.problems]
+        try:
+            described = source.describe()
+        except (NotFoundError, CorruptShardError):  # there is nothing to digest where a tar is missing
+            described = {"format": source.format, "url": source.url, "n_samples": len(source)}
+        emit_json({**described, "problems": problems})
 
 
-def source_validate(source: Source[object], *, deep: bool, as_json: bool, progress: bool | None) -> None:
-    """Check a data set; exit with 1 if anything in it is lost or wrong."""
-    report = source.validate(deep=deep, progress=progress)
+def source_validate(found: Found, *, deep: bool, as_json: bool, progress: bool | None) -> None:
+    """Check a data set, one that does not open as well; exit with 1 if anything in it is lost or wrong."""
+    from saev_store.formats._address import full_url
+    from saev_store.formats._sniff import open_found
+    from saev_store.inspect import Report
+    from saev_store.problems import Problem
+
+    try:
+        with open_found(found, damaged_ok=True) as source:
+            report = source.validate(deep=deep, progress=progress)
+    except (DocumentError, CorruptShardError, UnsafeContentError, NotFoundError) as error:
+        problems = tuple(getattr(error, "problems", ())) or (Problem(error.kind, error.message, error.where or ""),)
+        report = Report(full_url(found.transport, found.path), 0, 0, problems)
     emit_json(report.to_dict()) if as_json else emit(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
 
 def convert(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="MMIDIDX documents, or LLMBATCH batches.")],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="A .batch file for documents, a .idx file for batches.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="MMIDIDX documents, LLMBATCH batches, or an Energon data set's texts.")
+    ],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="A .batch file for documents, a .idx file for batches and texts.")
+    ],
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a record. Needed for batches.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records of a batch. Needed for batches.")] = None,
     seed: Annotated[int, typer.Option(help="Of the order of records.")] = 0,
@@ -68,6 +100,12 @@ def convert(
     memory_mib: Annotated[int, typer.Option(help="Memory for shuffling.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Type of a token in the documents written.")] = "int32",
     order: Annotated[str, typer.Option(help="Of the documents written: record, file, or auto.")] = "auto",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for the bytes of their UTF-8."),
+    ] = None,
+    part: Annotated[str, typer.Option(help="The part of a sample that holds its text.")] = "txt",
+    split: Annotated[str, typer.Option(help="The samples of one split.")] = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of these names.")] = False,
     verify: Annotated[bool, typer.Option(help="Read everything back and compare it.")] = True,
     as_json: AsJson = False,
@@ -81,11 +119,13 @@ def convert(
     ] = None,
     progress: Progress = None,
 ) -> None:
-    """Turn documents into shuffled batches, or batches into documents; streamed, and read back."""
+    """Turn documents into shuffled batches, or batches or texts into documents; streamed, and read back."""
     from saev_store.formats import open_source
     from saev_store.formats.convert import batches_to_documents, documents_to_batches
+    from saev_store.formats.energon import EnergonDataset
     from saev_store.formats.llmbatch import BatchFileReader
     from saev_store.formats.mmididx import IndexedDataset
+    from saev_store.formats.tokenized import texts_to_documents
 
     target = storage_options(dst_options, dst_option, name="--dst-storage-options")
     with open_source(src, storage_options(options, option)) as source:
@@ -101,10 +141,36 @@ def convert(
             done = {"url": dst, "batches": n}
         elif isinstance(source, BatchFileReader):
             n = batches_to_documents(
-                source, dst, dtype=dtype, order=cast("str", order),  # type: ignore[arg-type]
+                source, dst, dtype=dtype,
+                order=cast("Literal['auto', 'record', 'file']", order),  # another word is refused there
+                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+            )  # fmt: skip
+            done = {"url": dst, "documents": n}
+        elif isinstance(source, EnergonDataset):
+            n = texts_to_documents(
+                source.split(split), dst, _tokenizer(tokenizer), part=part, dtype=dtype, end_token=end_token,
                 overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "documents": n}
         else:
             raise ArgumentError(f"{source.format} has no such conversion", where="SRC")
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
+
+
+def _tokenizer(name: str | None) -> Tokenizer:
+    """What turns a text into token ids: a file that the tokenizers library reads, or none at all."""
+    if name is None:
+        raise ArgumentError("texts need a tokenizer", where="--tokenizer", remedy="Name a tokenizer.json, or 'bytes'.")
+    if name == "bytes":
+        return lambda text: list(text.encode())
+    try:
+        from tokenizers import Tokenizer as Loaded
+    except ImportError as error:
+        raise MissingDependencyError(
+            "a tokenizer.json needs tokenizers", where=name, remedy="""Run: pip install "saev-store[energon]"."""
+        ) from error
+    try:
+        loaded = Loaded.from_file(name)
+    except Exception as error:  # the library raises nothing narrower
+        raise ArgumentError(f"it is no tokenizer ({error})", where=name) from None
+    return lambda text: loaded.encode(text).ids

@@ -27,8 +27,7 @@ def validate(
     given = storage_options(options, option)
     source = source_at(url, given)
     if source is not None:
-        with source:
-            source_validate(source, deep=deep, as_json=as_json, progress=progress)
+        source_validate(source, deep=deep, as_json=as_json, progress=progress)
         return
     with ShardStore.open(url, given, damaged_ok=True) as store:
         report = store.validate(deep=deep, progress=progress)

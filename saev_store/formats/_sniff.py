@@ -95,10 +95,26 @@ def open_source(
     >>> open_source(TOKENS).format
     'mmididx'
     """
+    return open_found(find_source(url, storage_options, engine=engine, transport=transport))
+
+
+def find_source(
+    url: Url,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    engine: Engine = "auto",
+    transport: Transport | None = None,
+) -> Found:
+    """What `sniff` returns where it returns something.
+
+    Raises:
+        NotFoundError: nothing lies there.
+        DocumentError: what lies there is of no known format.
+    """
     found = sniff(url, storage_options, engine=engine, transport=transport)
     if found is None:
         raise _unknown(*locate(url, storage_options, engine=engine, transport=transport))
-    return _open(found)
+    return found
 
 
 def reopen(
@@ -147,7 +163,13 @@ def reopen(
     return source
 
 
-def _open(found: Found) -> Source[object]:
+def open_found(found: Found, *, damaged_ok: bool = False) -> Source[object]:
+    """What `sniff` found, opened; as `open_source` raises.
+
+    Args:
+        found: What `sniff` returned.
+        damaged_ok: Open an Energon data set even if tars are missing; its `problems` say so.
+    """
     if found.format == "llmbatch":
         from saev_store.formats.llmbatch import BatchFileReader
 
@@ -155,7 +177,7 @@ def _open(found: Found) -> Source[object]:
     if found.format == "energon":
         from saev_store.formats.energon import EnergonDataset
 
-        return EnergonDataset(found.path, transport=found.transport)
+        return EnergonDataset(found.path, transport=found.transport, damaged_ok=damaged_ok)
     from saev_store.formats.mmididx import IndexedDataset
 
     return IndexedDataset(found.path, transport=found.transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, Self, SupportsIndex, TypeVar, cast, runtime_checkable
 
@@ -107,13 +108,13 @@ class Source(Protocol[SampleT_co]):
     ) -> None: ...
 
 
-class NumberedSource:
+class NumberedSource(ABC):
     """What sources share whose samples have no names: the key of sample 7 is `"7"`, and there is one split."""
 
     splits: tuple[str, ...] = ("all",)
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     def key(self, index: SupportsIndex) -> str:
         """The position in decimal digits."""
@@ -139,7 +140,7 @@ class NumberedSource:
             raise SelectionError(f"there is no split {brief(name)}: this format has only 'all'", where="split")
         return self
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - there is nothing to close where there are no maps
         """Nothing to let go of."""
 
     def __enter__(self) -> Self:

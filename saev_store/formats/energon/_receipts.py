@@ -61,7 +61,7 @@ class Receipt:
             document = cast("dict[str, object]", json.loads(raw))
             if document.pop("version") != VERSION:
                 raise ValueError("another version")
-            receipt = cls(**document)  # type: ignore[arg-type]
+            receipt = cls(**document)  # type: ignore[arg-type] - wrong types end in the except below
             _ = [(key, offset + nbytes) for key, offset, nbytes, _ in receipt.samples]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DocumentError(f"it is no receipt: {error}", where=where) from None

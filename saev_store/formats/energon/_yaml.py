@@ -20,7 +20,7 @@ _BASE = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoad
 class _Loader(_BASE):
     """The safe loader, but without dates, and a key that stands twice in a mapping is an error."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it without ClassVar
         first: [(tag, pattern) for tag, pattern in found if tag in _PLAIN_TAGS]
         for first, found in _BASE.yaml_implicit_resolvers.items()
     }

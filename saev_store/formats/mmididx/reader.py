@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -361,6 +362,8 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
     if not weights or min(weights) < 0 or not 0 < total < math.inf:
         raise ArgumentError(f"{brief(weights)} are no weights: none may be negative, one positive", where="weights")
     last = max(i for i, weight in enumerate(weights) if weight > 0)
-    ends = [round(n_documents * math.fsum(weights[: i + 1]) / total) for i in range(len(weights))]
+    # Shares first, then their sums, then the product: in this order the rounding errors are Megatron's as well.
+    shares = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))
+    ends = [round(end * n_documents) for end in accumulate(shares.tolist())]
     ends = [n_documents if i >= last else end for i, end in enumerate(ends)]
     return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
