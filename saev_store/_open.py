@@ -22,6 +22,7 @@ from saev_store.errors import (
     CorruptShardError,
     DocumentError,
     IncompleteStoreError,
+    MissingShardError,
     NotFoundError,
     SaevStoreError,
 )
@@ -170,7 +171,8 @@ def _refusal(url: str, errors: Sequence[Problem]) -> SaevStoreError:
     more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
     if all(problem.where == LABELS_NAME for problem in errors):
         return DocumentError(f"{shown}{more}", where=url, problems=errors)
-    return CorruptShardError(
+    gone = any(problem.kind == "missing_shard" for problem in errors)
+    return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",
         where=url,
         remedy="Open with damaged_ok=True to read the rest, and store.repair() to record what is lost again.",

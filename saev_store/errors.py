@@ -11,6 +11,7 @@ SaevStoreError
 ├── SelectionError         (IndexError)          an index, slice, mask or option that selects nothing that exists
 ├── ArgumentError          (ValueError)          any other argument that breaks a rule
 ├── CorruptShardError      (OSError)             a shard is missing, short or not what its digest says
+│   └── MissingShardError  (FileNotFoundError)   a shard's file is not there
 ├── TransportError         (OSError)             the bytes could not be moved
 │   └── DeadlineError      (TimeoutError)        not within the time allowed
 ├── StoreExistsError       (FileExistsError)     a complete store (or object) is already there
@@ -163,6 +164,12 @@ class CorruptShardError(SaevStoreError, OSError):
     ) -> None:
         super().__init__(message, where=where, remedy=remedy)
         self.problems = tuple(problems)
+
+
+class MissingShardError(CorruptShardError, FileNotFoundError):
+    """A shard's file is not there: a `FileNotFoundError` as well, which is what scripts for other loaders wait for."""
+
+    kind = "missing_shard"
 
 
 class TransportError(SaevStoreError, OSError):

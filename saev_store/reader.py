@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.coalesce import coalesce
-from saev_store.errors import CorruptShardError, NotFoundError
+from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.indexing import Axis, Block, Points, Progression, length
 from saev_store.layout import DTYPE, IntArray, Layout, shard_name
 from saev_store.transport import ReadsInto, Transport
@@ -203,7 +203,7 @@ class Reader:
             return
         start, end = self.layout.example_range(shard_idx)
         found = "is missing" if size is None else f"has {size} bytes and needs {needed}"
-        raise CorruptShardError(
+        raise (MissingShardError if size is None else CorruptShardError)(
             f"the shard of examples {start} to {end - 1} {found}",
             where=f"{self.transport.url}/{name}",
             remedy="Copy it again from where it is whole, or open with damaged_ok=True to read the rest.",
@@ -220,7 +220,7 @@ class Reader:
                 (buffer,) = self.transport.get_ranges(name, starts=[0], ends=[n * layout.example_nbytes])
             except NotFoundError as error:
                 self._check_size(shard_idx)
-                raise CorruptShardError("the shard is missing", where=f"{self.transport.url}/{name}") from error
+                raise MissingShardError("the shard is missing", where=f"{self.transport.url}/{name}") from error
             mapped = np.frombuffer(buffer, dtype=DTYPE).reshape(n, *layout.shape[1:])
             mapped.flags.writeable = False
             self._maps[shard_idx] = mapped

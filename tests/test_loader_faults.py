@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import http.server
 import multiprocessing
 import os
 import signal
@@ -18,17 +17,20 @@ import traceback
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from range_server import serving
 
 from saev_store import ShardStore
 from saev_store.errors import (
     CorruptShardError,
     DeadlineError,
     ForkError,
+    MissingShardError,
     NotFoundError,
     SaevStoreError,
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders._workers import JOIN_S, SLICE_S
 from saev_store.transport import PreadTransport
 from saev_store.transport._wrap import Wrapper
 
@@ -153,7 +155,9 @@ def test_lost_examples_are_not_handed_out(plain, kind):
 class Hanging(Wrapper):
     """Never answers once `hang` is set, until `release` is."""
 
-    hang, release = threading.Event(), threading.Event()
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.hang, self.release = threading.Event(), threading.Event()
 
     def _around(self, operation, nbytes, call):
         if self.hang.is_set() and operation in ("readinto", "get_ranges"):
@@ -161,73 +165,40 @@ class Hanging(Wrapper):
         return call()
 
 
-@pytest.mark.parametrize("kind", ["ordered", "block"])
+@every_kind
 def test_a_read_that_hangs_is_a_time_out(plain, kind):
+    """Neither the time-out nor closing waits for the read; memory that it may still write to is not used again."""
     transport = Hanging(PreadTransport(plain.path))
     cls, more = KINDS[kind]
     loader = cls(ShardStore.open(transport).sel(layer=5), batch_size=8, batch_timeout_s=0.3, n_threads=2, **more)
-    transport.release.clear()
+    check_layer(plain, list(loader))
     transport.hang.set()
-    began = time.monotonic()
-    threading.Timer(1.0, transport.release.set).start()
-    with pytest.raises(DeadlineError, match=r"no batch within 0.3 s.*acts00000\d\.bin"):
-        next(iter(loader))
-    transport.hang.clear()
-    assert time.monotonic() - began < 10
+    try:
+        with pytest.raises(DeadlineError, match=r"no batch within 0.3 s.*acts00000\d\.bin"):
+            next(iter(loader))
+        strays = [thread for thread in threading.enumerate() if thread.name.startswith("saev-read")]
+        assert strays, "closing waited for a read that hangs"
+        transport.hang.clear()
+        loader.set_epoch(0)
+        batches = list(loader)
+    finally:
+        transport.release.set()
+    for thread in strays:
+        thread.join(20)
+    assert our_threads() == []
+    check_layer(plain, batches)
 
 
-class FlakyServer(http.server.BaseHTTPRequestHandler):
-    """Files by range; answers 503, or less than it promised, every now and then."""
-
-    root, faults, counter = "", "", 0
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self):
-        self.answer(body=False)
-
-    def do_GET(self):
-        self.answer(body=True)
-
-    def answer(self, *, body: bool) -> None:
-        cls = type(self)
-        cls.counter += 1
-        path = os.path.join(self.root, os.path.basename(self.path))
-        if not os.path.exists(path):
-            self.send_error(404)
-            return
-        if cls.faults == "503" and body and cls.counter % 5 == 0:
-            self.send_error(503)
-            return
-        with open(path, "rb") as file:
-            data = file.read()
-        size, asked = len(data), self.headers.get("Range")
-        if asked:
-            start, end = asked.removeprefix("bytes=").split("-")
-            data = data[int(start) : int(end) + 1 if end else size]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{int(start) + len(data) - 1}/{size}")
-        else:
-            self.send_response(200)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if body and cls.faults == "truncated" and cls.counter % 7 == 0:
-            self.wfile.write(data[: len(data) // 2])
-            self.close_connection = True
-        elif body:
-            self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
+def check_layer(plain: Plain, batches) -> None:
+    for batch in batches:
+        np.testing.assert_array_equal(batch["act"], plain.acts[batch["example_idx"], 1, batch["token_idx"] + 1])
+    assert sum(len(batch["act"]) for batch in batches) == plain.acts.shape[0] * plain.acts.shape[2]
 
 
 def test_a_server_that_fails_now_and_then(plain):
     pytest.importorskip("aiohttp")
-    handler = type("Handler", (FlakyServer,), {"root": str(plain.path)})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        store = ShardStore.open(f"http://127.0.0.1:{server.server_port}/{plain.path.name}")
+    with serving(plain.path) as (url, handler):
+        store = ShardStore.open(url)
         for handler.faults in ("503", "truncated"):
             for cls in (OrderedLoader, ShuffledLoader):
                 try:
@@ -236,9 +207,24 @@ def test_a_server_that_fails_now_and_then(plain):
                     assert handler.faults == "truncated"
                     assert "acts00000" in str(error)
         assert handler.counter > 20
-    finally:
-        server.shutdown()
-        server.server_close()
+
+
+@pytest.mark.parametrize("cls", [OrderedLoader, ShuffledLoader])
+def test_a_far_shard_that_is_deleted_mid_epoch(plain, cls):
+    """Batches made of other shards are right; then comes an error that names the file."""
+    pytest.importorskip("aiohttp")
+    with serving(plain.path) as (url, _):
+        more = {"window_blocks": 2, "n_partitions": 1} if cls is ShuffledLoader else {}
+        loader = cls(ShardStore.open(url).sel(layer=5, tokens="content"), batch_size=8, n_threads=2, **more)
+        check(plain, loader)  # sizes of all shards are known now
+        plain.shard(3).unlink()
+        n = 0
+        with pytest.raises(MissingShardError, match=r"acts000003\.bin") as raised:
+            for batch in loader:
+                np.testing.assert_array_equal(batch["act"], plain.acts[batch["example_idx"], 1, batch["token_idx"] + 1])
+                n += len(batch["act"])
+        assert n < loader.n_samples
+        assert isinstance(raised.value, FileNotFoundError)
 
 
 def test_nothing_leaks(plain):
@@ -287,7 +273,8 @@ def test_a_context_manager_ends_everything(plain):
 
 
 def test_ctrl_c_ends_within_a_second(plain, tmp_path):
-    """Also while reads hang."""
+    """Also while reads hang, and whatever the training script was doing: what is waited for is bounded by a constant."""
+    assert JOIN_S + 2 * SLICE_S < 1
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -300,7 +287,7 @@ def test_ctrl_c_ends_within_a_second(plain, tmp_path):
         class Slow(Wrapper):
             def _around(self, operation, nbytes, call):
                 if operation == "readinto" and threading.active_count() > 1 and slow:
-                    time.sleep(0.1 if slow == 1 else 30)
+                    time.sleep(0.1 if slow == 1 else 60)
                 return call()
         slow = int(sys.argv[1])
         store = ShardStore.open(Slow(PreadTransport({str(plain.path)!r})))
@@ -311,7 +298,7 @@ def test_ctrl_c_ends_within_a_second(plain, tmp_path):
                 pass
         """)
     )
-    for slow in ("0", "1"):
+    for slow in ("0", "1", "2"):
         process = subprocess.Popen([sys.executable, str(script), slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout.readline() == b"ready\n"
         time.sleep(0.4)
@@ -320,7 +307,7 @@ def test_ctrl_c_ends_within_a_second(plain, tmp_path):
         _, errors = process.communicate(timeout=20)
         assert b"KeyboardInterrupt" in errors
         assert process.returncode != 0
-        assert time.monotonic() - began < 5  # a busy machine; measured alone it is a tenth of a second
+        assert time.monotonic() - began < 15  # a busy machine; a read that hangs does so for a minute
 
 
 def test_killed_while_it_reads(plain, tmp_path):

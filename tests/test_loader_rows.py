@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import resource
 import time
 import tracemalloc
@@ -26,7 +25,7 @@ from saev_store.order import Blocks, ShuffledOrder
 from saev_store.reader import Reader
 from saev_store.selected import Selection
 from saev_store.selection import row_space
-from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost
+from saev_store.transport import MemoryTransport, ReadCost
 from saev_store.transport._wrap import Wrapper
 
 
@@ -123,61 +122,10 @@ def test_the_order_is_the_pure_one(plain, store):
             np.testing.assert_array_equal(batch["token_idx"], cell)
 
 
-class Shaken(Wrapper):
-    """Answers late, by chance."""
-
-    def _around(self, operation, nbytes, call):
-        time.sleep(random.random() * 0.002)
-        return call()
-
-
-class Fetched(Wrapper):
-    """A transport that cannot fill memory: ranges only, at a price."""
-
-    @property
-    def cost(self) -> ReadCost:
-        return ReadCost(64, 4096)
-
-
 def in_memory(plain: Plain, **changed: bytes) -> MemoryTransport:
     files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
     files.update({name.replace("_", "."): data for name, data in changed.items()})
     return MemoryTransport({f"{plain.path.name}/{name}": data for name, data in files.items()}).at(plain.path.name)
-
-
-def transports(plain: Plain):
-    memory = in_memory(plain)
-    yield MmapTransport(plain.path)
-    yield PreadTransport(plain.path)
-    yield memory
-    yield Shaken(PreadTransport(plain.path))
-    yield Fetched(memory)
-    ranges_only = type("RangesOnly", (), {})()
-    for name in ("url", "name", "read", "size", "get_ranges", "close"):
-        setattr(ranges_only, name, getattr(memory, name))
-    ranges_only.cost = ReadCost(100, 2000)
-    yield ranges_only
-
-
-@pytest.mark.parametrize("tokens", ["content", "all", "special"])
-def test_how_it_is_read_never_shows(plain, tokens):
-    """All transports, threads from 1 to 64, all read sizes, delays, slots: one order, right numbers."""
-    reference = None
-    settings = [
-        {"n_threads": 1, "read_bytes": 1}, {"n_threads": 64, "read_bytes": 700}, {"n_threads": 5, "slots": "row"},
-        {"n_threads": 16, "prefetch_batches": 7}, {"n_threads": 3, "read_bytes": 10**9, "slots": "row"},
-    ]  # fmt: skip
-    for number, transport in enumerate(transports(plain)):
-        store = ShardStore.open(transport)
-        rows = store.sel(layer=[5, 11], tokens=tokens)
-        for options in settings if number < 2 else settings[number % 5 : number % 5 + 2]:
-            with ShuffledLoader(rows, batch_size=24, window_blocks=5, seed=3, n_partitions=4, **options) as loader:
-                found = rows_of(loader, plain, store, [5, 11])
-            assert reference in (None, found)
-            reference = found
-            plainly = {name: value for name, value in options.items() if name != "slots"}
-            with OrderedLoader(rows, batch_size=24, **plainly) as loader:
-                assert rows_of(loader, plain, store, [5, 11]) == dull_rows(plain, [1, 2], tokens)
 
 
 @given(st.data())
@@ -286,7 +234,7 @@ def test_class_sorted_data_is_mixed():
         found = [effective(data["act"][:, 0]) for data in loader]
         quality = shuffle_quality(loader, n_batches=20)
     assert np.mean(found) > 0.95 * np.mean(whole)
-    assert quality.distinct_examples == pytest.approx(quality.expected.distinct_examples, rel=0.05)
+    assert quality.distinct_examples == pytest.approx(quality.expected.distinct_examples, rel=0.03)
     assert 0 < quality.effective_examples <= quality.distinct_examples
     assert 0.95 < quality.entropy_share < 1.05  # a window shares out more evenly than chance
 

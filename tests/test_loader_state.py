@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -106,6 +107,33 @@ def test_other_numbers_of_ranks_continue(rows, kind):
         for number in range(n):
             np.testing.assert_array_equal(np.concatenate([part[number] for part in parts]), whole[done + number])
         done += n
+
+
+@pytest.mark.parametrize("kind", ["ordered", "block", "row", "whole"])
+def test_every_batch_continues_on_every_number_of_ranks(rows, kind):
+    """Stopped after any batch on one, two or four ranks, continued on any other number of them."""
+    more = {"drop_last": True, **({"n_partitions": 4} if kind == "whole" else {})}
+    whole = acts(make(rows, kind, **more))
+
+    def ranks(world: int) -> list:
+        return [make(rows, kind, batch_size=24 // world, rank=rank, world=world, **more) for rank in range(world)]
+
+    for number, (before, after) in enumerate(itertools.permutations((1, 2, 4), 2)):
+        begun = ranks(before)
+        iterators = [iter(loader) for loader in begun]
+        for stop_at in range(len(whole) + 1):
+            states = [loader.state_dict() for loader in begun]
+            assert all(state == states[0] for state in states)
+            if stop_at % 6 == number:  # every batch, and every pair at several of them
+                continued = ranks(after)
+                for loader in continued:
+                    loader.load_state_dict(states[0])
+                parts = [acts(loader) for loader in continued]
+                assert same([np.concatenate(part) for part in zip(*parts, strict=True)], whole[stop_at:])
+            if stop_at < len(whole):
+                assert same([np.concatenate([next(one)["act"] for one in iterators])], whole[stop_at : stop_at + 1])
+        for loader in begun:
+            loader.close()
 
 
 def test_the_order_comes_from_the_state(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import pickle
 import threading
 from types import SimpleNamespace
@@ -73,6 +74,10 @@ def test_every_combination(plain, kind, layer, tokens):
         check(plain, batch, layer=layer)
         n += len(batch["act"])
         assert ("token_labels" in batch) == (tokens != "special")
+        if "token_labels" in batch:
+            assert batch["token_labels"].dtype == torch.int64  # uint8 would be a mask where it indexes
+            labels = torch.from_numpy(plain.labels)[batch["example_idx"], batch["token_idx"].clamp(min=0)].long()
+            assert torch.equal(batch["token_labels"], torch.where(batch["token_idx"] < 0, 255, labels))
     assert n == loader.n_samples == 43 * {"content": 7, "special": 1, "all": 8}[tokens] * (1 if layer == 2 else 2 if layer != "all" else 3)  # fmt: skip
 
 
@@ -130,6 +135,8 @@ def test_indexed_rows(plain):
         with pytest.raises(SelectionError):
             dataset.batch([0, bad])
     assert len(list(iter(dataset[i] for i in range(3)))) == 3
+    labels = dataset.batch([7, 8, 9])["token_labels"]
+    assert labels.tolist() == [int(plain.labels[0, 6]), 255, int(plain.labels[0, 0])]
     few = IndexedDataset(IndexedConfig(shards=plain.path, layer=5, ignore_labels=range(100)))
     assert len(few) == int((plain.labels >= 100).sum())
     assert dataset.transform(plain.acts[0, 0, 0]).shape == (16,)
@@ -351,6 +358,45 @@ def test_nothing_is_left_running(plain, kind):
         assert again.metrics().n_rows == 301
         assert "rows" in str(again.explain())
     assert ours() == []
+
+
+def test_nothing_leaks(plain):
+    """100 times made, begun, left or closed: no thread, descriptor, child or memory file stays."""
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process()
+
+    def once(number: int) -> None:
+        kind = list(LOADERS)[number % 2]
+        loader = make(plain, kind, **({"slots": ("block", "row")[number % 4 // 2]} if kind == "shuffled" else {}))
+        iterator = iter(DataLoader(loader.as_iterable_dataset(), batch_size=None) if number % 5 == 4 else loader)
+        for _ in range(number % 7):
+            next(iterator)
+        if number % 3 == 0:
+            loader.close()
+        elif number % 3 == 1:
+            list(iterator)
+        dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+        dataset.batch(range(300))
+        dataset.close()
+
+    def held() -> tuple[int, list[str], int, list[str]]:
+        gc.collect()
+        files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]  # fmt: skip
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("saev-")]
+        return (
+            process.num_fds(),
+            threads,
+            len(process.children(recursive=True)),
+            [name for name in files if "memfd" in name],
+        )
+
+    for number in range(8):
+        once(number)
+    before = held()
+    for number in range(100):
+        once(number)
+    assert held() == before
+    assert before[1] == before[3] == []
 
 
 def test_measures_are_logged(plain, caplog):

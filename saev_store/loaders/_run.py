@@ -12,7 +12,7 @@ import numpy as np
 
 from saev_store.errors import ArgumentError, ForkError
 from saev_store.loaders._metrics import Tally
-from saev_store.loaders._workers import Handoff, StoppedError, Workers
+from saev_store.loaders._workers import JOIN_S, Handoff, StoppedError, Workers
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
 #: `token_labels` (n,) uint8.
@@ -33,20 +33,24 @@ class Machinery:
         self.tally = tally
         #: Called once the threads have ended.
         self.on_close: Callable[[], None] = lambda: None
+        #: The thread that makes batches.
+        self.maker: threading.Thread | None = None
         self.readers = Workers(n_threads, "saev-read", self.stop)
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
 
     @property
     def has_strays(self) -> bool:
-        """Whether a reading thread has not ended yet."""
-        return self.readers.is_alive
+        """Whether a thread has not ended yet, and may still use the memory it was given."""
+        others = self.gatherers is not None and self.gatherers.is_alive
+        return self.readers.is_alive or others or (self.maker is not None and self.maker.is_alive())
 
-    def close(self) -> None:
-        """End all threads."""
-        self.stop.set()
-        self.readers.close()
-        if self.gatherers is not None:
-            self.gatherers.close()
+    def close(self, deadline: float) -> None:
+        """End all threads; those that hang in a system call are left behind at `deadline` (`time.monotonic()`)."""
+        workers = [self.readers, *([self.gatherers] if self.gatherers is not None else [])]
+        for some in workers:
+            some.close()
+        for some in workers:
+            some.join(deadline)
         self.on_close()
 
 
@@ -63,6 +67,7 @@ class Run:
         self.machinery = machinery
         self.handoff: Handoff[Batch] = Handoff(depth, machinery.stop)
         self._thread = threading.Thread(target=_produce, args=(batches, self.handoff), name="saev-batches", daemon=True)
+        machinery.maker = self._thread
         self._thread.start()
 
     @property
@@ -71,11 +76,12 @@ class Run:
 
     def close(self) -> None:
         """End all threads and give back all memory that no batch holds; calling it again does nothing."""
+        deadline = time.monotonic() + JOIN_S
         self.machinery.stop.set()
         self.handoff.wake()
-        self.machinery.close()
+        self.machinery.close(deadline)
         if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+            self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self.machinery.tally.ended is None:
             self.machinery.tally.ended = time.perf_counter()
 

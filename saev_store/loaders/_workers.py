@@ -20,8 +20,9 @@ T = TypeVar("T")
 
 #: Waits come in slices of at most this length, so that Ctrl-C and `close` are noticed.
 SLICE_S = 0.2
-#: How long `close` waits for a thread that is inside a system call.
-_JOIN_S = 5.0
+#: How long `close` waits for threads that are inside a system call. Whoever presses Ctrl-C waits less than a second; memory
+#: that such a thread may still write to is not used again.
+JOIN_S = 0.5
 
 
 class StoppedError(Exception):
@@ -117,11 +118,13 @@ class Workers:
             del task, group, error
 
     def close(self) -> None:
-        """End the threads; one that hangs in a system call is left behind after a few seconds."""
+        """Tell the threads to end; `join` waits for them."""
         self._stop.set()
         for _ in self._threads:
             self._tasks.put(None)
-        deadline = time.monotonic() + _JOIN_S
+
+    def join(self, deadline: float) -> None:
+        """Wait for the threads until `time.monotonic()` is `deadline`; one that hangs in a system call is left behind."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))

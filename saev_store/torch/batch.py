@@ -29,8 +29,12 @@ class ExampleBatch(dict[str, Value]):
 
 
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
-    """The same memory as tensors."""
-    return ExampleBatch({name: torch.from_numpy(array) for name, array in batch.items()})
+    """The same memory as tensors; labels as int64, because PyTorch takes uint8 tensors for masks when they index."""
+    found = ExampleBatch({name: torch.from_numpy(array) for name, array in batch.items()})
+    labels = found.get("token_labels")
+    if isinstance(labels, torch.Tensor):
+        found["token_labels"] = labels.to(torch.int64)
+    return found
 
 
 class Examples(Sequence[ExampleBatch]):

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
+from saev_store.loaders import NO_LABEL
 from saev_store.loaders._medium import medium_of
 from saev_store.loaders._memory import Outputs
 from saev_store.loaders._workers import n_cpus
@@ -111,7 +112,8 @@ class IndexedDataset(Dataset[ExampleBatch]):
         if self._several:
             found["layer"] = where.layer
         if self._labels is not None:
-            found["token_labels"] = self._labels[where.example_idx, np.maximum(where.token_idx, 0)]
+            labels = self._labels[where.example_idx, np.maximum(where.token_idx, 0)]
+            found["token_labels"] = np.where(where.token_idx < 0, np.uint8(NO_LABEL), labels)
         return tensors(found)
 
     def _memory(self, n: int) -> npt.NDArray[np.float32]:
