@@ -79,6 +79,27 @@ def test_a_set_holds_the_same_batches(n, batch_size, most):
     assert many.validate(deep=True).ok
 
 
+@pytest.mark.parametrize("first", [None, 1, 3])
+@pytest.mark.parametrize("then", [None, 1, 2])
+def test_what_was_replaced_is_gone(first, then):
+    """A file replaced by a set, a set by a smaller one or by a file: readers find the new data, under every name."""
+    store = MemoryTransport()
+    old, new = np.zeros((9, 4), np.uint32), np.ones((4, 4), np.uint32)
+    write_batch_file("f/x.batch", old, 1, max_batches_per_file=first, transport=store)
+    write_batch_file("f/other-00000.batch", old, 1, transport=store)
+    if first == 1:  # a stranger's manifest does not make us delete other files
+        store.put("f/x.batch.json", store.read("f/x.batch.json").replace(b"x-00008.batch", b"other-00000.batch"))
+        store.delete("f/x-00008.batch")
+    write_batch_file("f/x.batch", new, 1, max_batches_per_file=then, overwrite=True, transport=store)
+    for name in ("f/x.batch", "f/x.batch.json"):
+        reader = BatchFileReader(name, transport=store)
+        assert reader.has_order
+        assert (len(reader), set(reader.rows(slice(None)).ravel().tolist())) == (4, {1})
+    files = {None: ["x.batch"], 1: [f"x-{i:05d}.batch" for i in range(4)], 2: ["x-00000.batch", "x-00001.batch"]}[then]
+    expected = sorted([*files, "x.batch.json", "other-00000.batch", "other-00000.batch.json"])
+    assert sorted(entry.path.removeprefix("f/") for entry in store.list("f")) == expected
+
+
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 def test_files_on_disk(tmp_path, engine):
     records = tokens(25, 40)

@@ -6,6 +6,7 @@ appear under their names when they are complete; the manifest, which records the
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, BinaryIO, Self
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, SaevStoreError, brief
 from saev_store.formats._address import Url, locate
 from saev_store.formats._digest import RunningDigests
 from saev_store.formats._new_file import NewFile, refuse_existing
 from saev_store.formats._source import check_count
 from saev_store.formats.llmbatch._buckets import Buckets
-from saev_store.formats.llmbatch._files import TOKEN, TokenArray
+from saev_store.formats.llmbatch._files import TOKEN, TokenArray, read_manifest
 from saev_store.formats.llmbatch.header import ITEMSIZE, MAX_U32, Header
 from saev_store.formats.llmbatch.manifest import SUFFIX, Manifest, ManifestFile
 from saev_store.formats.llmbatch.order import RecordOrder
@@ -314,20 +315,40 @@ class _Target:
         rows = _Rows(pieces, self.seq_len)
         written: list[ManifestFile] = []
         total = sum(self.plan.header(i).file_nbytes for i in range(len(self.paths)))
-        if self._overwrite and isinstance(self.transport, Writes):
+        replaced = self._old_files() if self._overwrite else set[str]()
+        if self._overwrite:
             # The old manifest belongs to the old files.
-            self.transport.delete(self.path + SUFFIX)
+            self._delete(self.path + SUFFIX)
         with Progress(total, "write", shown=progress) as bar:
             for file_idx, path in enumerate(self.paths):
                 written.append(self._write_file(file_idx, path, rows, bar))
         plan = self.plan
+        if self.is_set and self._overwrite:
+            self._delete(self.path)  # a single file of that name would be found before the set
         if self._with_manifest:
             done = Manifest(plan.batch_size, plan.seq_len, plan.seed, plan.total_records, tuple(written))
             data = done.to_bytes()
             with NewFile(self.transport, self.path + SUFFIX, nbytes=len(data), overwrite=self._overwrite) as file:
                 file.write(data)
                 file.commit()
+        for path in replaced - {*self.paths, self.path}:
+            self._delete(path)
         return plan.num_batches
+
+    def _old_files(self) -> set[str]:
+        """The files of a set that lies there; those that the new data do not use are deleted in the end."""
+        folder, slash, name = self.path.rpartition("/")
+        try:
+            manifest = read_manifest(self.transport, self.path + SUFFIX)
+        except SaevStoreError:
+            return set()
+        # Whatever else a manifest may name is not ours to delete.
+        ours = re.compile(re.escape(name.removesuffix(".batch")) + r"-\d{5,}\.batch")
+        return {f"{folder}{slash}{file.name}" for file in manifest.files if ours.fullmatch(file.name)}
+
+    def _delete(self, path: str) -> None:
+        if isinstance(self.transport, Writes):
+            self.transport.delete(path)
 
     def _write_file(self, file_idx: int, path: str, rows: _Rows, bar: Progress) -> ManifestFile:
         header, entry = self.plan.header(file_idx), self.plan.files[file_idx]

@@ -1,0 +1,252 @@
+"""Writes LLMBATCH files and sets, MMIDIDX data sets and Energon's `.nv-meta` in child processes, and kills them with SIGKILL.
+
+Two versions of each replace one another. After every kill: a reader finds nothing, the old version or the new one, whole
+and right in every sample, and in the folder lie only names of the format and temporary ones. At the end: byte for byte
+what an undisturbed write leaves. `python tests/kill_sources.py FOLDER --kills 100 --seed 0` prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from energon_tars import sample_files, tar_bytes  # noqa: E402 - the path is set above
+
+from saev_store.errors import NotFoundError  # noqa: E402
+from saev_store.formats.energon import EnergonDataset  # noqa: E402
+from saev_store.formats.energon.prepare import prepare  # noqa: E402
+from saev_store.formats.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file  # noqa: E402
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder  # noqa: E402
+from saev_store.transport._local_write import TEMP_PREFIX  # noqa: E402
+
+
+class Kind(Protocol):
+    """One way of writing; `version` is 0 or 1."""
+
+    def write(self, folder: Path, version: int, engine: str) -> None: ...
+    def check(self, folder: Path) -> int | None:
+        """The version that a reader finds, None for none; fails if it is neither."""
+        ...
+
+    def names(self, folder: Path) -> set[str]:
+        """The files that may lie there beside temporary ones."""
+        ...
+
+
+class Batches:
+    """One file, or a set, from an array or a stream that passes through the disk."""
+
+    def __init__(self, rng: np.random.Generator, *, stream: bool, most: int | None) -> None:
+        self.stream, self.most = stream, most
+        self.batch_size = int(rng.integers(1, 5))
+        seq_len = int(rng.integers(1, 700))
+        self.records = [rng.integers(0, 2**32, (int(rng.integers(1, 60)), seq_len), dtype=np.uint32) for _ in range(2)]
+
+    def write(self, folder: Path, version: int, engine: str) -> None:
+        options = {
+            "batch_size": self.batch_size, "seed": version, "max_batches_per_file": self.most, "overwrite": True,
+            "progress": False, "engine": engine,
+        }  # fmt: skip
+        records = self.records[version]
+        if self.stream:
+            write_batch_dataset(folder / "x.batch", iter(records), len(records), memory_nbytes=1000, **options)
+        else:
+            write_batch_file(folder / "x.batch", records, **options)
+
+    def check(self, folder: Path) -> int | None:
+        try:
+            reader = BatchFileReader(folder / "x.batch")
+        except NotFoundError:
+            return None
+        version = reader.seed
+        records = self.records[version]
+        n_kept = len(records) // self.batch_size * self.batch_size
+        assert len(reader) == n_kept
+        if reader.has_order:
+            numbers = reader.numbers_of(slice(None))
+            assert len(set(numbers.tolist())) == n_kept
+            np.testing.assert_array_equal(reader.rows(slice(None)), records[numbers])
+        else:  # killed before its manifest was there: the same records in an order that is not told
+            assert self.most is None
+            found = sorted(map(bytes, reader.rows(slice(None))))
+            assert set(found) <= set(map(bytes, records))
+        return version
+
+    def names(self, folder: Path) -> set[str]:
+        del folder
+        return {"x.batch", "x.batch.json", *(f"x-{i:05d}.batch" for i in range(60))}
+
+
+class Documents:
+    """`.bin` and `.idx`."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.documents = [
+            [rng.integers(0, 60_000, size, dtype=np.uint16) for size in rng.integers(0, 9000, int(rng.integers(1, 30)))]
+            for _ in range(2)
+        ]
+
+    def write(self, folder: Path, version: int, engine: str) -> None:
+        with IndexedDatasetBuilder(folder / "x", np.uint16, overwrite=True, engine=engine) as builder:
+            for document in self.documents[version]:
+                builder.add_document(document)
+
+    def check(self, folder: Path) -> int | None:
+        try:
+            dataset = IndexedDataset(folder / "x")
+        except NotFoundError:
+            return None
+        found = [tokens.tobytes() for tokens in dataset]
+        versions = [[tokens.tobytes() for tokens in documents] for documents in self.documents]
+        return versions.index(found)
+
+    def names(self, folder: Path) -> set[str]:
+        del folder
+        return {"x.bin", "x.idx"}
+
+
+class Prepared:
+    """`.nv-meta` beside tars that stay; the versions are two ways to split."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.tars = {
+            f"t/{i:03d}.tar": tar_bytes(sample_files(100 * i, int(rng.integers(1, 30)))) for i in range(int(rng.integers(1, 8)))
+        }  # fmt: skip
+
+    def write(self, folder: Path, version: int, engine: str) -> None:
+        (folder / "t").mkdir(exist_ok=True)
+        for name, data in self.tars.items():
+            if not (folder / name).exists():
+                (folder / f"t/.{name[2:]}").write_bytes(data)
+                (folder / f"t/.{name[2:]}").rename(folder / name)
+        split = ("1,0,0", "0,1,0")[version]
+        prepare(folder, split=split, overwrite=True, num_workers=1, progress=False, engine=engine)
+
+    def check(self, folder: Path) -> int | None:
+        try:
+            dataset = EnergonDataset(folder)
+        except NotFoundError:
+            return None
+        report = dataset.validate(deep=True, progress=False)
+        assert report.ok, report
+        assert dataset.shards == tuple(self.tars)
+        version = 0 if len(dataset.split("train")) else 1
+        assert len(dataset.split(("train", "val")[version])) == len(dataset)
+        return version
+
+    def names(self, folder: Path) -> set[str]:
+        meta = {
+            f".nv-meta/{name}" for name in (".info.json", "split.yaml", "dataset.yaml", "index.sqlite", "index.uuid")
+        }
+        hidden = {f"t/.{name[2:]}" for name in self.tars}
+        work = {name for name in content(folder) if name.startswith(".nv-meta/.saev_store/")}
+        return {*self.tars, *(f"{name}.idx" for name in self.tars), *hidden, *meta, *work}
+
+
+KINDS: dict[str, Callable[[np.random.Generator], Kind]] = {
+    "file": lambda rng: Batches(rng, stream=False, most=None),
+    "streamed file": lambda rng: Batches(rng, stream=True, most=None),
+    "set": lambda rng: Batches(rng, stream=bool(rng.integers(2)), most=int(rng.integers(1, 4))),
+    "documents": Documents,
+    "prepare": Prepared,
+}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def temporary(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(TEMP_PREFIX)
+
+
+def child(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        warnings.simplefilter("error")
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(work: Callable[[], None]) -> None:
+    _, status = os.waitpid(child(work), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def torment(kind: Kind, root: Path, rng: np.random.Generator) -> tuple[int, set[int | None]]:
+    """Kill writers of both versions until one survives; how many kills met a living one, and what readers found."""
+    folder, reference = root / "killed", root / "reference"
+    folder.mkdir(parents=True)
+    began_s = time.monotonic()
+    for version in (0, 1):
+        (reference / str(version)).mkdir(parents=True)
+        finish(lambda version=version: kind.write(reference / str(version), version, "auto"))
+        assert kind.check(reference / str(version)) == version
+    full_s = (time.monotonic() - began_s) / 2
+    n_kills, seen, code = 0, set[int | None](), None
+    while code != 0 or n_kills < 3:
+        version, engine = int(rng.integers(2)), ("auto", "pread")[int(rng.integers(2))]
+        pid = child(lambda version=version, engine=engine: kind.write(folder, version, engine))
+        time.sleep(float(rng.uniform(0, full_s * (0.7 + 0.05 * n_kills))))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        assert code in {0, -signal.SIGKILL}, f"a child failed: {code}"
+        n_kills += code != 0
+        found = kind.check(folder)
+        assert code != 0 or found == version
+        seen.add(found)
+        strange = {name for name in content(folder) if not temporary(name)} - kind.names(folder)
+        assert not strange, strange
+    finish(lambda: kind.write(folder, version, "auto"))
+    left = {name: data for name, data in content(folder).items() if not temporary(name)}
+    expected = content(reference / str(version))
+    # Files of a longer set whose manifest was deleted before its writer was killed are nobody's.
+    left = {name: data for name, data in left.items() if name in expected or not name.startswith("x-")}
+    assert left == expected, set(left) ^ set(expected)
+    return n_kills, seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = np.random.default_rng(args.seed)
+    kills, found = dict.fromkeys(KINDS, 0), {name: set[int | None]() for name in KINDS}
+    while min(kills.values()) * len(KINDS) < args.kills:
+        for name, make in KINDS.items():
+            root = args.folder / "work"
+            n_kills, seen = torment(make(rng), root, rng)
+            kills[name] += n_kills
+            found[name] |= seen
+            shutil.rmtree(root)
+    met = {name: sorted(map(str, seen)) for name, seen in found.items()}
+    sys.stdout.write(json.dumps({"kills": kills, "found": met}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
