@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from saev_store.documents import RECIPES, content_hashes, match_hash, new_metadata, written_versions
+from saev_store.documents.hashing import known_names
 from saev_store.errors import ArgumentError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -47,6 +48,18 @@ def test_hashes_equal_those_of_the_writers_libraries(document):
     assert found["sorted-ascii"] == sha256(ascii_form.encode("utf-8"))
     assert found["field-order"] == sha256(as_dataclass_would(document))
     assert found["field-order-8"] == found["field-order"][:8]
+
+
+def test_both_spellings_of_large_floats_are_known_names():
+    document = json.loads('{"a":"1e+16 \\" 1e+17","w":1e22,"x":[-1.5e300,1e-7,1E+5]}')
+    newer = b'{"a":"1e+16 \\" 1e+17","w":1e+22,"x":[-1.5e+300,1e-7,100000.0]}'
+    older = b'{"a":"1e+16 \\" 1e+17","w":1e22,"x":[-1.5e300,1e-7,100000.0]}'
+    names = known_names(document)
+    for form in (newer, older):
+        assert names[sha256(form)] == "field-order"
+        assert names[sha256(form)[:8]] == "field-order-8"
+    assert len(names) == 5
+    assert content_hashes(document)["field-order"] == sha256(newer)
 
 
 def test_a_real_dataclass_hashes_the_same():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Literal, cast
 
@@ -12,6 +13,8 @@ from saev_store.errors import ArgumentError
 Recipe = Literal["sorted-ascii", "field-order", "field-order-8"]
 #: Every recipe, in the order in which a folder's name is compared with them.
 RECIPES: tuple[Recipe, ...] = ("sorted-ascii", "field-order", "field-order-8")
+#: A string, which is left alone, or a number with a positive exponent.
+_STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|(\d[eE])\+(?=\d)')
 
 
 def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
@@ -32,18 +35,45 @@ def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
     >>> content_hashes({"protocol": "2.1", "layers": [2, 5]})["field-order-8"]
     '78d80334'
     """
-    try:
-        ordered: dict[str, object] = {key: _sorted_inside(value) for key, value in document.items()}
-        ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
-        field_form = _compact_utf8(ordered)
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise ArgumentError(f"the document has no JSON form ({exc})", where="document") from None
+    ascii_form, field_form = _forms(document)
     field_order = hashlib.sha256(field_form).hexdigest()
     return {
         "sorted-ascii": hashlib.sha256(ascii_form).hexdigest(),
         "field-order": field_order,
         "field-order-8": field_order[:8],
     }
+
+
+def known_names(document: Mapping[str, object]) -> dict[str, Recipe]:
+    """Every name that a writer may have given the document's folder, and its recipe.
+
+    More than `content_hashes`: writers of the field order print 1e16 as `1e16` or as `1e+16`, by the age of their JSON
+    library, so a document that holds such a float has two names by that recipe.
+
+    Raises:
+        ArgumentError: something in it has no JSON form.
+
+    >>> sorted(len(name) for name in known_names({"protocol": "2.1", "scale": 1e16}))
+    [8, 8, 64, 64, 64]
+    """
+    names: dict[str, Recipe] = {name: recipe for recipe, name in content_hashes(document).items()}
+    _, field_form = _forms(document)
+    older = hashlib.sha256(_STRING_OR_EXPONENT.sub(_without_plus, field_form)).hexdigest()
+    names[older], names[older[:8]] = "field-order", "field-order-8"
+    return names
+
+
+def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
+    try:
+        ordered: dict[str, object] = {key: _sorted_inside(value) for key, value in document.items()}
+        ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
+        return ascii_form, _compact_utf8(ordered)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ArgumentError(f"the document has no JSON form ({exc})", where="document") from None
+
+
+def _without_plus(found: re.Match[bytes]) -> bytes:
+    return found[1] or found[0]
 
 
 def _sorted_inside(value: object) -> object:

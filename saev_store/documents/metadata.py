@@ -13,7 +13,7 @@ from saev_store.documents import _json
 from saev_store.documents._choose import choose_version, refuse_breaking, refuse_unversioned
 from saev_store.documents._findings import Findings, shown
 from saev_store.documents._oddities import find_oddities
-from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
+from saev_store.documents.hashing import Recipe, content_hashes, known_names
 from saev_store.documents.versions import written_versions
 from saev_store.errors import ArgumentError, DocumentError
 from saev_store.layout import IntArray, Layout
@@ -141,6 +141,11 @@ class Metadata:
         """The hash by each recipe, of the document as it was read, unknown keys included."""
         return content_hashes(self._contents())
 
+    @cached_property
+    def known_names(self) -> dict[str, Recipe]:
+        """Every name that a writer may have given the folder, and its recipe: `hashes`, and an older spelling of floats."""
+        return known_names(self._contents())
+
     @property
     def hash(self) -> str:
         """The name of the folder that this document belongs into, by the recipe of its version."""
@@ -211,7 +216,7 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
     >>> match_hash(meta, meta.hash), match_hash(meta, "renamed")
     ('sorted-ascii', None)
     """
-    return next((recipe for recipe in RECIPES if meta.hashes[recipe] == dirname), None)
+    return meta.known_names.get(dirname)
 
 
 def _validate(document: dict[str, object], version: WrittenVersion, findings: Findings) -> Document | None:

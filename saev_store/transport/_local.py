@@ -21,8 +21,8 @@ from saev_store.transport._checks import byte_views, check_ranges, from_os_error
 from saev_store.transport._descriptors import DESCRIPTORS, OpenFile, check_regular
 from saev_store.transport._libc import map_file
 from saev_store.transport._local_write import LocalWrites
+from saev_store.transport._spread import preadv_all, preadv_spread
 
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
 _READ_CHUNK = 1 << 20
@@ -91,7 +91,7 @@ class LocalTransport(LocalWrites):
         return status.st_size
 
     def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers with `preadv`, straight from the page cache: no copy in between."""
+        """Fill the buffers with `preadv`, straight from the page cache, large ones with a thread for each core."""
         where = self._where(path)
         views = byte_views(buffers, writable=True)
         with os_errors(where, "read"):
@@ -100,7 +100,7 @@ class LocalTransport(LocalWrites):
             check_ranges(where, (start,), (end,))
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
-            _preadv(file.fd, views, start, where=where, end=end)
+            preadv_spread(file.fd, views, start, where=where, end=end)
 
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time: one that took its place since is an error, never half of an answer."""
@@ -230,22 +230,8 @@ def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:
     # The system reads at most 2 GiB at a time; signals and network disks cut reads short as well.
     whole = bytearray(end - start)
     whole[: len(data)] = data
-    _preadv(fd, [memoryview(whole)[len(data) :]], start + len(data), where=where, end=end)
+    preadv_all(fd, [memoryview(whole)[len(data) :]], start + len(data), where=where, end=end)
     return memoryview(whole).toreadonly()
-
-
-def _preadv(fd: int, views: list[memoryview], start: int, *, where: str, end: int) -> None:
-    position, first = start, 0
-    while first < len(views):
-        n_read = os.preadv(fd, views[first : first + _IOV_MAX], position)
-        if n_read == 0:
-            raise too_short(where, size=position, needed=end)
-        position += n_read
-        while first < len(views) and n_read >= views[first].nbytes:
-            n_read -= views[first].nbytes
-            first += 1
-        if n_read:
-            views[first] = views[first][n_read:]
 
 
 def _entry(item: os.DirEntry[str], folder: str) -> Entry:

@@ -1,0 +1,124 @@
+"""Reads that several threads share give the file's bytes, or the first thread's error, and leave no thread behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saev_store.errors import CorruptShardError, TransportError
+from saev_store.transport import MmapTransport, _spread
+
+FILE = np.random.default_rng(5).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def spread(tmp_path, monkeypatch):
+    """A file below a transport that shares out parts of 1,000 bytes among five threads, wherever the tests run."""
+    monkeypatch.setattr(_spread, "PART_BYTES", 1000)
+    monkeypatch.setattr(_spread, "n_cores", lambda: 5)
+    (tmp_path / "acts000000.bin").write_bytes(FILE)
+    transport = MmapTransport(tmp_path)
+    yield transport
+    transport.close()
+    for thread in threading.enumerate():
+        if thread.name == "saev-store-read":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def read(transport, start, sizes):
+    memory = [bytearray(size) for size in sizes]
+    transport.readinto("acts000000.bin", start=start, buffers=[memoryview(piece) for piece in memory])
+    return b"".join(memory)
+
+
+@given(data=st.data())
+def test_parts_are_the_same_bytes_in_order(data):
+    sizes = data.draw(st.lists(st.integers(1, 40_000_000), min_size=1, max_size=8))
+    start = data.draw(st.integers(0, 2**62))
+    views = [memoryview(np.broadcast_to(np.uint8(0), size)) for size in sizes]
+    position, seen = start, []
+    for at, some in _spread._parts(views, start):
+        assert at == position
+        nbytes = sum(view.nbytes for view in some)
+        assert nbytes <= _spread.PART_BYTES
+        position += nbytes
+        seen.append(nbytes)
+    assert position == start + sum(sizes)
+    assert all(nbytes == _spread.PART_BYTES for nbytes in seen[:-1])
+
+
+@pytest.mark.parametrize("sizes", [[100_000], [99_999, 1], [1] * 3000, [1000, 2000, 500, 7000], [33_333, 0, 20_000]])
+def test_gives_the_bytes(spread, sizes):
+    for _ in range(20):
+        assert read(spread, 0, sizes) == FILE[: sum(sizes)]
+        assert read(spread, 123, [size for size in sizes if size < 99_000]) in FILE
+
+
+def test_really_uses_several_threads(spread, monkeypatch):
+    together, real = threading.Barrier(5), os.preadv
+
+    def slow(fd, views, offset):
+        together.wait(20)  # only five threads at once get past this
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    assert read(spread, 0, [10_000]) == FILE[:10_000]
+
+
+def test_short_answers_are_continued(spread, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:77]], offset))
+    assert read(spread, 5, [20_000, 30_000]) == FILE[5:50_005]
+
+
+@pytest.mark.parametrize("where", [0, 17_000, 49_000])
+def test_an_error_of_any_part_is_the_error_of_the_read(spread, monkeypatch, where):
+    real = os.preadv
+
+    def broken(fd, views, offset):
+        if offset == where:
+            raise OSError(errno.EIO, "")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(TransportError, match=r"acts000000\.bin: could not read: .*EIO"):
+        read(spread, 0, [50_000])
+
+
+def test_a_file_that_ends_under_the_threads(spread, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0 if offset >= 30_000 else real(fd, views, offset))
+    with pytest.raises(CorruptShardError, match=r"has 3\d,000 bytes but byte 50,000 is needed"):
+        read(spread, 0, [50_000])
+
+
+def test_a_system_without_threads_to_spare(spread, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert read(spread, 0, [50_000]) == FILE[:50_000]
+
+
+def test_ctrl_c_is_not_swallowed_and_stops_the_others(spread, monkeypatch):
+    real, main, came, reads = os.preadv, threading.main_thread(), threading.Event(), []
+
+    def interrupted(fd, views, offset):
+        if threading.current_thread() is main:
+            came.set()
+            raise KeyboardInterrupt
+        assert came.wait(20)
+        reads.append(offset)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read(spread, 0, [100_000])
+    assert len(reads) < 20
