@@ -21,7 +21,7 @@ from saev_store.coalesce import coalesce
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.indexing import Axis, Block, Points, Progression, length
 from saev_store.layout import DTYPE, IntArray, Layout, shard_name
-from saev_store.transport import ReadsInto, Transport
+from saev_store.transport import ReadsRuns, Transport
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -68,7 +68,7 @@ class Reader:
         self.layout = layout
         self._readable = dict(readable or {})
         self._resident = math.isinf(transport.cost.max_gap_bytes)
-        self._direct = transport if self._resident and isinstance(transport, ReadsInto) else None
+        self._direct = transport if self._resident and isinstance(transport, ReadsRuns) else None
         self._unchecked = set(range(layout.n_shards)) if check_sizes else set[int]()
         self._maps: dict[int, FloatArray] = {}
 
@@ -257,10 +257,11 @@ class Reader:
         if target.nbytes // runs < _DIRECT_BYTES:
             return False  # small reads are cheaper as copies out of the map
         raw, run_nbytes = target.reshape(-1).view(np.uint8).data, target.nbytes // runs
-        for run in range(runs):
-            start = (first + run * stride) * layout.vector_nbytes
-            memory = raw[run * run_nbytes : (run + 1) * run_nbytes]
-            self._direct.readinto(shard_name(shard_idx), start=start, buffers=[memory])
+        self._direct.read_runs(
+            shard_name(shard_idx),
+            starts=[(first + run * stride) * layout.vector_nbytes for run in range(runs)],
+            buffers=[raw[run * run_nbytes : (run + 1) * run_nbytes] for run in range(runs)],
+        )
         return True
 
     def _read_outer_rows(self, block: Block, out: FloatArray) -> None:

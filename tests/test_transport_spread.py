@@ -38,20 +38,21 @@ def read(transport, start, sizes):
     return b"".join(memory)
 
 
-@given(data=st.data())
-def test_parts_are_the_same_bytes_in_order(data):
-    sizes = data.draw(st.lists(st.integers(1, 40_000_000), min_size=1, max_size=8))
-    start = data.draw(st.integers(0, 2**62))
-    views = [memoryview(np.broadcast_to(np.uint8(0), size)) for size in sizes]
-    position, seen = start, []
-    for at, some in _spread._parts(views, start):
-        assert at == position
-        nbytes = sum(view.nbytes for view in some)
-        assert nbytes <= _spread.PART_BYTES
-        position += nbytes
-        seen.append(nbytes)
-    assert position == start + sum(sizes)
-    assert all(nbytes == _spread.PART_BYTES for nbytes in seen[:-1])
+@given(st.lists(st.tuples(st.integers(0, 2**62), st.lists(st.integers(1, 40_000_000), max_size=4)), max_size=8))
+def test_parts_are_the_same_bytes_in_order(drawn):
+    runs = [(start, [memoryview(np.broadcast_to(np.uint8(0), size)) for size in sizes]) for start, sizes in drawn]
+    wanted = [(start, sum(sizes)) for start, sizes in drawn if sizes]
+    found, filled = [], []
+    for part in _spread._parts(runs):
+        filled.append(sum(view.nbytes for _, views in part for view in views))
+        for start, views in part:
+            nbytes = sum(view.nbytes for view in views)
+            if found and found[-1][0] + found[-1][1] == start and found[-1] != wanted[len(found) - 1]:
+                found[-1] = (found[-1][0], found[-1][1] + nbytes)
+            else:
+                found.append((start, nbytes))
+    assert found == wanted
+    assert all(nbytes == _spread.PART_BYTES for nbytes in filled[:-1])
 
 
 @pytest.mark.parametrize("sizes", [[100_000], [99_999, 1], [1] * 3000, [1000, 2000, 500, 7000], [33_333, 0, 20_000]])
@@ -59,6 +60,13 @@ def test_gives_the_bytes(spread, sizes):
     for _ in range(20):
         assert read(spread, 0, sizes) == FILE[: sum(sizes)]
         assert read(spread, 123, [size for size in sizes if size < 99_000]) in FILE
+
+
+def test_many_places_at_once(spread):
+    starts, sizes = [5, 90_000, 40, 40, 70_000], [30_000, 10, 999, 1001, 30_000]
+    memory = [bytearray(size) for size in sizes]
+    spread.read_runs("acts000000.bin", starts=starts, buffers=[memoryview(piece) for piece in memory])
+    assert memory == [FILE[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def test_really_uses_several_threads(spread, monkeypatch):

@@ -28,12 +28,13 @@ from saev_store.transport import (
     Nests,
     ReadCost,
     ReadsInto,
+    ReadsRuns,
     RetryTransport,
     Transport,
     Writes,
 )
 
-ABILITIES = (ReadsInto, Lists, Nests, Writes, Moves)
+ABILITIES = (ReadsInto, ReadsRuns, Lists, Nests, Writes, Moves)
 
 
 class Least:

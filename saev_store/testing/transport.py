@@ -35,7 +35,7 @@ from saev_store.errors import (
     UnsafeContentError,
     WriterConflictError,
 )
-from saev_store.transport import Lists, Moves, Nests, ReadsInto, Transport, Writes
+from saev_store.transport import Lists, Moves, Nests, ReadsInto, ReadsRuns, Transport, Writes
 
 #: What lies in the transport that a contract is tried on.
 FILES = {
@@ -179,6 +179,22 @@ class ReadContract:
         transport.readinto("acts000000.bin", start=3, buffers=[memoryview(row) for row in rows])
         assert rows.tobytes() == FILES["acts000000.bin"][3 : 3 + rows.nbytes]
 
+    def test_fills_memory_from_many_places(self, transport: Transport) -> None:
+        if not isinstance(transport, ReadsRuns):
+            pytest.skip("does not read runs")
+        starts, data = [900, 3, 3, 50_000, 100_000], FILES["acts000000.bin"]
+        rows = [np.zeros(nbytes, np.uint8) for nbytes in (400, 1, 77_000, 50_000, 0)]
+        transport.read_runs("acts000000.bin", starts=starts, buffers=[memoryview(row) for row in rows])
+        for start, row in zip(starts, rows, strict=True):
+            assert row.tobytes() == data[start : start + len(row)]
+        transport.read_runs("empty.bin", starts=[], buffers=[])
+        with pytest.raises(CorruptShardError):
+            transport.read_runs("acts000000.bin", starts=[0, 100_002], buffers=[memoryview(bytearray(2))] * 2)
+        with pytest.raises(ArgumentError, match="negative"):
+            transport.read_runs("acts000000.bin", starts=[0, -1], buffers=[memoryview(bytearray(2))] * 2)
+        with pytest.raises(ArgumentError, match="each range needs both"):
+            transport.read_runs("acts000000.bin", starts=[0], buffers=[])
+
     def test_refuses_memory_it_cannot_fill(self, transport: Transport) -> None:
         if not isinstance(transport, ReadsInto):
             pytest.skip("does not fill memory")
@@ -227,7 +243,7 @@ class ReadContract:
         again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301
         assert (again.url, again.name, again.cost) == (transport.url, transport.name, transport.cost)
         assert again.read("acts000001.bin") == FILES["acts000001.bin"]
-        for kind in (ReadsInto, Lists, Writes, Moves, Nests):
+        for kind in (ReadsInto, ReadsRuns, Lists, Writes, Moves, Nests):
             assert isinstance(again, kind) == isinstance(transport, kind)
         if isinstance(transport, Nests):
             part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301

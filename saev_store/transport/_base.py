@@ -92,6 +92,15 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
+class ReadsRuns(Protocol):
+    """Fills memory from many places of one file in one call, where a call for each would cost as much as its bytes."""
+
+    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer from the bytes that begin at its start; never returns short."""
+        ...
+
+
+@runtime_checkable
 class Nests(Protocol):
     """Has folders that can be roots of their own, through the same client."""
 

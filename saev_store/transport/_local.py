@@ -92,15 +92,33 @@ class LocalTransport(LocalWrites):
 
     def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers with `preadv`, straight from the page cache, large ones with a thread for each core."""
-        where = self._where(path)
         views = byte_views(buffers, writable=True)
+        nbytes = sum(view.nbytes for view in views)
+        self._fill(path, [(start, views)], nbytes, (start,), (start + nbytes,))
+
+    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer from its own place in the file, as `readinto` would one after the other."""
+        if len(starts) != len(buffers):
+            raise ArgumentError(f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=path)
+        runs = [(start, byte_views((buffer,), writable=True)) for start, buffer in zip(starts, buffers, strict=True)]
+        ends = [start + buffer.nbytes for start, buffer in zip(starts, buffers, strict=True)]
+        self._fill(path, runs, sum(ends) - sum(starts), starts, ends)
+
+    def _fill(
+        self,
+        path: str,
+        runs: Sequence[tuple[int, list[memoryview]]],
+        nbytes: int,
+        starts: Sequence[int],
+        ends: Sequence[int],
+    ) -> None:
+        where = self._where(path)
         with os_errors(where, "read"):
             file = self._open(path, where)
-            end = start + sum(view.nbytes for view in views)
-            check_ranges(where, (start,), (end,))
+            end = check_ranges(where, starts, ends)
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
-            preadv_spread(file.fd, views, start, where=where, end=end)
+            preadv_spread(file.fd, runs, nbytes=nbytes, where=where, end=end)
 
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time: one that took its place since is an error, never half of an answer."""

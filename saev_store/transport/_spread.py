@@ -25,25 +25,33 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def preadv_spread(fd: int, views: Sequence[memoryview], start: int, *, where: str, end: int) -> None:
-    """Fill `views` (bytes, none empty), one after the other, from the file's bytes `start:end`, with several threads.
+def preadv_spread(fd: int, runs: Sequence[tuple[int, list[memoryview]]], *, nbytes: int, where: str, end: int) -> None:
+    """Fill memory from a file with several threads.
+
+    Args:
+        fd: The file.
+        runs: Where each run begins in the file, and the pieces of memory (bytes, none empty) that it fills in order.
+        nbytes: The sum of all.
+        where: The file's name for messages.
+        end: The last byte that is needed, for messages.
 
     Raises:
         OSError: the system cannot read.
         CorruptShardError: the file ends before `end`.
     """
-    n_threads = min((end - start) // PART_BYTES, n_cores(), _MAX_THREADS)
+    n_threads = min(nbytes // PART_BYTES, n_cores(), _MAX_THREADS)
     if n_threads < 2:
-        preadv_all(fd, list(views), start, where=where, end=end)
+        for at, views in runs:
+            preadv_all(fd, views, at, where=where, end=end)
         return
-    parts = deque(_parts(views, start))
+    parts = deque(_parts(runs))
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
             while parts:
-                at, some = parts.popleft()
-                preadv_all(fd, some, at, where=where, end=end)
+                for at, views in parts.popleft():
+                    preadv_all(fd, views, at, where=where, end=end)
         except IndexError:  # another thread took the last part
             return
         except BaseException as error:  # raised again by the thread that asked
@@ -77,21 +85,26 @@ def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end:
             views[first] = views[first][n_read:]
 
 
-def _parts(views: Sequence[memoryview], start: int) -> list[tuple[int, list[memoryview]]]:
-    """The same bytes in pieces of `PART_BYTES`, each with its place in the file."""
-    parts: list[tuple[int, list[memoryview]]] = []
-    position, room = start, 0
-    for view in views:
-        done = 0
-        while done < view.nbytes:
-            if room == 0:
-                parts.append((position, []))
-                room = PART_BYTES
-            piece = view[done : done + room]
-            parts[-1][1].append(piece)
-            done += piece.nbytes
-            room -= piece.nbytes
-            position += piece.nbytes
+def _parts(runs: Sequence[tuple[int, list[memoryview]]]) -> list[list[tuple[int, list[memoryview]]]]:
+    """The same runs cut and bundled into parts of `PART_BYTES`."""
+    parts: list[list[tuple[int, list[memoryview]]]] = []
+    room = 0
+    for start, views in runs:
+        position, fresh = start, True
+        for view in views:
+            done = 0
+            while done < view.nbytes:
+                if room == 0:
+                    parts.append([])
+                    room, fresh = PART_BYTES, True
+                if fresh:
+                    parts[-1].append((position, []))
+                    fresh = False
+                piece = view[done : done + room]
+                parts[-1][-1][1].append(piece)
+                done += piece.nbytes
+                room -= piece.nbytes
+                position += piece.nbytes
     return parts
 
 

@@ -15,6 +15,7 @@ from saev_store.transport._base import (
     Nests,
     ReadCost,
     ReadsInto,
+    ReadsRuns,
     Sink,
     Transport,
     Writes,
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, ReadsInto)` (or `Lists`, `Writes`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
+    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `Lists`, `Writes`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
     override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
@@ -90,6 +91,13 @@ class _ReadingInto(Wrapper):
         inner = cast("ReadsInto", self._inner)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         self._around("readinto", nbytes, lambda: inner.readinto(path, start=start, buffers=buffers))
+
+
+class _ReadingRuns(Wrapper):
+    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        inner = cast("ReadsRuns", self._inner)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        self._around("read_runs", nbytes, lambda: inner.read_runs(path, starts=starts, buffers=buffers))
 
 
 class _Listing(Wrapper):
@@ -171,6 +179,7 @@ class _WrappedSink:
 
 _ABILITIES: dict[type, type[Wrapper]] = {
     ReadsInto: _ReadingInto,
+    ReadsRuns: _ReadingRuns,
     Lists: _Listing,
     Nests: _Nesting,
     Writes: _Writing,
