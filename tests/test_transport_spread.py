@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saev_store.errors import CorruptShardError, TransportError
@@ -72,9 +72,9 @@ def test_many_places_at_once(spread):
 def test_really_uses_several_threads(spread, monkeypatch):
     together, real = threading.Barrier(5), os.preadv
 
-    def slow(fd, views, offset):
+    def slow(fd, views, offset, *flags):
         together.wait(20)  # only five threads at once get past this
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", slow)
     assert read(spread, 0, [10_000]) == FILE[:10_000]
@@ -82,7 +82,7 @@ def test_really_uses_several_threads(spread, monkeypatch):
 
 def test_short_answers_are_continued(spread, monkeypatch):
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:77]], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset, *flags: real(fd, [views[0][:77]], offset, *flags))
     assert read(spread, 5, [20_000, 30_000]) == FILE[5:50_005]
 
 
@@ -90,10 +90,10 @@ def test_short_answers_are_continued(spread, monkeypatch):
 def test_an_error_of_any_part_is_the_error_of_the_read(spread, monkeypatch, where):
     real = os.preadv
 
-    def broken(fd, views, offset):
+    def broken(fd, views, offset, *flags):
         if offset == where:
             raise OSError(errno.EIO, "")
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(TransportError, match=r"acts000000\.bin: could not read: .*EIO"):
@@ -102,9 +102,45 @@ def test_an_error_of_any_part_is_the_error_of_the_read(spread, monkeypatch, wher
 
 def test_a_file_that_ends_under_the_threads(spread, monkeypatch):
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0 if offset >= 30_000 else real(fd, views, offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, offset, *flags: 0 if offset >= 30_000 else real(fd, views, offset, *flags)
+    )
     with pytest.raises(CorruptShardError, match=r"has 3\d,000 bytes but byte 50,000 is needed"):
         read(spread, 0, [50_000])
+
+
+@given(st.lists(st.booleans(), min_size=100, max_size=100), st.integers(0, 1000))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+def test_what_is_not_in_memory_is_read_in_as_few_requests_as_can_be(spread, cached, start):
+    """The kernel is made to say which thousands of bytes it holds."""
+    real, plain = os.preadv, []
+
+    def preadv(fd, views, offset, flags=0):
+        if not flags:
+            plain.append((offset, sum(view.nbytes for view in views)))
+            return real(fd, views, offset)
+        first = offset // 1000
+        behind = next((place for place in range(first, 100) if not cached[place]), 100) * 1000
+        if behind <= offset:
+            raise BlockingIOError(errno.EAGAIN, "")
+        return real(fd, [views[0][: behind - offset]], offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        assert read(spread, start, [50_000, 40_000]) == FILE[start : start + 90_000]
+    assert len(plain) <= 6  # at most one hole for each thread, and what is behind them
+
+
+def test_a_file_system_that_cannot_tell_what_is_in_memory(spread, monkeypatch):
+    real = os.preadv
+
+    def preadv(fd, views, offset, flags=0):
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read(spread, 5, [50_000]) == FILE[5:50_005]
 
 
 def test_a_system_without_threads_to_spare(spread, monkeypatch):
@@ -118,13 +154,13 @@ def test_a_system_without_threads_to_spare(spread, monkeypatch):
 def test_ctrl_c_is_not_swallowed_and_stops_the_others(spread, monkeypatch):
     real, main, came, reads = os.preadv, threading.main_thread(), threading.Event(), []
 
-    def interrupted(fd, views, offset):
+    def interrupted(fd, views, offset, *flags):
         if threading.current_thread() is main:
             came.set()
             raise KeyboardInterrupt
         assert came.wait(20)
         reads.append(offset)
-        return real(fd, views, offset)
+        return real(fd, views, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", interrupted)
     with pytest.raises(KeyboardInterrupt):
