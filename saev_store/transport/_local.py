@@ -21,7 +21,7 @@ from saev_store.transport._checks import byte_views, check_ranges, from_os_error
 from saev_store.transport._descriptors import DESCRIPTORS, OpenFile, check_regular
 from saev_store.transport._libc import map_file
 from saev_store.transport._local_write import LocalWrites
-from saev_store.transport._spread import preadv_all, preadv_spread
+from saev_store.transport._spread import SpreadReader, preadv_all
 
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
@@ -55,6 +55,7 @@ class LocalTransport(LocalWrites):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = local_root(root)
         self._pins = {}
+        self._spread = SpreadReader()
 
     @property
     def url(self) -> str:
@@ -118,7 +119,7 @@ class LocalTransport(LocalWrites):
             end = check_ranges(where, starts, ends)
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
-            preadv_spread(file.fd, runs, nbytes=nbytes, where=where, end=end)
+            self._spread.fill(file.fd, runs, nbytes=nbytes, where=where, end=end)
 
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time: one that took its place since is an error, never half of an answer."""

@@ -34,25 +34,42 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def preadv_spread(fd: int, runs: Sequence[Run], *, nbytes: int, where: str, end: int) -> None:
-    """Fill memory from a file with several threads.
+class SpreadReader:
+    """Fills memory from files with several threads; shared by all threads that read through one transport."""
 
-    Args:
-        fd: The file.
-        runs: What to fill from where.
-        nbytes: The sum of all.
-        where: The file's name for messages.
-        end: The last byte that is needed, for messages.
+    def __init__(self) -> None:
+        #: Whether the last read had to wait for a disk: then the next one asks in one thread what is in memory.
+        self._waited = False
 
-    Raises:
-        OSError: the system cannot read.
-        CorruptShardError: the file ends before `end`.
-    """
-    n_threads = min(nbytes // PART_BYTES, n_cores(), _MAX_THREADS)
-    if n_threads < 2:
-        for at, views in runs:
+    def fill(self, fd: int, runs: Sequence[Run], *, nbytes: int, where: str, end: int) -> None:
+        """Fill memory from a file.
+
+        Args:
+            fd: The file.
+            runs: What to fill from where.
+            nbytes: The sum of all.
+            where: The file's name for messages.
+            end: The last byte that is needed, for messages.
+
+        Raises:
+            OSError: the system cannot read.
+            CorruptShardError: the file ends before `end`.
+        """
+        n_threads = min(nbytes // PART_BYTES, n_cores(), _MAX_THREADS)
+        if n_threads < 2:
+            left = list(runs)
+        elif self._waited:
+            left = _read_cached(fd, runs, where=where, end=end)
+            self._waited = bool(left)
+        else:
+            left = _share_out(fd, runs, n_threads, where=where, end=end)
+            self._waited = bool(left)
+        for at, views in left:
             preadv_all(fd, views, at, where=where, end=end)
-        return
+
+
+def _share_out(fd: int, runs: Sequence[Run], n_threads: int, *, where: str, end: int) -> list[Run]:
+    """Read with several threads what is in memory; gives what is left to read, in order."""
     parts, left = deque(_parts(runs)), list[Run]()
     errors: list[BaseException] = []
 
@@ -76,8 +93,7 @@ def preadv_spread(fd: int, runs: Sequence[Run], *, nbytes: int, where: str, end:
         raise
     if errors:
         raise errors[0]
-    for at, views in _joined([*left, *(run for part in parts for run in part)]):
-        preadv_all(fd, views, at, where=where, end=end)
+    return _joined([*left, *(run for part in parts for run in part)])
 
 
 def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end: int) -> None:
@@ -91,7 +107,7 @@ def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end:
         views = _behind(views, n_read)
 
 
-def _read_cached(fd: int, part: list[Run], *, where: str, end: int) -> list[Run]:
+def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[Run]:
     """Read what is in memory; gives what is left to read, in order."""
     for number, (start, views) in enumerate(part):
         position, left = start, views
