@@ -102,10 +102,8 @@ class AccessError(SaevStoreError, PermissionError):
     kind = "access"
 
 
-class DocumentError(SaevStoreError, ValueError):
-    """A document of a store breaks at least one rule; `problems` lists all of them."""
-
-    kind = "document"
+class _WithProblems(SaevStoreError):
+    """An error that knows more than one thing that is wrong."""
 
     def __init__(
         self,
@@ -117,6 +115,12 @@ class DocumentError(SaevStoreError, ValueError):
     ) -> None:
         super().__init__(message, where=where, remedy=remedy)
         self.problems = tuple(problems)
+
+
+class DocumentError(_WithProblems, ValueError):
+    """A document of a store breaks at least one rule; `problems` lists all of them."""
+
+    kind = "document"
 
 
 class UnknownProtocolError(DocumentError):
@@ -149,21 +153,10 @@ class ArgumentError(SaevStoreError, ValueError):
     kind = "argument"
 
 
-class CorruptShardError(SaevStoreError, OSError):
+class CorruptShardError(_WithProblems, OSError):
     """A shard is missing, too short, or does not hold what was written; `problems` lists all that is known."""
 
     kind = "corrupt_shard"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        where: str | None = None,
-        remedy: str | None = None,
-        problems: Sequence[Problem] = (),
-    ) -> None:
-        super().__init__(message, where=where, remedy=remedy)
-        self.problems = tuple(problems)
 
 
 class MissingShardError(CorruptShardError, FileNotFoundError):
