@@ -21,12 +21,12 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from kill_harness_oracle import Case, case  # noqa: E402
+from kill_harness_oracle import Case, case
 
-from saev_store.errors import IncompleteStoreError, NotFoundError, SaevStoreError  # noqa: E402
-from saev_store.store import ShardStore  # noqa: E402
-from saev_store.transport import open_transport  # noqa: E402
-from saev_store.writer import create_store, finalize_store  # noqa: E402
+from saev_store.errors import IncompleteStoreError, NotFoundError, SaevStoreError
+from saev_store.store import ShardStore
+from saev_store.transport import open_transport
+from saev_store.writer import create_store, finalize_store
 
 
 def make_case(seed: int) -> Case:

@@ -24,14 +24,14 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from energon_tars import sample_files, tar_bytes  # noqa: E402 - the path is set above
+from energon_tars import sample_files, tar_bytes
 
-from saev_store.errors import NotFoundError  # noqa: E402
-from saev_store.formats.energon import EnergonDataset  # noqa: E402
-from saev_store.formats.energon.prepare import prepare  # noqa: E402
-from saev_store.formats.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file  # noqa: E402
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder  # noqa: E402
-from saev_store.transport._local_write import TEMP_PREFIX  # noqa: E402
+from saev_store.errors import NotFoundError
+from saev_store.formats.energon import EnergonDataset
+from saev_store.formats.energon.prepare import prepare
+from saev_store.formats.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.transport._local_write import TEMP_PREFIX
 
 
 class Kind(Protocol):

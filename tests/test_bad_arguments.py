@@ -34,31 +34,31 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
 
     found: dict[str, Callable[[object], object]] = {
         "open": ShardStore.open,
-        "storage_options": lambda junk: ShardStore.open(SAMPLE, junk),  # type: ignore[arg-type]
-        "engine": lambda junk: ShardStore.open(SAMPLE, engine=junk),  # type: ignore[arg-type]
+        "storage_options": lambda junk: ShardStore.open(SAMPLE, junk),
+        "engine": lambda junk: ShardStore.open(SAMPLE, engine=junk),
         "list": ShardStore.list,
         "index": lambda junk: store[junk],
         "second index": lambda junk: store[0, junk],
         "two indices": lambda junk: store[0, 0, junk, junk],
-        "out": lambda junk: store.read(0, out=junk),  # type: ignore[arg-type]
-        "layer": lambda junk: store.sel(layer=junk),  # type: ignore[arg-type]
-        "tokens": lambda junk: store.sel(tokens=junk),  # type: ignore[arg-type]
+        "out": lambda junk: store.read(0, out=junk),
+        "layer": lambda junk: store.sel(layer=junk),
+        "tokens": lambda junk: store.sel(tokens=junk),
         "examples": lambda junk: store.sel(examples=junk),
-        "ignore_labels": lambda junk: store.sel(ignore_labels=junk),  # type: ignore[arg-type]
+        "ignore_labels": lambda junk: store.sel(ignore_labels=junk),
         "rows": rows.rows,
         "row": lambda junk: rows[junk],
         "coordinates": rows.coordinates,
-        "locate": lambda junk: store.layout.locate(junk, 2, junk),  # type: ignore[arg-type]
-        "origin": lambda junk: store.origin(junk, 0),  # type: ignore[arg-type]
-        "create": lambda junk: ShardStore.create(root, junk),  # type: ignore[arg-type]
-        "part": lambda junk: ShardStore.create(root, METADATA, part=junk, resume="auto").close(),  # type: ignore[arg-type]
-        "resume": lambda junk: ShardStore.create(root, METADATA, resume=junk).close(),  # type: ignore[arg-type]
-        "on_nonfinite": lambda junk: ShardStore.create(root, METADATA, on_nonfinite=junk).close(),  # type: ignore[arg-type]
+        "locate": lambda junk: store.layout.locate(junk, 2, junk),
+        "origin": lambda junk: store.origin(junk, 0),
+        "create": lambda junk: ShardStore.create(root, junk),
+        "part": lambda junk: ShardStore.create(root, METADATA, part=junk, resume="auto").close(),
+        "resume": lambda junk: ShardStore.create(root, METADATA, resume=junk).close(),
+        "on_nonfinite": lambda junk: ShardStore.create(root, METADATA, on_nonfinite=junk).close(),
         "append": append,
         "labels": lambda junk: append(np.zeros((1, 2, 5, 8), np.float32), junk),
     }
     for name in [*METADATA, "protocol", "data", "dataset", "pixel_agg", "extra"]:
-        found[f"metadata {name}"] = lambda junk, name=name: new_metadata(**{**METADATA, name: junk})  # type: ignore[arg-type]
+        found[f"metadata {name}"] = lambda junk, name=name: new_metadata(**{**METADATA, name: junk})
     return found
 
 

@@ -126,7 +126,7 @@ def test_the_error_names_value_rule_and_the_nearest_shapes():
 def test_what_is_no_shape_is_refused(shape: object):
     layout = Layout(12_000, tuple(range(6)), 196, True, 768, 2_000)
     with pytest.raises(ArgumentError, match="chunk"):
-        ChunkGrid(layout, shape)  # type: ignore[arg-type]
+        ChunkGrid(layout, shape)
 
 
 def test_default_shapes_of_real_stores():

@@ -77,4 +77,4 @@ def test_chunks_that_do_not_fit(chunks: object):
     plain = plain_store(LAYOUT)
     store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
     with pytest.raises(ArgumentError, match="chunks"):
-        store.as_dask(chunks=chunks)  # type: ignore[arg-type]
+        store.as_dask(chunks=chunks)

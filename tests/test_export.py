@@ -242,7 +242,7 @@ def test_illegal_shapes_and_addresses(tmp_path: Path):
     with pytest.raises(ArgumentError, match="do not divide a shard of 3"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(2, 3, 5, 8))
     with pytest.raises(ArgumentError, match="no chunk shape"):
-        store.to_kerchunk(tmp_path / "r.json", chunks="big")  # type: ignore[arg-type]
+        store.to_kerchunk(tmp_path / "r.json", chunks="big")
     with pytest.raises(ArgumentError, match="no address"):
         store.to_kerchunk(tmp_path / "r.json", base="s3://{{bucket}}/x")
     with pytest.raises(ArgumentError, match="nobody else"):

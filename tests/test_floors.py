@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -266,3 +267,16 @@ def test_the_judge_sees_what_it_should(tmp_path: Path, monkeypatch: pytest.Monke
         ("zarr.storage", None, True, False),
         ("fsspec.core", None, True, False),
     ]
+
+
+def test_every_suppression_says_why():
+    root = PACKAGE.parent
+    silent = re.compile(r"# (?:noqa|type: ignore|pyright: ignore)(?:: [A-Z0-9, ]+|\[[A-Za-z, -]+\])?\s*$")
+    found = [
+        f"{path.relative_to(root)}:{number}"
+        for folder in ("saev_store", "tests", "benchmarks", "examples")
+        for path in sorted((root / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if silent.search(line)
+    ]
+    assert found == []

@@ -105,7 +105,7 @@ def test_labels_match_literally() -> None:
 )
 def test_locate_refuses_what_lies_outside(example: object, token: object) -> None:
     with pytest.raises(SelectionError, match=r"must be an integer from 0 to"):
-        Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)  # type: ignore[arg-type]
+        Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_impossible_geometries_are_refused(change: dict[str, object]) -> None:
         "examples_per_shard": 2,
     }
     with pytest.raises(ArgumentError):
-        Layout(**{**good, **change})  # type: ignore[arg-type]
+        Layout(**{**good, **change})
 
 
 def test_layouts_are_values() -> None:

@@ -319,7 +319,7 @@ def test_labels_only_cost_what_is_kept(plain, store):
     """Blocks without kept rows are never read."""
 
     class Noted(Wrapper):
-        seen: list[str] = []  # noqa: RUF012
+        seen: list[str] = []  # noqa: RUF012  # one list for all instances is what is wanted
 
         def _around(self, operation, nbytes, call):
             self.seen.append(operation)

@@ -132,7 +132,7 @@ def test_bad_arguments(text: Path, tmp_path: Path) -> None:
         {"patches": (0, 3), "image_px": (28, 28)},
     ):
         with pytest.raises(ArgumentError):
-            recorded_from(source, **kwargs)  # type: ignore[arg-type]
+            recorded_from(source, **kwargs)
     with pytest.raises(SelectionError):
         recorded_from(source, samples=[3])
     store = recorded(tmp_path / "root", recorded_from(source))

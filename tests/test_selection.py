@@ -61,9 +61,9 @@ def test_rows_equal_the_dull_enumeration(
     case: tuple[Layout, dict[str, object], np.ndarray, list[tuple[int, int, int]]], random: object
 ) -> None:
     layout, kwargs, _, rows = case
-    space = row_space(layout, **kwargs)  # type: ignore[arg-type]
+    space = row_space(layout, **kwargs)
     assert len(space) == len(rows)
-    picks = list(range(len(rows))) + [random.randrange(len(rows)) for _ in range(5) if rows]  # type: ignore[attr-defined]
+    picks = list(range(len(rows))) + [random.randrange(len(rows)) for _ in range(5) if rows]
     found = space.coordinates(np.array(picks, dtype=np.int64))
     assert list(zip(*(column.tolist() for column in found), strict=True)) == [rows[pick] for pick in picks]
 
@@ -101,4 +101,4 @@ def test_what_the_store_does_not_hold_is_an_error(
     kwargs: dict[str, object], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        row_space(LAYOUT, **kwargs)  # type: ignore[arg-type]
+        row_space(LAYOUT, **kwargs)

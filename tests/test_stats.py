@@ -206,7 +206,7 @@ def test_a_sample_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not store.stats(sample=99, save=False).is_sample
     for sample, seed in ((0, 0), (-1, 0), (2.5, 0), (3, -1)):
         with pytest.raises(ArgumentError):
-            store.stats(sample=sample, seed=seed)  # type: ignore[arg-type]
+            store.stats(sample=sample, seed=seed)
 
 
 # -- beside the store --------------------------------------------------------------------------------------------------

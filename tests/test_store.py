@@ -44,19 +44,19 @@ class Picky(MemoryTransport):
 
     def __init__(self, files: dict[str, bytes], cost: ReadCost) -> None:
         super().__init__(files)
-        self.cost = cost  # type: ignore[misc]
+        self.cost = cost
         self.requests: list[tuple[str, int, int]] = []
 
     def get_ranges(self, path: str, *, starts: list[int], ends: list[int]) -> list[memoryview]:
         self.requests += [(path, start, end) for start, end in zip(starts, ends, strict=True)]
-        return super().get_ranges(path, starts=starts, ends=ends)  # type: ignore[return-value]
+        return super().get_ranges(path, starts=starts, ends=ends)
 
 
 def opened(transport: Transport, **kwargs: object) -> ShardStore:
     """A store held in memory has no name to compare its hash with."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaevStoreWarning)
-        return ShardStore.open(transport, **kwargs)  # type: ignore[arg-type]
+        return ShardStore.open(transport, **kwargs)
 
 
 def same_bits(found: object, expected: np.ndarray) -> None:
@@ -77,7 +77,7 @@ def test_peer_written_stores_equal_their_truth_bit_for_bit(sample: Path, engine:
     if engine == "memory":
         store = opened(MemoryTransport({file.name: file.read_bytes() for file in folder.iterdir()}))
     else:
-        store = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
+        store = ShardStore.open(folder, engine=engine)
     truth = np.load(sample / "acts.npy")
     same_bits(store[...], truth)
     for example, layer_idx, token in np.ndindex(truth.shape[:3]):
@@ -104,7 +104,7 @@ def test_malformed_samples_are_refused_or_reported(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            store = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
+            store = ShardStore.open(folder, engine=engine)
             assert store[...].shape == store.shape
         except SaevStoreError as error:
             refused = str(error)
@@ -207,9 +207,9 @@ LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
     "key", [..., 3, (slice(1, 6), 1), ([6, 0], slice(None), [1, 1]), (slice(None, None, -2), -1, 0, 3)]
 )
 def test_every_engine_on_real_files(engine: str, tail: str, key: object, tmp_path: Path) -> None:
-    plain = plain_store(LAYOUT, tail=tail)  # type: ignore[arg-type]
-    store = ShardStore.open(plain.write(tmp_path), engine=engine)  # type: ignore[arg-type]
-    same_bits(store[key], plain.dense[key])  # type: ignore[index]
+    plain = plain_store(LAYOUT, tail=tail)
+    store = ShardStore.open(plain.write(tmp_path), engine=engine)
+    same_bits(store[key], plain.dense[key])
 
 
 def test_a_store_can_be_held_in_memory(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_large_contiguous_reads_take_the_direct_way(tmp_path: Path) -> None:
         (slice(None, None, 2), slice(1, 3)),
         (slice(0, 4), 2, slice(1, 39)),
     ):
-        same_bits(store[key], plain.dense[key])  # type: ignore[index]
+        same_bits(store[key], plain.dense[key])
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_requests_follow_the_price_of_gaps(cost: ReadCost, key: object, expected
     plain = plain_store(LAYOUT)
     transport = Picky(plain.files, cost)
     store = opened(transport)
-    same_bits(store[key], plain.dense[key])  # type: ignore[index]
+    same_bits(store[key], plain.dense[key])
     assert [(start, end) for _, start, end in transport.requests] == expected
 
 
@@ -329,21 +329,21 @@ def test_what_is_no_view_says_so(key: object, tmp_path: Path) -> None:
 def test_memory_that_does_not_fit_is_refused(out: object) -> None:
     store = opened(MemoryTransport(plain_store(LAYOUT).files))
     with pytest.raises(ArgumentError, match="out is"):
-        store.read((0, 0, slice(1, 5)), out=out)  # type: ignore[arg-type]
+        store.read((0, 0, slice(1, 5)), out=out)
 
 
 # -- processes and threads ---------------------------------------------------------------------------------------------
 
 
 def _answer(store: ShardStore, queue: object) -> None:
-    queue.put((store[4, 1].tobytes(), store.sel(layer=5)[[3, 1]].tobytes()))  # type: ignore[attr-defined]
+    queue.put((store[4, 1].tobytes(), store.sel(layer=5)[[3, 1]].tobytes()))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_stores_work_in_other_processes(engine: str, method: str, tmp_path: Path) -> None:
     plain = plain_store(LAYOUT)
-    store = ShardStore.open(plain.write(tmp_path), engine=engine)  # type: ignore[arg-type]
+    store = ShardStore.open(plain.write(tmp_path), engine=engine)
     same_bits(store[4], plain.dense[4])
     context = multiprocessing.get_context(method)
     queue = context.SimpleQueue()
@@ -401,8 +401,8 @@ def test_what_is_lost_is_never_read_and_the_rest_is_right(engine: str, damage: s
     lost = {3, 4, 5} if damage == "missing" else {4, 5}
     if engine != "fsspec":
         with pytest.raises(CorruptShardError, match=r"acts000001.bin.*damaged_ok"):
-            ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
-    store = ShardStore.open(folder, engine=engine, damaged_ok=True)  # type: ignore[arg-type]
+            ShardStore.open(folder, engine=engine)
+    store = ShardStore.open(folder, engine=engine, damaged_ok=True)
     for example in range(7):
         if example in lost or (engine == "fsspec" and example == 3):
             with pytest.raises(CorruptShardError, match=r"acts000001\.bin"):
@@ -431,19 +431,19 @@ def test_a_shard_that_is_replaced_is_never_mixed_with_what_was_there(engine: str
     layout = Layout(8, (0,), 64, False, 1024, 4)  # large enough for direct reads
     plain = plain_store(layout)
     folder = plain.write(tmp_path)
-    store = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
+    store = ShardStore.open(folder, engine=engine)
     same_bits(store[:4], plain.dense[:4])
     other = plain_store(layout, seed=1)
     (folder / "new").write_bytes(other.files["acts000000.bin"])
     (folder / "new").replace(folder / "acts000000.bin")
     for key in (slice(0, 4), (1, 0, 3), (slice(0, 4), 0, 5)):
         try:
-            found = store[key]  # type: ignore[index]
+            found = store[key]
         except CorruptShardError as error:
             assert "taken the place" in str(error)
         else:
             same_bits(found, plain.dense[key])
-    fresh = ShardStore.open(folder, engine=engine)  # type: ignore[arg-type]
+    fresh = ShardStore.open(folder, engine=engine)
     same_bits(fresh[:4], other.dense[:4])
     same_bits(fresh[1, 0, 3], other.dense[1, 0, 3])
 
@@ -490,9 +490,9 @@ def test_a_root_lists_its_stores(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_there(engine: str, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no store"):
-        ShardStore.open(tmp_path, engine=engine)  # type: ignore[arg-type]
+        ShardStore.open(tmp_path, engine=engine)
     with pytest.raises(NotFoundError):
-        ShardStore.open(tmp_path / "nowhere", engine=engine)  # type: ignore[arg-type]
+        ShardStore.open(tmp_path / "nowhere", engine=engine)
     with pytest.raises(NotFoundError):
         ShardStore.list(tmp_path / "nowhere")
 
@@ -547,13 +547,13 @@ def test_plain_facts() -> None:
 def test_bad_requests_are_our_errors(call: object, error: type[Exception]) -> None:
     store = opened(MemoryTransport(plain_store(LAYOUT).files))
     with pytest.raises(error):
-        call(store)  # type: ignore[operator]
+        call(store)
 
 
 @pytest.mark.parametrize("url", [None, 3, b"bytes", "", "nosuch://x/y", "a\0b"])
 def test_bad_addresses_are_our_errors(url: object) -> None:
     with pytest.raises(SaevStoreError):
-        ShardStore.open(url)  # type: ignore[arg-type]
+        ShardStore.open(url)
 
 
 def test_breaking_changes_warn_and_refuse() -> None:

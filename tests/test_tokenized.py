@@ -68,7 +68,7 @@ def test_nothing_is_left_behind_by_what_fails(
 ) -> None:
     source = open_source(DATA)
     with pytest.raises(error):
-        texts_to_documents(source, tmp_path / "text", tokenizer, **kwargs)  # type: ignore[arg-type]
+        texts_to_documents(source, tmp_path / "text", tokenizer, **kwargs)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,7 +79,7 @@ def test_what_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: py
         IndexedDatasetBuilder, "add_document", lambda self, tokens: right(self, np.asarray(tokens)[::-1])
     )
     with pytest.raises(CorruptShardError, match="read back"):
-        texts_to_documents(source, tmp_path / "other", ids)  # type: ignore[arg-type]
+        texts_to_documents(source, tmp_path / "other", ids)
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_tokenizer_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    texts = truth(open_source(DATA))  # type: ignore[arg-type] - it is an EnergonDataset
+    texts = truth(open_source(DATA))
     words = {word: number for number, word in enumerate(dict.fromkeys(" ".join(texts).split()))}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({**words, "?": len(words)}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

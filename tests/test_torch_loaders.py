@@ -16,17 +16,17 @@ from plain_stores import Plain, plain_store
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader
 
-from saev_store.errors import (  # noqa: E402
+from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     LayerNotFoundError,
     NotFoundError,
     SelectionError,
 )
-from saev_store.loaders._memory import Outputs  # noqa: E402
-from saev_store.torch import (  # noqa: E402
+from saev_store.loaders._memory import Outputs
+from saev_store.torch import (
     ConfigError,
     Dataset,
     IndexedConfig,
@@ -36,9 +36,9 @@ from saev_store.torch import (  # noqa: E402
     ShuffledConfig,
     ShuffledDataLoader,
 )
-from saev_store.torch._device import PlainCopies, copies_to, moved, pinned  # noqa: E402
-from saev_store.torch.batch import tensors  # noqa: E402
-from saev_store.torch.loaders import rank_and_world  # noqa: E402
+from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
+from saev_store.torch.batch import tensors
+from saev_store.torch.loaders import rank_and_world
 
 
 @pytest.fixture(scope="module")

@@ -464,7 +464,7 @@ def test_no_thread_outlives_its_writer(tmp_path: Path) -> None:
     assert not threads()
     with pytest.raises(ZeroDivisionError), begin(transport, this, resume=True) as writer:
         writer.append(*this.rows(writer.next_example, 5))
-        1 / 0  # noqa: B018
+        1 / 0  # noqa: B018  # raises
     assert not threads()
 
 

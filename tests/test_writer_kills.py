@@ -78,4 +78,4 @@ def test_ctrl_c_ends_quickly_and_loses_little(tmp_path: Path) -> None:
         ) as writer,
     ):
         assert writer.next_example > 1400  # at most one block of those that were appended is lost
-        1 / 0  # noqa: B018
+        1 / 0  # noqa: B018  # raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kill_harness_oracle import Case, case
-from servers import Bucket, s3_bucket  # noqa: F401
+from servers import Bucket, s3_bucket  # noqa: F401  # fixtures
 from test_writer_parts import race, write_part
 
 from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConflictError

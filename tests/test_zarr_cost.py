@@ -40,7 +40,7 @@ EXAMPLE = 6 * PLANE
 def opened(transport: Transport, **options: object) -> ShardStore:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaevStoreWarning)
-        return ShardStore.open(transport, **options)  # type: ignore[arg-type]
+        return ShardStore.open(transport, **options)
 
 
 def counted(
@@ -84,7 +84,7 @@ def test_opening_a_local_view_asks_nothing(tmp_path: Path):
     folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
     transport = CountingTransport(ShardStore.open(folder).transport)
     store = opened(transport)
-    store.labels  # noqa: B018
+    store.labels  # noqa: B018  # raises
     transport.reset()
     group = zarr.open_group(store.as_zarr(), mode="r")
     assert group["activations"].nbytes == LAYOUT.nbytes

@@ -52,7 +52,7 @@ class Ranges:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self.extents == other.extents
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def add(self, key: str, data: bytes) -> None:
         assert isinstance(self.transport, Writes)
@@ -165,7 +165,7 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
     def test_store_read_only(self, store: WritableView) -> None:
         assert store.read_only
         with pytest.raises(AttributeError):
-            store.read_only = False  # type: ignore[misc]
+            store.read_only = False
 
     async def test_store_open_read_only(self, open_kwargs: dict[str, Any]) -> None:
         store = await ZarrView.open(open_kwargs["transport"], open_kwargs["keys"])

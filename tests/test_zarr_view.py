@@ -46,7 +46,7 @@ def opened(where: Transport | Path, **options: object) -> ShardStore:
     """A store held in memory has no name to compare its hash with."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaevStoreWarning)
-        return ShardStore.open(where, **options)  # type: ignore[arg-type]
+        return ShardStore.open(where, **options)
 
 
 def read(view: ZarrView, name: str = "activations") -> zarr.Array:
@@ -287,9 +287,9 @@ def test_illegal_chunks_propose_legal_ones():
         store.as_zarr(chunks=(1, 1, 1, 8), sharded=False)
     for nonsense in ("all", (1, 1, 5), 5, None, (1, 1, 5, 8.0), (0, 1, 5, 8)):
         with pytest.raises(ArgumentError, match="chunk"):
-            store.as_zarr(chunks=nonsense)  # type: ignore[arg-type]
+            store.as_zarr(chunks=nonsense)
     with pytest.raises(ArgumentError, match="sharded"):
-        store.as_zarr(sharded="yes")  # type: ignore[arg-type]
+        store.as_zarr(sharded="yes")
     assert read(store.as_zarr(chunks=np.array([3, 3, 5, 8]))).chunks == (3, 3, 5, 8)
 
 
@@ -396,7 +396,7 @@ class Dead(MemoryTransport):
     """A link that dies after the store was opened."""
 
     is_local = False
-    cost = ReadCost(0, 1 << 20)  # type: ignore[assignment]
+    cost = ReadCost(0, 1 << 20)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
         raise DeadlineError("no answer for 60 s", where=path, transient=True)

@@ -49,7 +49,7 @@ def app() -> Command:
 def _top(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,  # noqa: ARG001
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,  # noqa: ARG001  # read from the arguments before they are parsed
 ) -> None:
     if version:
         emit(f"saev-store {__version__}")

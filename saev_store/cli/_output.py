@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +40,7 @@ def emit_json(value: object) -> None:
 
 def _finite(value: object) -> object:
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

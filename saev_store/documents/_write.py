@@ -47,7 +47,7 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
         chosen = _value_for(version, name, value)
         if name in version.writes or chosen is not None:
             document[version.spelling.key(name)] = chosen
-    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
         raise ArgumentError(f"extra is {shown(extra)}; it must map names to JSON values", where="extra")
     taken = sorted(extra.keys() & document.keys())
     if taken:

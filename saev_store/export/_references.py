@@ -224,7 +224,7 @@ class _ShardNames(Sequence[str]):
     def __len__(self) -> int:
         return self._n_shards
 
-    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]  # what fsspec asks of a sequence of names
         if isinstance(key, slice):
             return [shard_name(n) for n in range(*key.indices(self._n_shards))]
         return shard_name(range(self._n_shards)[key])

@@ -31,7 +31,7 @@ def write_icechunk(
     """See `ShardStore.to_icechunk`."""
     try:
         import icechunk
-        import virtualizarr  # noqa: F401
+        import virtualizarr  # noqa: F401  # only whether it is there
     except ImportError as error:
         raise MissingDependencyError(
             f"{error.name} is not installed", where="to_icechunk", remedy="pip install 'saev_store[icechunk]'"
@@ -93,7 +93,7 @@ def _manifest(array: ArrayReferences, base: str) -> object:
         # No reference yet: `_write` fills it.
         paths[number], offsets[number], sizes[number] = "", 0, 0
     manifest = ChunkManifest.from_arrays(
-        paths=paths.reshape(array.counts),  # pyright: ignore[reportArgumentType]
+        paths=paths.reshape(array.counts),  # pyright: ignore[reportArgumentType]  # variable-width strings, which the annotation does not know yet
         offsets=offsets.astype(np.uint64).reshape(array.counts),
         lengths=sizes.reshape(array.counts),
         validate_paths=False,

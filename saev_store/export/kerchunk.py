@@ -206,9 +206,9 @@ def _parquet(columns: Mapping[str, object]) -> bytes:
         open_with=lambda *_: kept,
         compression="ZSTD",
         write_index=False,
-        stats=False,  # pyright: ignore[reportArgumentType]
-        object_encoding={"path": "utf8", "raw": "bytes"},  # pyright: ignore[reportArgumentType]
-        has_nulls=[name for name in ("path", "raw") if name in columns],  # pyright: ignore[reportArgumentType]
+        stats=False,  # pyright: ignore[reportArgumentType]  # takes a bool, though its default is a list
+        object_encoding={"path": "utf8", "raw": "bytes"},  # pyright: ignore[reportArgumentType]  # takes a dict, though its default is a str
+        has_nulls=[name for name in ("path", "raw") if name in columns],  # pyright: ignore[reportArgumentType]  # takes a list, though its default is a bool
     )
     return kept.getvalue()
 

@@ -192,7 +192,7 @@ class Reads:
         gap = starts[1:] - ends[:-1]
         # Vectors that are wanted twice are read twice.
         first = [0, *(np.flatnonzero((gap > self._max_gap_bytes) | (gap < 0)) + 1).tolist(), len(starts)]
-        raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # whatever the transport handed out
         nbytes = 0
         if self._advice is not None:
             self._advice.before(shard)

@@ -38,11 +38,11 @@ class BlockSlots:
         width = partition.blocks_per_tick * partition.order.blocks.cells_per_block
         return (partition.window_ticks + n_ahead) * width
 
-    def fits(self, n_rows: int) -> bool:  # noqa: ARG002
+    def fits(self, n_rows: int) -> bool:  # noqa: ARG002  # the other kind of slots asks
         """Whether a cohort of that many rows can be taken in, given that its line is free."""
         return True
 
-    def runs(self, cohort: int, entered: Cohort, spent: IntArray) -> Runs:  # noqa: ARG002
+    def runs(self, cohort: int, entered: Cohort, spent: IntArray) -> Runs:  # noqa: ARG002  # the other kind of slots asks
         """The reads that bring a cohort, of whose blocks the first `spent` rows are not wanted any more."""
         line, width = cohort % self._window.depth, self._window.numbers.shape[1]
         slot = line * width + np.arange(len(entered.numbers), dtype=np.int64)

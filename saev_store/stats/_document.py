@@ -106,7 +106,7 @@ def parse_stats(raw: bytes, metadata: Metadata, *, where: str) -> tuple[Stats, i
     wrong = [name for name, values in [*counts.items(), *numbers.items()] if values.shape != shape]
     if wrong:
         raise DocumentError(f"{', '.join(wrong)}: not of shape {shape}, (layer, token)", where=where)
-    moments = Moments(**counts, **numbers)  # pyright: ignore[reportArgumentType]
+    moments = Moments(**counts, **numbers)  # pyright: ignore[reportArgumentType]  # all arrays are of the type their field has
     is_whole = found.n_examples <= layout.n_examples and bool(
         (moments.n_values == found.n_examples * layout.d_model).all()
         and (moments.n_finite <= moments.n_values).all()

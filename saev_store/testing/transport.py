@@ -240,13 +240,13 @@ class ReadContract:
             assert bytes(buffer) == note[1:4]
 
     def test_pickles(self, transport: Transport) -> None:
-        again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301
+        again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301  # what was pickled a moment ago
         assert (again.url, again.name, again.cost) == (transport.url, transport.name, transport.cost)
         assert again.read("acts000001.bin") == FILES["acts000001.bin"]
         for kind in (ReadsInto, ReadsRuns, Lists, Writes, Moves, Nests):
             assert isinstance(again, kind) == isinstance(transport, kind)
         if isinstance(transport, Nests):
-            part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301
+            part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301  # what was pickled a moment ago
             assert part.read("deeper/note.txt") == FILES["part/deeper/note.txt"]
 
     def test_many_threads_read_at_once(self, transport: Transport) -> None:

@@ -245,7 +245,7 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
     """
 
     def _make(self) -> Loader:
-        return OrderedLoader(self.store.sel(**self._rows_of), **self._common())  # type: ignore[arg-type]
+        return OrderedLoader(self.store.sel(**self._rows_of), **self._common())  # type: ignore[arg-type]  # the options come as a mapping, checked by the config
 
 
 class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
@@ -267,13 +267,13 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
         cfg = self.cfg
         window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
         return ShuffledLoader(
-            self.store.sel(**self._rows_of),  # type: ignore[arg-type]
+            self.store.sel(**self._rows_of),  # type: ignore[arg-type]  # the options come as a mapping, checked by the config
             seed=cfg.seed,
             window_bytes=cfg.window_bytes or min(window, _WINDOW_BYTES),
             slots=cfg.slots,
             examples_per_block=cfg.examples_per_block,
             n_partitions=cfg.n_partitions,
-            **self._common(),  # type: ignore[arg-type]
+            **self._common(),  # type: ignore[arg-type]  # the options come as a mapping, checked by the config
         )
 
 

@@ -136,7 +136,7 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)
 
 
-class os_errors:  # noqa: N801
+class os_errors:  # noqa: N801  # reads as a statement, like contextlib's
     """A `with` block in which the operating system's errors become ours; ours pass through.
 
     >>> with os_errors("acts000000.bin", "read"):

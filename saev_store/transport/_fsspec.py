@@ -160,7 +160,7 @@ class FsspecTransport:
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
         for start, end, part in zip(starts, ends, found, strict=True):
             # fsspec can hand out exceptions as data, and servers may ignore ranges.
-            if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
                 got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
                 raise TransportError(
                     f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True

@@ -214,7 +214,7 @@ def safe_url(url: str) -> str:
     links: list[str] = []
     for link in url.split("::"):
         if _protocol(link) not in NEAR_PROTOCOLS:
-            link = re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])  # noqa: PLW2901
+            link = re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])  # noqa: PLW2901  # one link after the other is cleaned
         links.append(link if link.endswith("://") else link.rstrip("/"))
     return "::".join(links)
 

@@ -239,7 +239,7 @@ class ObstoreTransport:
         found = client.call(
             "list",
             self._where(below),
-            lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]
+            lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
         )
         base = f"{path}/" if path else ""
         entries = {base + name.rstrip("/").rpartition("/")[2]: None for name in found["common_prefixes"]}
@@ -390,7 +390,7 @@ class ObstoreTransport:
 
 
 @contextlib.asynccontextmanager
-async def _together():  # noqa: ANN202
+async def _together():  # noqa: ANN202  # TaskGroup is what every reader of `yield group` sees
     """A task group whose first error comes out as itself."""
     try:
         async with asyncio.TaskGroup() as group:

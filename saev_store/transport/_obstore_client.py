@@ -217,12 +217,12 @@ def _open(place: Place, *, timeout_s: float) -> ObjectStore:
     if place.kind == "s3":
         if "region" not in config:
             config["region"] = bucket_region(place.bucket) or "us-east-1"
-        return stores.S3Store(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]
+        return stores.S3Store(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # the options come as a mapping
     if place.kind == "gs":
-        return stores.GCSStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]
+        return stores.GCSStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
     if place.kind == "az":
-        return stores.AzureStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]
-    return stores.HTTPStore(place.bucket, **shared)  # pyright: ignore[reportArgumentType]
+        return stores.AzureStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
+    return stores.HTTPStore(place.bucket, **shared)  # pyright: ignore[reportArgumentType]  # as above
 
 
 def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") -> str | None:
@@ -233,7 +233,7 @@ def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") ->
     request = urllib.request.Request(f"{endpoint}/{bucket}", method="HEAD")  # noqa: S310 - the scheme is ours
     with contextlib.suppress(OSError):
         try:
-            with urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S) as answer:  # noqa: S310  # the scheme is ours
                 return answer.headers.get("x-amz-bucket-region")
         except urllib.error.HTTPError as error:  # 301, 403 and 404 tell it too
             return error.headers.get("x-amz-bucket-region")

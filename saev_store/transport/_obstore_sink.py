@@ -156,7 +156,7 @@ class StreamedSink:
                 async with asyncio.timeout(_ABORT_TIMEOUT_S):
                     await writer.flush()
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await writer.__aexit__(RuntimeError, RuntimeError("given up"), None)  # pyright: ignore[reportUnknownMemberType]
+                await writer.__aexit__(RuntimeError, RuntimeError("given up"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
 
         with contextlib.suppress(SaevStoreError):
             self._client.call("give up the upload", self._where, abort)

@@ -41,9 +41,9 @@ def open_transport(
         raise ArgumentError(
             f"{brief(engine)} is not an engine: choose one of {', '.join(get_args(Engine))}", where="engine"
         )
-    if not isinstance(url, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(url, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
         raise ArgumentError(f"a {type(url).__name__} is not an address: pass a path or a URL as str", where="url")
-    if storage_options is not None and not isinstance(storage_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if storage_options is not None and not isinstance(storage_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
         raise ArgumentError(f"a {type(storage_options).__name__} is not a mapping of options", where="storage_options")
     text = cast("object", os.fspath(url))
     if not isinstance(text, str) or not text or "\0" in text:

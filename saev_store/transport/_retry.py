@@ -48,7 +48,7 @@ class RetryTransport(Wrapper):
     def _arguments(self) -> tuple[object, ...]:
         return (self._attempts, self._max_wait_s, self._total_timeout_s)
 
-    def _around(self, operation: str, nbytes: int | None, call: Callable[[], T]) -> T:  # noqa: ARG002
+    def _around(self, operation: str, nbytes: int | None, call: Callable[[], T]) -> T:  # noqa: ARG002  # the number of bytes does not matter here
         import tenacity
 
         n_corrupt = 0

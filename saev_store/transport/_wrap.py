@@ -65,7 +65,7 @@ class Wrapper:
         """What `__init__` takes after `inner`."""
         return ()
 
-    def _around(self, operation: str, nbytes: int | None, call: Callable[[], T]) -> T:  # noqa: ARG002
+    def _around(self, operation: str, nbytes: int | None, call: Callable[[], T]) -> T:  # noqa: ARG002  # what subclasses use
         """Carry out one operation, named like its method; `nbytes` is None where only the answer tells how many moved."""
         return call()
 
@@ -155,7 +155,7 @@ class _WrappedSink:
 
     def __init__(self, inner: Sink, wrapper: Wrapper) -> None:
         self._inner = inner
-        self._around = wrapper._around  # pyright: ignore[reportPrivateUsage]
+        self._around = wrapper._around  # pyright: ignore[reportPrivateUsage]  # the sink is a part of its wrapper
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)

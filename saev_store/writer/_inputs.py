@@ -26,8 +26,8 @@ def _from_tensor(value: object, *, where: str) -> object:
     try:
         tensor = cast("object", detach())
         if str(getattr(tensor, "dtype", "")) == "torch.bfloat16":  # NumPy has no such type; float32 holds all of it
-            tensor = tensor.float()  # pyright: ignore[reportAttributeAccessIssue]
-        return tensor.cpu().numpy()  # pyright: ignore[reportAttributeAccessIssue]
+            tensor = tensor.float()  # pyright: ignore[reportAttributeAccessIssue]  # a torch tensor, which must not be imported here
+        return tensor.cpu().numpy()  # pyright: ignore[reportAttributeAccessIssue]  # a torch tensor, which must not be imported here
     except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise ArgumentError(
             f"a {type(value).__name__} that does not become a NumPy array: {error}",

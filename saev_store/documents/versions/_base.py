@@ -200,7 +200,7 @@ class Document(BaseModel):
 class DocumentWithDataset(Document):
     """The fields of versions that demand `dataset`."""
 
-    dataset: Text  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    dataset: Text  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  # required here, optional in the base
 
 
 def spelled(spelling: Spelling) -> Callable[[str], str]:

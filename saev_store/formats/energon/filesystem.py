@@ -74,7 +74,7 @@ class EnergonFileSystem(AbstractFileSystem):
             return self.dataset.part(*found)
         return self.dataset.part_range(*found, start=start, end=end)
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too
         if mode != "rb":
             raise ReadOnlyError(f"parts are not written through this file system (mode {mode!r})", where=path)
         return _PartFile(self, path, mode, block_size=cast("Any", block_size), **options)

@@ -227,4 +227,4 @@ def build(
             if array.dtype.kind not in "iufb":
                 raise DocumentError(f"{name} is {brief(values[name])}; it must be numbers in even rows", where=where)
             fields[name] = array
-    return kind(__key__=key, __restore_key__=restore_key, **fields)  # type: ignore[arg-type]
+    return kind(__key__=key, __restore_key__=restore_key, **fields)  # type: ignore[arg-type]  # the fields are those of the kind that was chosen

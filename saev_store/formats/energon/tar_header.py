@@ -9,8 +9,8 @@ BLOCK = 512
 #: Above this, the size may be in an extension header only.
 _MAX_OCTAL = 8**11
 # Functions of `tarfile` that its type stubs do not know.
-_number: Callable[[bytes], int] = tarfile.nti  # pyright: ignore[reportAttributeAccessIssue]
-_checksums: Callable[[bytes], tuple[int, int]] = tarfile.calc_chksums  # pyright: ignore[reportAttributeAccessIssue]
+_number: Callable[[bytes], int] = tarfile.nti  # pyright: ignore[reportAttributeAccessIssue]  # not documented, and tested here
+_checksums: Callable[[bytes], tuple[int, int]] = tarfile.calc_chksums  # pyright: ignore[reportAttributeAccessIssue]  # not documented, and tested here
 
 
 def disagreement(block: bytes | memoryview, *, name: str, nbytes: int) -> str | None:

@@ -152,7 +152,7 @@ class Scan:
             before = -1
             while (info := tar.next()) is not None:
                 # Ours is a stream: what was seen is not kept.
-                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # or a scan would remember every member
                 if tar.offset <= before:
                     raise self._corrupt(f"{brief(info.name)} has a negative size")
                 before = tar.offset
