@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.coalesce import coalesce
+from saev_store.coalesce import Spans, coalesce
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.indexing import Axis, Block, Points, Progression, length
 from saev_store.layout import DTYPE, IntArray, Layout, shard_name
@@ -42,7 +42,17 @@ class _Piece:
     place: slice | IntArray
 
 
-_Box: TypeAlias = tuple[Progression, Progression, Progression, Axis]
+Box: TypeAlias = tuple[Progression, Progression, Progression, Axis]
+#: What `Reader._fetch` yields: first range, one past the last, first byte, the numbers.
+Fetched: TypeAlias = tuple[int, int, int, npt.NDArray[np.float32]]
+
+
+class _Direct(NamedTuple):
+    """Runs that lie evenly in a shard, in units of vectors."""
+
+    count: int
+    first: int
+    stride: int
 
 
 class Reader:
@@ -228,23 +238,37 @@ class Reader:
 
     # -- memory that is mapped -----------------------------------------------------------------------------------------
 
-    def _copy_mapped(self, shard_idx: int, box: _Box, target: FloatArray) -> None:
+    def _copy_mapped(self, shard_idx: int, box: Box, target: FloatArray) -> None:
         if self._read_direct(shard_idx, box, target):
             return
         examples, layers, tokens, columns = box
         source = self._mapped(shard_idx)[_as_slice(examples), _as_slice(layers), _as_slice(tokens)]
         np.copyto(target, source[..., _as_slice(columns) if isinstance(columns, Progression) else columns])
 
-    def _read_direct(self, shard_idx: int, box: _Box, target: FloatArray) -> bool:
+    def _read_direct(self, shard_idx: int, box: Box, target: FloatArray) -> bool:
         """Explicit reads into the result, where the bytes are contiguous in the file and in memory, and many."""
+        runs = self._direct_runs(box, target) if target.flags.c_contiguous else None
+        if runs is None or self._direct is None:
+            return False
+        raw, run_nbytes = target.reshape(-1).view(np.uint8).data, target.nbytes // runs.count
+        numbers = range(runs.count)
+        self._direct.read_runs(
+            shard_name(shard_idx),
+            starts=[(runs.first + run * runs.stride) * self.layout.vector_nbytes for run in numbers],
+            buffers=[raw[run * run_nbytes : (run + 1) * run_nbytes] for run in numbers],
+        )
+        return True
+
+    def _direct_runs(self, box: Box, target: FloatArray) -> _Direct | None:
+        """What to read straight into a target of contiguous memory; None where a copy out of the map is cheaper."""
         layout = self.layout
         examples, layers, tokens, columns = box
         if self._direct is None or not (
             isinstance(columns, Progression) and columns == Progression(0, 1, layout.d_model)
         ):
-            return False
-        if tokens.step != 1 or not target.flags.c_contiguous:
-            return False
+            return None
+        if tokens.step != 1:
+            return None
         whole_layers = tokens.count == layout.tokens_per_example
         whole_examples = whole_layers and layers.step == 1 and layers.count == layout.n_layers
         first = (examples.start * layout.n_layers + layers.start) * layout.tokens_per_example + tokens.start
@@ -253,16 +277,10 @@ class Reader:
         elif layers.count == 1 or (whole_layers and layers.step == 1):
             runs, stride = examples.count, examples.step * layout.vectors_per_example
         else:
-            return False
+            return None
         if target.nbytes // runs < _DIRECT_BYTES:
-            return False  # small reads are cheaper as copies out of the map
-        raw, run_nbytes = target.reshape(-1).view(np.uint8).data, target.nbytes // runs
-        self._direct.read_runs(
-            shard_name(shard_idx),
-            starts=[(first + run * stride) * layout.vector_nbytes for run in range(runs)],
-            buffers=[raw[run * run_nbytes : (run + 1) * run_nbytes] for run in range(runs)],
-        )
-        return True
+            return None  # small reads are cheaper as copies out of the map
+        return _Direct(runs, first, stride)
 
     def _read_outer_rows(self, block: Block, out: FloatArray) -> None:
         """A block whose choices are not all progressions, row by row, in pieces of bounded memory."""
@@ -312,12 +330,14 @@ class Reader:
 
     # -- memory that has to be fetched ---------------------------------------------------------------------------------
 
-    def _fetch(
-        self, shard_idx: int, starts: IntArray, ends: IntArray
-    ) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
-        """Fetch sorted ranges; yields (first range, one past the last, first byte, the numbers) per merged request."""
+    def _spans(self, starts: IntArray, ends: IntArray) -> Spans:
+        """Sorted ranges, merged as the transport's price list says."""
         cost = self.transport.cost
-        spans = coalesce(starts, ends, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
+        return coalesce(starts, ends, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
+
+    def _fetch(self, shard_idx: int, starts: IntArray, ends: IntArray) -> Iterator[Fetched]:
+        """Fetch sorted ranges; yields (first range, one past the last, first byte, the numbers) per merged request."""
+        spans = self._spans(starts, ends)
         name = shard_name(shard_idx)
         batch_of = np.cumsum(spans.ends - spans.starts) // _IN_FLIGHT_BYTES
         bounds = [0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(spans)]

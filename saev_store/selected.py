@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.indexing import Block, Progression, parse_axis
+from saev_store.indexing import Axis, Block, Progression, parse_axis
 from saev_store.reader import FloatArray
 from saev_store.selection import Coordinates, RowSpace
 
 if TYPE_CHECKING:
+    from saev_store.cost import Estimate, Prices
     from saev_store.reader import Reader
 
 #: Rows are read in pieces of about this size when all of them are asked for.
@@ -77,15 +78,37 @@ class Selection:
         picked = parse_axis(rows, len(self), "row")
         n = picked.count if isinstance(picked, Progression) else len(picked)
         out = prepared(out, (n, self.space.layout.d_model))
+        self._read(self._reader, picked, out)
+        return out
+
+    def _read(self, reader: Reader, picked: Axis, out: FloatArray) -> None:
         if isinstance(picked, Progression):
             step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
-            for start in range(0, n, step):
+            for start in range(0, picked.count, step):
                 part = out[start : start + step]
                 positions = picked.start + picked.step * np.arange(start, start + len(part), dtype=np.int64)
-                self._reader.read_rows(*self.space.locate(positions), part)
+                reader.read_rows(*self.space.locate(positions), part)
         else:
-            self._reader.read_rows(*self.space.locate(picked), out)
-        return out
+            reader.read_rows(*self.space.locate(picked), out)
+
+    def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
+        """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
+
+        Args:
+            rows: As in `rows`.
+            prices: Instead of `saev_store.cost.PRICES`.
+
+        Raises:
+            SelectionError: a row is out of range.
+        """
+        from saev_store.cost import Planner, estimate, nowhere, price_of
+
+        picked = parse_axis(rows, len(self), "row")
+        planner = Planner(self._reader)
+        out = nowhere((picked.count if isinstance(picked, Progression) else len(picked), self.space.layout.d_model))
+        self._read(planner, picked, out)
+        price = price_of(self._reader.transport, prices)
+        return estimate(price, requests=planner.requests, bytes_read=planner.bytes_read, bytes_wanted=out.nbytes)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""

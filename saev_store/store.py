@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from saev_store.transport import Engine, Transport, child, open_transport
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from saev_store.cost import Estimate, Prices
     from saev_store.inspect import Report
     from saev_store.listing import StoreList
     from saev_store.problems import Problem
@@ -291,6 +293,31 @@ class ShardStore(Faces):
         else:
             self._reader.read_points(request, result)
         return result if result.ndim or out is not None else result[()]
+
+    def estimate(self, key: Key = ..., *, prices: Prices | None = None) -> Estimate:
+        """What `store[key]` will cost in requests, bytes and dollars; nothing is read for it.
+
+        It is the plan of the read itself, counted: what `store.transport.counters` has more afterwards, unless a client had
+        to try again. `store.sel(…).estimate(rows)` does it for selections.
+
+        Args:
+            key: As in `store[key]`.
+            prices: Instead of `saev_store.cost.PRICES`, such as `{"s3": Price(0, 0)}` for a server of your own.
+
+        Raises:
+            SelectionError: the key does not fit the tensor.
+
+        >>> from saev_store import ShardStore
+        >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
+        1120
+        """
+        from saev_store.cost import Planner, estimate, price_of
+
+        request, planner = parse_key(key, self._layout.shape), Planner(self._reader)
+        planner.plan(request)
+        wanted = math.prod(request.shape) * self.dtype.itemsize
+        price = price_of(self.transport, prices)
+        return estimate(price, requests=planner.requests, bytes_read=planner.bytes_read, bytes_wanted=wanted)
 
     def sel(
         self,

@@ -28,6 +28,7 @@ FLOORS = {
     "documents": 1,
     "transport": 2,
     "_open": 3,
+    "cost": 3,
     "store": 3,
     "reader": 3,
     "writer": 3,

@@ -40,7 +40,7 @@ ABILITIES = (ReadsInto, ReadsRuns, Lists, Nests, Writes, Moves)
 class Least:
     """Nothing but the protocol `Transport`."""
 
-    name, url, cost = "least", "least://", FREE
+    name, url, cost, counters = "least", "least://", FREE, Counters()
 
     def read(self, path, *, max_bytes=None):
         return b"0123"

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError
-from saev_store.transport import Buffer, ReadCost, ReadsInto, Transport
+from saev_store.transport import Buffer, Counters, ReadCost, ReadsInto, Transport
 
 _DIGEST_BYTES = 16
 
@@ -66,6 +66,11 @@ class CachedTransport:
     @property
     def name(self) -> str:
         return f"cached({self._inner.name})"
+
+    @property
+    def counters(self) -> Counters:
+        """What was asked of the store behind the cache."""
+        return self._inner.counters
 
     @property
     def kept_bytes(self) -> int:

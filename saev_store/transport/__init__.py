@@ -8,6 +8,7 @@ from __future__ import annotations
 from saev_store.transport._base import (
     FREE,
     Buffer,
+    Counters,
     Entry,
     Lists,
     Moves,
@@ -19,7 +20,7 @@ from saev_store.transport._base import (
     Transport,
     Writes,
 )
-from saev_store.transport._counting import Counters, CountingTransport
+from saev_store.transport._counting import CountingTransport
 from saev_store.transport._latency import LatencyTransport
 from saev_store.transport._local import MmapTransport, PreadTransport
 from saev_store.transport._memory import MemoryTransport

@@ -11,9 +11,9 @@ Every implementation raises only errors of `saev_store.errors`: `NotFoundError`,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 Buffer = bytes | bytearray | memoryview
@@ -25,15 +25,54 @@ class ReadCost:
 
     Attributes:
         max_gap_bytes: Reading this many unneeded bytes costs no more than another request.
-        max_request_bytes: A merged request never grows past this.
+        max_request_bytes: A merged range never grows past this.
+        piece_bytes: A longer range travels as several requests of this size, side by side.
     """
 
     max_gap_bytes: float
     max_request_bytes: float
+    piece_bytes: float = math.inf
 
 
 #: Ranges are views of memory that is mapped already: one span per shard, gaps are never touched.
 FREE = ReadCost(math.inf, math.inf)
+
+#: What clients of object stores reckon with: 30 ms to the first byte, 64 requests on their way together, 1 Gbit/s for all.
+_LATENCY_S, IN_FLIGHT, _BYTES_PER_S = 0.03, 64, 125e6
+
+
+def far_cost(*, cpu_s: float, piece_bytes: float = math.inf) -> ReadCost:
+    """What reading costs over a network: a gap is read along as long as its bytes take less time than a request of its own.
+
+    With many requests on their way together a request holds the others up by its share of the latency, and by the work
+    that this machine has with it.
+
+    Args:
+        cpu_s: Seconds of this machine for one request.
+        piece_bytes: As in `ReadCost`.
+
+    >>> far_cost(cpu_s=0.0).max_gap_bytes
+    58593.75
+    """
+    return ReadCost((_LATENCY_S / IN_FLIGHT + cpu_s) * _BYTES_PER_S, 16 << 20, piece_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a transport has done so far; what a client tries again by itself is not counted.
+
+    Attributes:
+        requests: Requests to a server, system calls on files: a range that is fetched in pieces is one for each piece, one
+            that is empty is none.
+        bytes_read: Bytes handed out (of a mapped file: made visible).
+        bytes_written: Bytes taken in.
+        operations: Requests by kind, such as `{"read": 2, "get_ranges": 1, "sink.write": 3}`.
+    """
+
+    requests: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    operations: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +92,7 @@ class Transport(Protocol):
         url: Where the root is, safe to show: no credentials, no trailing slash.
         cost: What the read planner needs to know.
         name: The engine, such as `"mmap"` or `"fsspec:s3"`, shown on the card.
+        counters: What was done so far, by this transport and those that share its client.
     """
 
     @property
@@ -61,6 +101,8 @@ class Transport(Protocol):
     def cost(self) -> ReadCost: ...
     @property
     def name(self) -> str: ...
+    @property
+    def counters(self) -> Counters: ...
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file; a file longer than `max_bytes` is a `TransportError`, before it is loaded where possible."""

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._base import Buffer, Entry, ReadCost
+from saev_store.transport._base import Buffer, Counters, Entry, ReadCost, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
-from saev_store.transport._counting import Counters
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_sink import SpooledSink
 from saev_store.transport._locks import ForkSafeLock
 
-#: 10-30 ms to the first byte at 50-100 MB/s for one connection: a MiB is about the price of a request.
-_FAR = ReadCost(1 << 20, 16 << 20)
+#: A request through fsspec's clients is about a millisecond of Python.
+_FAR = far_cost(cpu_s=1e-3)
 _NEAR = ReadCost(256 << 10, 64 << 20)
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()

@@ -13,19 +13,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
-from saev_store.transport._base import FREE, Buffer, Entry, ReadCost
+from saev_store.transport._base import FREE, Buffer, Counters, Entry, ReadCost
 from saev_store.transport._checks import byte_views, check_ranges, from_os_error, os_errors, too_big, too_short
 from saev_store.transport._descriptors import DESCRIPTORS, OpenFile, check_regular
 from saev_store.transport._libc import map_file
 from saev_store.transport._local_write import LocalWrites
 from saev_store.transport._spread import SpreadReader, preadv_all
+from saev_store.transport._tally import Tally, count_ranges
 
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
 _READ_CHUNK = 1 << 20
+
+L = TypeVar("L", bound="LocalTransport")
 
 
 def local_root(root: str | os.PathLike[str]) -> str:
@@ -56,6 +59,12 @@ class LocalTransport(LocalWrites):
         self._root = local_root(root)
         self._pins = {}
         self._spread = SpreadReader()
+        self._tally = Tally()
+
+    @property
+    def counters(self) -> Counters:
+        """System calls so far, of this transport and of those that were opened below it."""
+        return self._tally.counters
 
     @property
     def url(self) -> str:
@@ -81,11 +90,13 @@ class LocalTransport(LocalWrites):
                 data += chunk
                 if max_bytes is not None and len(data) > max_bytes:
                     raise too_big(where, size=None, max_bytes=max_bytes)
+            self._tally.add("read", read=len(data))
             return bytes(data)
 
     def size(self, path: str) -> int:
         """The size of a regular file in bytes, now."""
         where = self._where(path)
+        self._tally.add("size")
         with os_errors(where, "look at it"):
             status = os.stat(where)
         check_regular(status.st_mode, where=where)
@@ -120,6 +131,9 @@ class LocalTransport(LocalWrites):
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
             self._spread.fill(file.fd, runs, nbytes=nbytes, where=where, end=end)
+        self._tally.add(
+            "readinto", read=nbytes, requests=sum(end > start for start, end in zip(starts, ends, strict=True))
+        )
 
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time: one that took its place since is an error, never half of an answer."""
@@ -135,8 +149,13 @@ class LocalTransport(LocalWrites):
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
         where = self._where(path, root_ok=True)
+        self._tally.add("list")
         with os_errors(where, "list"), os.scandir(where) as found:
             return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
+
+    def _below(self, child: L) -> L:
+        child._tally = self._tally
+        return child
 
     def resolve(self, path: str) -> str:
         """Where a file really lies, all symbolic links followed: for reports, not for opening."""
@@ -187,9 +206,11 @@ class MmapTransport(LocalTransport):
             raise from_os_error(error, where=self._where(path), doing="map") from error
         view = mapped.view
         if len(starts) == 1 == len(ends) and 0 <= starts[0] <= ends[0] <= mapped.nbytes:
+            self._tally.add("get_ranges", read=ends[0] - starts[0], requests=ends[0] > starts[0])
             return [view[starts[0] : ends[0]]]
         if check_ranges(mapped.where, starts, ends) > mapped.nbytes:
             raise too_short(mapped.where, size=mapped.nbytes, needed=max(ends))
+        count_ranges(self._tally, starts, ends)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def _map(self, path: str) -> _Mapped:
@@ -211,7 +232,7 @@ class MmapTransport(LocalTransport):
 
     def at(self, path: str) -> MmapTransport:
         """The same engine, one folder deeper."""
-        return MmapTransport(self._where(path, root_ok=True))
+        return self._below(MmapTransport(self._where(path, root_ok=True)))
 
     def close(self) -> None:
         """Forget all maps and descriptors; maps that somebody still views live on."""
@@ -235,11 +256,12 @@ class PreadTransport(LocalTransport):
             # Before anything is allocated: a wrong number must not cost memory.
             if (size := file.size()) < needed:
                 raise too_short(where, size=size, needed=needed)
+            count_ranges(self._tally, starts, ends)
             return [_pread(file.fd, start, end, where=where) for start, end in zip(starts, ends, strict=True)]
 
     def at(self, path: str) -> PreadTransport:
         """The same engine, one folder deeper."""
-        return PreadTransport(self._where(path, root_ok=True))
+        return self._below(PreadTransport(self._where(path, root_ok=True)))
 
 
 def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:

@@ -11,6 +11,7 @@ from saev_store.errors import ArgumentError, SaevStoreError, StoreExistsError, T
 from saev_store.transport._checks import byte_views, os_errors
 from saev_store.transport._descriptors import check_regular
 from saev_store.transport._libc import preallocate
+from saev_store.transport._tally import Tally
 
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 
@@ -95,6 +96,9 @@ class LocalSink:
     recorded elsewhere. Blocks may be written by several threads.
     """
 
+    #: Where what is written is counted.
+    tally: Tally | None = None
+
     def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
         self._fd = -1
         self._where, self._used, self._file = where, used_nbytes, file_nbytes
@@ -145,6 +149,8 @@ class LocalSink:
             raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
         with self._errors("write"):
             write_all(self._descriptor(), views, offset)
+        if self.tally is not None:
+            self.tally.add("sink.write", written=end - offset)
         if end > offset:
             self._written.add(offset, end)
 

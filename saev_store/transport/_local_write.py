@@ -18,6 +18,7 @@ from saev_store.transport._base import Buffer
 from saev_store.transport._checks import check_path, os_errors
 from saev_store.transport._descriptors import DESCRIPTORS
 from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders, write_all
+from saev_store.transport._tally import Tally
 
 #: Temporary files start with this; one that outlives its process is garbage that anybody may delete.
 TEMP_PREFIX = ".saev_store.tmp-"
@@ -32,6 +33,7 @@ class LocalWrites:
     _root: str
     #: Which file (device, inode) each name meant when a range of it was first read.
     _pins: dict[str, tuple[int, int]]
+    _tally: Tally
 
     @property
     def pads(self) -> bool:
@@ -51,6 +53,7 @@ class LocalWrites:
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a small file: a temporary file, fsync, rename, fsync of the folder."""
         where = self._where(path)
+        self._tally.add("put", written=len(data))
         with os_errors(where, "write"):
             with _temporary(where, data) as temporary:
                 os.replace(temporary, where)
@@ -60,6 +63,7 @@ class LocalWrites:
     def create(self, path: str, data: Buffer) -> None:
         """Create a small file with all of its content at once, unless the name is taken: then `StoreExistsError`."""
         where = self._where(path)
+        self._tally.add("create", written=len(data))
         with os_errors(where, "create"):
             with _temporary(where, data) as temporary:
                 # A hard link is the one exclusive step that carries content: a rename would replace.
@@ -74,6 +78,7 @@ class LocalWrites:
     def delete(self, path: str) -> None:
         """Delete a file, a symbolic link (not what it points to) or a whole folder."""
         where = self._where(path)
+        self._tally.add("delete")
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
                 shutil.rmtree(where)
@@ -102,7 +107,9 @@ class LocalWrites:
         if not 0 <= used_nbytes <= file_nbytes:
             raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
         self._changed(path)
-        return LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        sink = LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        sink.tally = self._tally
+        return sink
 
     @contextlib.contextmanager
     def lock(self, path: str) -> Generator[None]:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._base import Buffer, Entry, ReadCost
+from saev_store.transport._base import Buffer, Counters, Entry, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
-from saev_store.transport._counting import Counters
 from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
 from saev_store.transport._obstore_sink import StreamedSink
 from saev_store.transport._secrets import Options
@@ -20,10 +19,9 @@ if TYPE_CHECKING:
 
     from saev_store.transport._fsspec import FsspecTransport
 
-#: 10-30 ms to the first byte at 50-100 MB/s for one connection: a MiB is about the price of a request.
-_FAR = ReadCost(1 << 20, 16 << 20)
 #: Longer ranges are fetched in pieces of this size, side by side.
 _PIECE_BYTES = 8 << 20
+_FAR = far_cost(cpu_s=1e-4, piece_bytes=_PIECE_BYTES)
 _BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 Pin = tuple[str | None, int]

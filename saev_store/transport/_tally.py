@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from saev_store.transport._counting import Counters
+from saev_store.transport._base import Counters
 from saev_store.transport._locks import ForkSafeLock
 
 
@@ -14,12 +15,18 @@ class Tally:
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._operations: Counter[str] = Counter()
-        self._read = self._written = 0
+        self._requests = self._read = self._written = 0
 
-    def add(self, operation: str, *, read: int = 0, written: int = 0, requests: int = 1) -> None:
-        """Count `requests` of one kind and the bytes that they moved."""
+    def __reduce__(self) -> tuple[type[Tally], tuple[()]]:
+        return Tally, ()
+
+    def add(
+        self, operation: str, *, read: int = 0, written: int = 0, requests: int = 1, calls: int | None = None
+    ) -> None:
+        """Count `requests` of one kind and the bytes that they moved, under their name as many (or as `calls`)."""
         with self._lock:
-            self._operations[operation] += requests
+            self._requests += requests
+            self._operations[operation] += requests if calls is None else calls
             self._read += read
             self._written += written
 
@@ -27,4 +34,16 @@ class Tally:
     def counters(self) -> Counters:
         """A snapshot."""
         with self._lock:
-            return Counters(self._operations.total(), self._read, self._written, dict(self._operations))
+            return Counters(self._requests, self._read, self._written, dict(self._operations))
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        with self._lock:
+            self._operations.clear()
+            self._requests = self._read = self._written = 0
+
+
+def count_ranges(tally: Tally, starts: Sequence[int], ends: Sequence[int]) -> None:
+    """Count the ranges that are not empty as a request each."""
+    lengths = [end - start for start, end in zip(starts, ends, strict=True) if end > start]
+    tally.add("get_ranges", read=sum(lengths), requests=len(lengths))

@@ -9,6 +9,7 @@ from typing import Self, TypeVar, cast
 
 from saev_store.transport._base import (
     Buffer,
+    Counters,
     Entry,
     Lists,
     Moves,
@@ -53,6 +54,11 @@ class Wrapper:
     def name(self) -> str:
         """The wrapper's name and, in brackets, the wrapped transport's."""
         return f"{type(self).__name__.removesuffix('Transport').lower()}({self._inner.name})"
+
+    @property
+    def counters(self) -> Counters:
+        """What the wrapped transport counts."""
+        return self._inner.counters
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
