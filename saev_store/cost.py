@@ -126,6 +126,11 @@ class Planner(Reader):
         else:
             self.read_points(request, nowhere(request.shape))
 
+    def forget_sizes(self) -> set[int]:
+        """Take it that all sizes are known; the shards whose sizes are not."""
+        unknown, self._unchecked = self._unchecked, set()
+        return unknown
+
     def _check_size(self, shard_idx: int) -> None:
         self._unchecked.discard(shard_idx)
         self.requests += 1
@@ -134,7 +139,7 @@ class Planner(Reader):
         found = self._maps.get(shard_idx)
         if found is None:
             n = self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
-            self._count(n * self.layout.example_nbytes)
+            self.count(n * self.layout.example_nbytes)
             found = self._maps[shard_idx] = nowhere((n, *self.layout.shape[1:]))
         return found
 
@@ -156,10 +161,11 @@ class Planner(Reader):
         del shard_idx
         spans = self._spans(starts, ends)
         for length in (spans.ends - spans.starts).tolist():
-            self._count(length)
+            self.count(length)
         return iter(())
 
-    def _count(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
+        """Count a range of that many bytes."""
         self.requests += -(-nbytes // int(min(self.transport.cost.piece_bytes, 1 << 62)))
         self.bytes_read += nbytes
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, WriterConflictError
-from saev_store.transport import FREE, Entry
+from saev_store.transport import FREE, Counters, Entry
 
 SECTOR = 16
 
@@ -36,6 +36,7 @@ class Disk:
     """A transport with the semantics of a local disk (`posix`) or of an object store."""
 
     cost = FREE
+    counters = Counters()
     name = "disk"
 
     def __init__(self, *, posix: bool = True, dies_before: int | None = None) -> None:

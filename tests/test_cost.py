@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from test_chunks import layouts
 from test_indexing import component
 
-from saev_store import SaevStoreWarning, ShardStore
+from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.cost import PRICES, Price, price_of
+from saev_store.documents import shards_bytes
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.layout import Layout
+from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
 
 LAYOUT = Layout(
@@ -43,6 +45,16 @@ def opened(transport: Transport) -> ShardStore:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaevStoreWarning)  # what is in memory has no name
         return ShardStore.open(transport)
+
+
+def documents(layout: Layout) -> dict[str, bytes]:
+    """A store without its shards."""
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=layout.layers, content_tokens_per_example=layout.content_tokens_per_example,
+        cls_token=layout.cls_token, d_model=layout.d_model, n_examples=layout.n_examples,
+        max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
+    )  # fmt: skip
+    return {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
 
 
 def check(store: ShardStore, key: object) -> None:
@@ -105,14 +117,7 @@ def test_nothing_is_read_for_an_estimate_and_no_memory_is_taken():
         n_examples=10**7, layers=tuple(range(24)), content_tokens_per_example=196, cls_token=True, d_model=1024,
         examples_per_shard=10**6,
     )  # fmt: skip
-    from saev_store.documents import new_metadata, shards_bytes
-
-    metadata = new_metadata(
-        family="clip", ckpt="x", layers=layout.layers, content_tokens_per_example=196, cls_token=True, d_model=1024,
-        n_examples=layout.n_examples, max_tokens_per_shard=10**6 * layout.vectors_per_example,
-    )  # fmt: skip
-    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
-    store = opened(Far(files, ReadCost(1 << 16, 16 << 20, 8 << 20)))
+    store = opened(Far(documents(layout), ReadCost(1 << 16, 16 << 20, 8 << 20)))
     before = store.transport.counters
     found = store.estimate(np.s_[:100_000, 3])
     assert found.bytes_wanted == found.bytes_read == 100_000 * 197 * 4096
@@ -155,3 +160,48 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, tmp_path: Pa
     except (ImportError, ArgumentError):
         pytest.skip("no client for it here")
     assert price_of(transport) == (PRICES[scheme] if scheme else Price())
+
+
+@pytest.mark.parametrize("slots", [None, "block", "row"])
+@pytest.mark.parametrize("layer", [7, "all"])
+@pytest.mark.parametrize("tokens", ["content", "special"])
+def test_an_epoch_costs_what_the_loader_says(slots: str | None, layer: object, tokens: str):
+    cost = ReadCost(300, 1 << 20)
+    store = opened(Far(plain_store(LAYOUT, tail="cut", labelled=True).files, cost))
+    rows = store.sel(layer=layer, tokens=tokens)
+    if slots is None:
+        loader = OrderedLoader(rows, batch_size=43)
+    else:
+        loader = ShuffledLoader(rows, batch_size=16, slots=slots, window_blocks=16)
+    with loader:
+        for _ in range(2):  # sizes of shards are looked at once
+            expected, before = loader.explain().cost, store.transport.counters
+            assert sum(len(batch["act"]) for batch in loader) == len(rows)
+            after = store.transport.counters
+            requests, nbytes = after.requests - before.requests, after.bytes_read - before.bytes_read
+            if tokens == "content" and slots != "row":
+                assert (expected.requests, expected.bytes_read) == (requests, nbytes)
+            else:  # which rows share a request is settled while reading
+                assert expected.requests == pytest.approx(requests, rel=0.3)
+                assert expected.bytes_read == pytest.approx(nbytes, rel=0.3)
+            assert expected.bytes_wanted == rows.nbytes
+
+
+def test_of_a_long_epoch_some_is_planned():
+    layout = Layout(
+        n_examples=100_000,
+        layers=(3,),
+        content_tokens_per_example=16,
+        cls_token=True,
+        d_model=64,
+        examples_per_shard=1000,
+    )
+    store = opened(Far(documents(layout), ReadCost(0, 1 << 24, 8 << 20)))
+    for tokens, n in (("content", 16), ("all", 17)):
+        loader = OrderedLoader(store.sel(tokens=tokens), batch_size=2048)
+        found = loader.explain().cost
+        assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.01)
+        shuffled = ShuffledLoader(store.sel(tokens=tokens), batch_size=2048, window_bytes=1 << 24, examples_per_block=1)
+        found = shuffled.explain().cost
+        assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.05)
+        assert found.requests == pytest.approx(100_000, rel=0.05)

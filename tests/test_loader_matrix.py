@@ -57,7 +57,7 @@ class RangesOnly:
     cost = ReadCost(100, 2000)
 
     def __init__(self, inner: Transport) -> None:
-        for name in ("url", "name", "read", "size", "get_ranges", "close"):
+        for name in ("url", "name", "counters", "read", "size", "get_ranges", "close"):
             setattr(self, name, getattr(inner, name))
 
 

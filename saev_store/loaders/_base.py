@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from saev_store.cost import Estimate, estimate, price_of
 from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
 from saev_store.loaders._advice import advice_for
@@ -20,7 +21,7 @@ from saev_store.loaders._explain import Explanation
 from saev_store.loaders._medium import medium_of, unwrapped
 from saev_store.loaders._memory import Allocate, Outputs, Pool, allocate
 from saev_store.loaders._metrics import Metrics, Tally
-from saev_store.loaders._reads import Reads
+from saev_store.loaders._reads import PlannedReads, Reads, Runs
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
 from saev_store.loaders._scale import norm_scale
 from saev_store.loaders._workers import n_cpus
@@ -29,6 +30,9 @@ from saev_store.selected import Selection
 from saev_store.selection import Labels, RowSpace
 
 STATE_VERSION = 1
+
+#: Parts of an epoch that are planned to tell its cost.
+_N_PLANNED = 64
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
@@ -243,6 +247,17 @@ class Loader(ABC):
         """Measures of the latest iteration, since it began."""
         iterator = self._iterator()
         return self._tally.metrics(iterator.n_ready if iterator is not None else 0)
+
+    def _cost(self, n_parts: int, runs: Callable[[int], Runs], n_vectors: int) -> Estimate:
+        """What an epoch of this rank costs, whose parts, `n_vectors` in all, are read one after the other."""
+        reader, layout = self._rows._reader, self._space.layout
+        reads = PlannedReads(reader, task_bytes=self._read_bytes)
+        some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
+        found = sum(reads.count(runs(number)) for number in some)
+        share = 1.0 if len(some) == n_parts or not n_vectors else found / n_vectors
+        requests, n_bytes = reads.total(share or 1.0, self._space.examples)
+        wanted = len(self._space) * layout.vector_nbytes // self._world
+        return estimate(price_of(reader.transport), requests=requests, bytes_read=n_bytes, bytes_wanted=wanted)
 
     @abstractmethod
     def explain(self) -> Explanation:

@@ -267,28 +267,29 @@ class OrderedBatches:
     def _start(self, number: int) -> tuple[FloatArray, Coordinates, Group]:
         start, stop = self._batching.rows_of_rank(number, self._rank)
         act = self._eq.outputs.get()[: stop - start]
-        where, runs = self._plan(start, stop)
+        where, runs = plan_of_rows(self._space, start, stop)
         tasks = list(self._eq.reads.tasks(runs, act))
         group = Group(len(tasks))
         for task, file in tasks:
             self._eq.machinery.readers.submit(task, group, file)
         return act, where, group
 
-    def _plan(self, start: int, stop: int) -> tuple[Coordinates, Runs]:
-        space = self._space
-        n_rows = len(space)
-        if space.ends is not None or stop > n_rows or space.tokens.count == 1:
-            # Row by row: where labels leave holes, and where the last row is repeated.
-            row = np.minimum(np.arange(start, stop, dtype=np.int64), n_rows - 1)
-            where = Coordinates(*space.locate(row))
-            place = np.arange(stop - start, dtype=np.int64)
-            return where, merged(runs_of_planes(space.layout, *where, np.ones_like(place), place))
-        n_tokens = space.tokens.count
-        plane = np.arange(start // n_tokens, -(-stop // n_tokens), dtype=np.int64)
-        first = np.maximum(start - plane * n_tokens, 0)
-        count = np.minimum(stop - plane * n_tokens, n_tokens) - first
-        example, layer, _ = space.locate(plane * n_tokens)
-        token = space.tokens.start + first
-        runs = merged(runs_of_planes(space.layout, example, layer, token, count, np.cumsum(count) - count))
-        within = np.arange(start, stop, dtype=np.int64) - np.repeat(plane * n_tokens, count)
-        return Coordinates(np.repeat(example, count), np.repeat(layer, count), within + space.tokens.start), runs
+
+def plan_of_rows(space: RowSpace, start: int, stop: int) -> tuple[Coordinates, Runs]:
+    """Where the rows `start` to `stop` in storage order come from, and the reads that bring them."""
+    n_rows = len(space)
+    if space.ends is not None or stop > n_rows or space.tokens.count == 1:
+        # Row by row: where labels leave holes, and where the last row is repeated.
+        row = np.minimum(np.arange(start, stop, dtype=np.int64), n_rows - 1)
+        where = Coordinates(*space.locate(row))
+        place = np.arange(stop - start, dtype=np.int64)
+        return where, merged(runs_of_planes(space.layout, *where, np.ones_like(place), place))
+    n_tokens = space.tokens.count
+    plane = np.arange(start // n_tokens, -(-stop // n_tokens), dtype=np.int64)
+    first = np.maximum(start - plane * n_tokens, 0)
+    count = np.minimum(stop - plane * n_tokens, n_tokens) - first
+    example, layer, _ = space.locate(plane * n_tokens)
+    token = space.tokens.start + first
+    runs = merged(runs_of_planes(space.layout, example, layer, token, count, np.cumsum(count) - count))
+    within = np.arange(start, stop, dtype=np.int64) - np.repeat(plane * n_tokens, count)
+    return Coordinates(np.repeat(example, count), np.repeat(layer, count), within + space.tokens.start), runs

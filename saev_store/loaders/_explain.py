@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from saev_store.cost import Estimate
 from saev_store.order import Mixing
-
-#: A common price list of object stores: dollars per thousand GET requests, and per gigabyte out of the cloud.
-_DOLLARS_PER_1000_REQUESTS = 0.0004
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,8 @@ class Explanation:
         engine: The transport.
         n_threads: Reads in flight.
         extent_bytes: What one read brings, typically.
-        n_requests: Requests of an epoch, this rank's.
-        bytes_read: Bytes of an epoch, this rank's.
-        request_dollars: What the requests cost at a common price; 0 where the medium is not remote.
+        cost: Requests, bytes and dollars of an epoch, this rank's: what `store.transport.counters` will have more. Of a
+            long epoch some parts are planned and the rest is taken to be like them.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.
         slots: `block`, `row`, or empty without a window.
@@ -40,8 +37,7 @@ class Explanation:
     engine: str
     n_threads: int
     extent_bytes: int
-    n_requests: int
-    bytes_read: int
+    cost: Estimate
     window_bytes: int
     buffer_bytes: int
     slots: str
@@ -50,8 +46,14 @@ class Explanation:
     mixing: Mixing | None
 
     @property
-    def request_dollars(self) -> float:
-        return self.n_requests / 1000 * _DOLLARS_PER_1000_REQUESTS if self.medium == "remote" else 0.0
+    def n_requests(self) -> int:
+        """Requests of an epoch, this rank's."""
+        return self.cost.requests
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of an epoch, this rank's."""
+        return self.cost.bytes_read
 
     def __str__(self) -> str:
         lines = [
@@ -62,7 +64,8 @@ class Explanation:
             ("memory", f"{_size(self.window_bytes)} window, {_size(self.buffer_bytes)} batches"),
         ]
         if self.medium == "remote":
-            lines.append(("requests cost", f"about ${self.request_dollars:.2f} per epoch, plus transfer"))
+            price = f"${self.cost.request_dollars:.2f} per epoch for requests"
+            lines.append(("price", f"{price}, and ${self.cost.transfer_dollars:.2f} if the bytes leave the region"))
         if self.mixing is not None:
             mixed, kind = self.mixing, f"{self.slots} slots, {self.examples_per_block} example(s) per block"
             lines.append(("window", f"{kind}, {self.n_partitions} partitions"))

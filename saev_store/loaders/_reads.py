@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from saev_store.cost import Planner
 from saev_store.errors import NotFoundError, TransportError
-from saev_store.indexing import Progression
+from saev_store.indexing import Axis, Progression
 from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
@@ -188,7 +189,7 @@ class Reads:
         per_example = self.layout.vectors_per_example
         lowest = int(runs.vector[0]) // per_example
         highest = int((runs.vector + runs.count).max() - 1) // per_example
-        self.reader._touch(_Piece(shard, Progression(lowest, 1, highest + 1 - lowest), slice(None)))
+        self._touch(shard, lowest, highest)
         gap = starts[1:] - ends[:-1]
         # Vectors that are wanted twice are read twice.
         first = [0, *(np.flatnonzero((gap > self._max_gap_bytes) | (gap < 0)) + 1).tolist(), len(starts)]
@@ -229,6 +230,10 @@ class Reads:
             view[:] = source[at : at + view.nbytes]
             at += view.nbytes
 
+    def _touch(self, shard: int, lowest: int, highest: int) -> None:
+        """Before bytes of some examples of a shard are read."""
+        self.reader._touch(_Piece(shard, Progression(lowest, 1, highest + 1 - lowest), slice(None)))
+
     def _retried(self, read: Callable[[], None]) -> None:
         """Carry out a read, again where the reason of a failure may have passed."""
         for wait_s in (*_WAITS_S, None):
@@ -243,3 +248,42 @@ class Reads:
                 if getattr(unwrapped(self.reader.transport), "is_local", False):
                     # A stale handle of a network file system only goes away with a new descriptor.
                     self.reader.transport.close()
+
+
+class PlannedReads(Reads):
+    """Reads that are counted instead of carried out.
+
+    Args:
+        reader: The store's.
+        task_bytes: As of the reads that this stands for.
+    """
+
+    def __init__(self, reader: Reader, *, task_bytes: int) -> None:
+        self._planner = Planner(reader)
+        #: Requests that look at the size of a shard, for those whose size is not known yet.
+        self.sizes = self._planner.forget_sizes()
+        super().__init__(self._planner, ReadTally(), threading.Event(), task_bytes=task_bytes)
+
+    def count(self, runs: Runs) -> int:
+        """Count what reading these runs costs; returns how many vectors they have."""
+        place = np.cumsum(runs.count) - runs.count
+        n_rows = int(runs.count.sum())
+        if n_rows:
+            for task, _ in self.tasks(runs._replace(place=place), np.empty((n_rows, self.layout.d_model), np.float32)):
+                task()
+        return n_rows
+
+    def total(self, share: float, examples: Axis) -> tuple[int, int]:
+        """(requests, bytes) of everything, of which `share` was counted, in the shards of these examples."""
+        capacity = self.layout.examples_per_shard
+        if isinstance(examples, Progression) and abs(examples.step) <= capacity:
+            low, high = examples.lowest // capacity, examples.highest // capacity
+            sizes = sum(low <= shard <= high for shard in self.sizes) if examples.count else 0
+        else:
+            chosen = examples.positions() if isinstance(examples, Progression) else examples
+            sizes = len(self.sizes.intersection(np.unique(chosen // capacity).tolist()))
+        return round(self._planner.requests / share) + sizes, round(self._planner.bytes_read / share)
+
+    def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
+        del shard, start
+        self._planner.count(sum(view.nbytes for view in views))

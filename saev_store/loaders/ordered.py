@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from saev_store.loaders._base import Loader
-from saev_store.loaders._batches import Equipment, OrderedBatches
+from saev_store.loaders._batches import Equipment, OrderedBatches, plan_of_rows
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._memory import Allocate
+from saev_store.loaders._reads import Runs
 from saev_store.loaders._run import Batch
 from saev_store.selected import Selection
 from saev_store.selection import Labels
@@ -94,7 +95,10 @@ class OrderedLoader(Loader):
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""
         layout, space = self._space.layout, self._space
-        n_bytes = len(space) * layout.vector_nbytes // self._world
+
+        def runs(number: int) -> Runs:
+            return plan_of_rows(space, *self._batching.rows_of_rank(number, self._rank))[1]
+
         contiguous = len(space.layer_idx) == layout.n_layers and space.tokens.count == layout.tokens_per_example
         extent = self._read_bytes if contiguous else min(space.tokens.count * layout.vector_nbytes, self._read_bytes)
         return Explanation(
@@ -105,8 +109,7 @@ class OrderedLoader(Loader):
             engine=self.transport_name,
             n_threads=self._n_threads,
             extent_bytes=extent,
-            n_requests=-(-n_bytes // max(extent, 1)),
-            bytes_read=n_bytes,
+            cost=self._cost(len(self), runs, -(-len(space) // self._world)),
             window_bytes=0,
             buffer_bytes=(self._prefetch + self._n_ahead + 2) * self.batch_size * layout.vector_nbytes,
             slots="",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -14,8 +16,9 @@ from saev_store.loaders._batches import Equipment, ShuffledBatches, n_window_row
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._medium import Medium
 from saev_store.loaders._memory import Allocate
+from saev_store.loaders._reads import Runs
 from saev_store.loaders._run import Batch
-from saev_store.loaders._slots import BlockSlots, RowSlots
+from saev_store.loaders._slots import BlockSlots, RowSlots, runs_of_blocks
 from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
 from saev_store.selected import Selection
 from saev_store.selection import Labels, RowSpace
@@ -208,7 +211,16 @@ class ShuffledLoader(Loader):
         plane_bytes = space.tokens.count * layout.vector_nbytes
         joined = order.blocks.examples_per_block if layout.n_layers == 1 else 1
         extent = min(plane_bytes * joined, max(self._read_bytes, plane_bytes))
-        n_bytes = len(order.blocks) * order.blocks.cells_per_block * layout.vector_nbytes // self._world
+        parts = [order.partition(number) for number in self._partitions()]
+        n_cohorts = [part.n_cohorts for part in parts]
+        ends = list(accumulate(n_cohorts))
+
+        def runs(number: int) -> Runs:
+            which = bisect_right(ends, number)
+            found = parts[which].block_numbers(number - ends[which] + n_cohorts[which])
+            return runs_of_blocks(order.blocks, found, np.zeros_like(found))
+
+        n_vectors = sum(part.n_blocks for part in parts) * order.blocks.cells_per_block
         window = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart) * layout.vector_nbytes
         return Explanation(
             n_rows=len(space),
@@ -218,8 +230,7 @@ class ShuffledLoader(Loader):
             engine=self.transport_name,
             n_threads=self._n_threads,
             extent_bytes=extent,
-            n_requests=-(-n_bytes // max(extent, 1)),
-            bytes_read=n_bytes,
+            cost=self._cost(ends[-1], runs, n_vectors),
             window_bytes=window,
             buffer_bytes=(self._prefetch + 3) * self.batch_size * layout.vector_nbytes,
             slots="row" if self._rows_apart else "block",
