@@ -15,19 +15,19 @@ from saev_store.layout import Layout
 from saev_store.transport import open_transport
 
 PAGE = Path(__file__).parent.parent / "docs/cloud.md"
-#: 1,024 examples of 2 layers and 17 tokens of 768 numbers, in 4 shards of 26.7 MB.
+#: 256 examples of 2 layers and 17 tokens of 768 numbers, in 2 shards of 13.4 MB.
 LAYOUT = Layout(
-    n_examples=1024, layers=(5, 11), content_tokens_per_example=16, cls_token=True, d_model=768, examples_per_shard=256
+    n_examples=256, layers=(5, 11), content_tokens_per_example=16, cls_token=True, d_model=768, examples_per_shard=128
 )
 VECTOR = LAYOUT.vector_nbytes
 
 PATTERNS = {
     "open the store": lambda store: None,
-    "one vector": lambda store: store[700, 1, 3],
-    "one example": lambda store: store[700],
+    "one vector": lambda store: store[200, 1, 3],
+    "one example": lambda store: store[200],
     "the CLS tokens of one layer": lambda store: store[:, 1, 0],
     "one layer": lambda store: store[:, 1],
-    "100 vectors at random": lambda store: store.sel(layer=11)[np.random.default_rng(0).integers(0, 17_408, 100)],
+    "100 vectors at random": lambda store: store.sel(layer=11)[np.random.default_rng(0).integers(0, 4352, 100)],
     "everything": lambda store: store[...],
 }
 
