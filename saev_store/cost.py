@@ -86,7 +86,7 @@ def price_of(transport: Transport, prices: Prices | None = None) -> Price:
         ArgumentError: `prices` is no table of `Price`.
     """
     table = PRICES if prices is None else prices
-    if not isinstance(table, Mapping) or not all(isinstance(price, Price) for price in table.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(table, Mapping) or not all(isinstance(price, Price) for price in table.values()):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may not check types)
         raise ArgumentError("prices is a mapping of schemes to saev_store.cost.Price", where="prices")
     scheme = transport.url.partition("::")[2] or transport.url
     scheme = scheme.partition("://")[0].lower()
@@ -114,9 +114,9 @@ class Planner(Reader):
     """
 
     def __init__(self, reader: Reader) -> None:
-        super().__init__(reader.transport, reader.layout, readable=reader._readable)  # pyright: ignore[reportPrivateUsage]
-        self._unchecked = set(reader._unchecked)  # pyright: ignore[reportPrivateUsage]
-        self._maps = dict(reader._maps)  # pyright: ignore[reportPrivateUsage]
+        super().__init__(reader.transport, reader.layout, readable=reader._readable)
+        self._unchecked = set(reader._unchecked)
+        self._maps = dict(reader._maps)
         self.requests = self.bytes_read = 0
 
     def plan(self, request: Block | Points) -> None:

@@ -34,7 +34,7 @@ class Far(MemoryTransport):
 
     def __init__(self, files: dict[str, bytes], cost: ReadCost) -> None:
         super().__init__(files)
-        self.cost = cost  # type: ignore[misc]
+        self.cost = cost
 
     @property
     def url(self) -> str:
@@ -99,7 +99,7 @@ def test_an_estimate_is_what_is_counted_then(data: st.DataObject):
 )
 def test_files_on_this_machine(engine: type[Transport], key: object, tmp_path: Path):
     stored = plain_store(LAYOUT).write(tmp_path)
-    check(ShardStore.open(engine(stored)), key)  # type: ignore[call-arg]
+    check(ShardStore.open(engine(stored)), key)
 
 
 def test_large_reads_of_mapped_files_are_direct(tmp_path: Path):
@@ -140,7 +140,7 @@ def test_prices_are_a_table_that_can_be_edited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PRICES, "s3", Price(0, 1e9))
     assert store.estimate().transfer_dollars == store.nbytes
     with pytest.raises(ArgumentError, match=r"mapping of schemes to saev_store\.cost\.Price"):
-        store.estimate(prices={"s3": 3})  # type: ignore[dict-item]
+        store.estimate(prices={"s3": 3})
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class OnlyReads:
 
     def __init__(self, root: str) -> None:
         self._inner = open_transport(root)
-        self.url, self.cost = self._inner.url, self._inner.cost
+        self.url, self.cost, self.counters = self._inner.url, self._inner.cost, self._inner.counters
         self.read, self.size = self._inner.read, self._inner.size
         self.get_ranges, self.close = self._inner.get_ranges, self._inner.close
 
