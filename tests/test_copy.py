@@ -20,13 +20,14 @@ from servers import s3_bucket  # noqa: F401  (a fixture)
 from saev_store import SaevStoreError, ShardStore
 from saev_store._open import open_documents
 from saev_store.copying import _whole, copy_store
-from saev_store.copying._layers import copy_layers
+from saev_store.copying._layers import copy_layers, kept_tokens
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     IncompleteStoreError,
     LayerNotFoundError,
     NotFoundError,
+    SelectionError,
     StoreExistsError,
     TransportError,
     WriterConflictError,
@@ -407,9 +408,36 @@ def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):
 
     source = ShardStore(open_documents(Watched(store.path)))
     metadata = source.metadata.replace(layers=[5])
-    copy_layers(source, metadata, open_transport(tmp_path / "to"), resume=True, progress=False)
+    to = open_transport(tmp_path / "to")
+    copy_layers(source, metadata, to, tokens=kept_tokens(source, "all"), resume=True, progress=False)
     n_bytes = sum(size for path, size in read if path.startswith("acts"))
     assert n_bytes == store.acts.nbytes // 3
+
+
+@pytest.mark.parametrize("layers", [None, [5]])
+@pytest.mark.parametrize("tokens", ["content", "special"])
+def test_some_tokens_make_a_new_store(tmp_path, layers, tokens):
+    """`special` takes a content token along, because no store is without content."""
+    store = plain_store(tmp_path / "from", labels=True)
+    url = copy_store(store.path, tmp_path / "to", layers=layers, tokens=tokens)
+    new = ShardStore.open(url)
+    expected = store.acts[:, :, 1:] if tokens == "content" else store.acts[:, :, :2]
+    assert np.array_equal(new[...], expected if layers is None else expected[:, 1:2])
+    assert np.array_equal(new.labels, store.labels if tokens == "content" else store.labels[:, :1])
+    assert new.validate(deep=True).problems == ()
+    rows, was = (one.sel(layer=5, tokens=tokens) for one in (new, ShardStore.open(store.path)))
+    assert np.array_equal(rows[:], was[:])
+    assert np.array_equal(rows.coordinates().token_idx, was.coordinates().token_idx)
+    provenance = json.loads((Path(url) / "provenance.json").read_text())
+    assert provenance["tokens"] == ([1, 5] if tokens == "content" else [0, 2])
+    assert copy_store(store.path, tmp_path / "to", layers=layers, tokens=tokens) == url
+
+
+def test_tokens_that_are_not_there_or_all_there_are(tmp_path):
+    bare = plain_store(tmp_path / "bare", cls=False)
+    assert Path(copy_store(bare.path, tmp_path / "to", tokens="content")).name == bare.path.name
+    with pytest.raises(SelectionError, match="no special tokens"):
+        copy_store(bare.path, tmp_path / "to", tokens="special")
 
 
 def test_an_interrupted_copy_of_layers_continues(store, tmp_path, monkeypatch):

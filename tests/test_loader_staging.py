@@ -41,6 +41,23 @@ def test_a_staged_layer_continues_what_the_whole_store_began(plain, tmp_path):
     np.testing.assert_array_equal(np.concatenate([*first, acts(loader)]), whole)
 
 
+@pytest.mark.parametrize(("tokens", "n_tokens"), [("content", 7), ("special", 2), ("all", 8)])
+def test_only_the_tokens_that_are_trained_on_are_staged(plain, tmp_path, tokens, n_tokens):
+    """And a state that was begun on the whole store goes on with them."""
+    near = stage(plain.path, tmp_path / "near", layers=5, tokens=tokens)
+    assert ShardStore.open(near).shape == (24, 1, n_tokens, 640)
+    options = {"batch_size": 8, "seed": 1, "window_blocks": 2}
+    far = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5, tokens=tokens), **options)
+    whole = list(far)
+    far.set_epoch(0)
+    next(iter(far))
+    loader = ShuffledLoader(ShardStore.open(near).sel(layer=5, tokens=tokens), **options)
+    loader.load_state_dict(far.state_dict())
+    for expected, found in zip(whole[1:], loader, strict=True):
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+
+
 def test_several_processes_stage_once(plain, tmp_path):
     """Everybody asks, everybody gets the same copy; asking again costs nothing."""
     futures = [stage_in_background(plain.path, tmp_path / "near", layers=[2, 11]) for _ in range(3)]
@@ -52,7 +69,7 @@ def test_several_processes_stage_once(plain, tmp_path):
 
 
 def test_tmpdir(plain, tmp_path, monkeypatch):
-    options = {"layer": 5, "use_tmpdir": True, "cache_dir": None, "cache_bytes": 1}
+    options = {"layer": 5, "tokens": "content", "use_tmpdir": True, "cache_dir": None, "cache_bytes": 1}
     monkeypatch.delenv("TMPDIR", raising=False)
     assert open_for_training(str(plain.path), None, **options).url == str(plain.path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))

@@ -411,3 +411,28 @@ def test_scaled_norms(plain, kind):
     norms = torch.cat([batch["act"].norm(dim=1) for batch in loader])
     assert float(norms.mean()) == pytest.approx(4.0, rel=1e-4)
     assert loader.scale == pytest.approx(4.0 / float(torch.from_numpy(plain.acts[:, 1, 1:]).norm(dim=-1).mean()), rel=1e-4)  # fmt: skip
+
+
+def test_the_scale_is_kept_beside_the_store_and_in_the_state(tmp_path, monkeypatch):
+    """Computed once, by whoever is first; a run that is continued scales as it began, whatever the statistics say by then."""
+    monkeypatch.setattr("saev_store.loaders._scale._MAX_EXAMPLES", 64)
+    plain = plain_store(tmp_path, n=90, tokens=7, per_shard=50, d_model=16)
+    first = make(plain, "shuffled", scale_norm=True)
+    assert first.store.stats(sample=64, seed=0).is_sample  # what lies beside the store now
+    assert first.scale == first.store.stats(sample=64, seed=0).scale(5, "content")
+    assert (plain.path / "stats.json").exists()
+    iterator = iter(first)
+    next(iterator)
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = acts(iterator)
+    first.store.stats(refresh=True)  # of all examples now: a slightly different mean
+    other = make(plain, "shuffled", scale_norm=True)
+    assert other.scale != first.scale
+    assert other.scale == first.store.stats().scale(5, "content")
+    other.load_state_dict(state)
+    assert other.scale == first.scale
+    assert same(acts(other), rest)
+    with pytest.raises(ArgumentError, match="scale"):
+        make(plain, "shuffled").load_state_dict(state)
+    with pytest.raises(ArgumentError, match="scale"):
+        make(plain, "shuffled", scale_norm=True).load_state_dict(make(plain, "shuffled").state_dict())

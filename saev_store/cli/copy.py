@@ -1,8 +1,8 @@
-"""`saev-store copy`: a checked copy, or some layers as a new store."""
+"""`saev-store copy`: a checked copy, or some layers and tokens as a new store."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,6 +15,7 @@ def copy(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy: a path, or any fsspec URL.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is made.")],
     layers: Annotated[str | None, typer.Option(metavar="2,5", help="Only these layers, as a new store.")] = None,
+    tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Only these, as a new store.")] = "all",
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
     as_json: AsJson = False,
     options: StorageOptions = None,
@@ -34,6 +35,7 @@ def copy(
         src,
         dst,
         layers=None if layers is None else parse_layers(layers),
+        tokens=tokens,
         storage_options=storage_options(options, option),
         dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
         resume=resume,

@@ -1,4 +1,4 @@
-"""Copying a store from any address to any other, checked byte by byte; or only some of its layers, as a new store."""
+"""Copying a store from any address to any other, checked byte by byte; or only some layers or tokens, as a new store."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from saev_store.errors import ArgumentError
 from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
+    from saev_store.selection import Tokens
     from saev_store.store import ShardStore
 
 __all__ = ["copy_store"]
@@ -22,6 +23,7 @@ def copy_store(
     dst: Url,
     *,
     layers: Sequence[int] | None = None,
+    tokens: Tokens = "all",
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     resume: bool = True,
@@ -29,20 +31,22 @@ def copy_store(
 ) -> str:
     """The address of a complete, checked copy of a store, made below `dst`.
 
-    Without `layers` the copy has the same folder name, the same documents and the same vectors, byte for byte. Every
+    Without `layers` and `tokens` the copy has the same folder name, the same documents and the same vectors, byte for byte. Every
     block is digested while it is read (and compared with the source's digests.json where there is one), and read back
     from the copy and compared. The copy always has a digests.json. Zeros that pad the last shard are made anew: as a
     hole on this machine, not at all on object stores. `metadata.json` comes last, so a partial copy never opens.
 
-    With `layers` a new store is written that holds only these layers, in the order of the source, with a hash of its
-    own and a `provenance.json` that names its origin. Only the bytes of these layers are read.
+    With `layers` or `tokens` a new store is written that holds only these layers, in the order of the source, and only
+    these tokens, with a hash of its own and a `provenance.json` that names its origin. Only their bytes are read. The
+    protocol knows no store without content, so `tokens="special"` takes the first content token along.
 
     Either way the same call continues after an interruption, at the next shard.
 
     Args:
         src: The store to copy, a path or URL.
         dst: The folder in which the copy's folder `<HASH>` is made; naming that folder itself is fine, too.
-        layers: Labels of the layers to keep; None, or all of them, copies the store as it is.
+        layers: Labels of the layers to keep; None is all of them.
+        tokens: `"content"` leaves special tokens out; `"special"` keeps them and the first content token.
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
@@ -50,29 +54,31 @@ def copy_store(
 
     Raises:
         NotFoundError, DocumentError, CorruptShardError: the source is no whole store, or does not match its digests.
-        LayerNotFoundError: it does not hold one of `layers`.
+        LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
         StoreExistsError: another store, or with `resume=False` this one, lies there already.
         IncompleteStoreError: `resume` is False and an unfinished copy lies there, or something of another program.
         WriterConflictError: another process is copying to there.
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
-    from saev_store.copying._layers import copy_layers
+    from saev_store.copying._layers import copy_layers, kept_tokens, part_of
     from saev_store.copying._whole import copy_whole
     from saev_store.store import ShardStore
 
     with ShardStore.open(src, storage_options) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
         chosen = _chosen(store, layers)
+        kept = kept_tokens(store, tokens)
         root = os.fspath(dst).rstrip("/") or "/"
-        if chosen == store.layers:
+        if chosen == store.layers and kept.count == store.layout.tokens_per_example:
             name = store.name
             root = _without(root, name)
             copy_whole(store, open_transport(root, dst_storage_options), resume=resume, progress=progress)
         else:
-            metadata = store.metadata.replace(layers=list(chosen))
+            metadata = part_of(store.metadata, chosen, kept)
             name = metadata.hash
             root = _without(root, name)
-            copy_layers(store, metadata, open_transport(root, dst_storage_options), resume=resume, progress=progress)
+            to = open_transport(root, dst_storage_options)
+            copy_layers(store, metadata, to, tokens=kept, resume=resume, progress=progress)
     return f"{root.rstrip('/')}/{name}"
 
 

@@ -1,4 +1,4 @@
-"""Some layers of a store, as a new store."""
+"""Some layers and tokens of a store, as a new store."""
 
 from __future__ import annotations
 
@@ -11,18 +11,51 @@ from saev_store._open import open_documents
 from saev_store.copying._space import check_space
 from saev_store.copying._whole import PROVENANCE_NAME
 from saev_store.documents import Metadata
+from saev_store.indexing import Progression
+from saev_store.selection import row_space
 from saev_store.transport import Transport, child
 from saev_store.writer import create_store
 from saev_store.writer._folder import Folder
 
 if TYPE_CHECKING:
+    from saev_store.selection import Tokens
     from saev_store.store import ShardStore
 
 #: How much is read, and kept in memory, at a time.
 _BATCH_BYTES = 64 << 20
 
 
-def copy_layers(store: ShardStore, metadata: Metadata, root: Transport, *, resume: bool, progress: bool | None) -> None:
+def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
+    """Which tokens, by position, a copy of such tokens has.
+
+    Raises:
+        SelectionError: the store has no such tokens.
+    """
+    kept = row_space(store.layout, tokens=tokens).tokens
+    # The protocol knows no store without content.
+    return Progression(0, 1, kept.count + 1) if tokens == "special" else kept
+
+
+def part_of(metadata: Metadata, layers: tuple[int, ...], tokens: Progression) -> Metadata:
+    """What describes a copy of these layers and tokens."""
+    changes: dict[str, object] = {"layers": list(layers)}
+    layout = metadata.layout
+    if tokens.count < layout.tokens_per_example:
+        has_special = tokens.start == 0 and layout.cls_token
+        changes["cls_token"] = has_special
+        changes["content_tokens_per_example"] = tokens.count - has_special
+    return metadata.replace(**changes)
+
+
+def copy_layers(
+    store: ShardStore,
+    metadata: Metadata,
+    root: Transport,
+    *,
+    tokens: Progression,
+    resume: bool,
+    progress: bool | None,
+) -> None:
     """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
     layout = metadata.layout
     positions = [store.layout.layer_index(layer) for layer in layout.layers]
@@ -41,20 +74,21 @@ def copy_layers(store: ShardStore, metadata: Metadata, root: Transport, *, resum
     labels = store.labels
     step = max(1, _BATCH_BYTES // layout.example_nbytes)
     with writer:
-        folder.put(PROVENANCE_NAME, _provenance(store, layout.layers))
+        folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
         for start in range(writer.next_example, layout.n_examples, step):
             end = min(start + step, layout.n_examples)
             batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=np.float32)
             for into, layer_idx in zip(batch, positions, strict=True):
-                store.read((slice(start, end), layer_idx), out=into)
-            writer.append(batch.swapaxes(0, 1), labels=None if labels is None else labels[start:end])
+                store.read((slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)), out=into)
+            n_labels = layout.content_tokens_per_example
+            writer.append(batch.swapaxes(0, 1), labels=None if labels is None else labels[start:end, :n_labels])
     from saev_store.store import ShardStore
 
     root.close()  # a map of a shorter file must not answer for the finished one
     ShardStore(open_documents(child(root, metadata.hash))).validate(deep=True, progress=progress).raise_if_bad()
 
 
-def _provenance(store: ShardStore, layers: tuple[int, ...]) -> bytes:
+def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> bytes:
     """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
     document = {
         "version": 1,
@@ -63,6 +97,7 @@ def _provenance(store: ShardStore, layers: tuple[int, ...]) -> bytes:
         "source_hash": store.metadata.hash,
         "source_layers": list(store.layers),
         "layers": list(layers),
+        "tokens": [tokens.start, tokens.start + tokens.count],
         "source_metadata": json.loads(store.metadata.raw),
     }
     return (json.dumps(document, indent=2) + "\n").encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -62,7 +63,7 @@ class Loader(ABC):
         n_threads: int | None,
         prefetch_batches: int,
         batch_timeout_s: float,
-        scale_norm: bool,
+        scale_norm: bool | float,
         labels: Labels | None,
         read_bytes: int | None,
         make_buffer: Allocate | None,
@@ -90,6 +91,12 @@ class Loader(ABC):
         self._n_gather = min(3, max(0, n_cpus() - 2))
         self._prefetch, self._timeout_s = int(prefetch_batches), float(batch_timeout_s)
         self._scale_norm, self._scale = bool(scale_norm), None
+        if not isinstance(scale_norm, bool):
+            if not (math.isfinite(scale_norm) and scale_norm > 0):
+                raise ArgumentError(
+                    f"scale_norm is {scale_norm}; it must be True, False or positive", where="scale_norm"
+                )
+            self._scale = float(scale_norm)
         self._make_buffer = make_buffer
         self._outputs: Outputs | None = None
         self._pool: Pool | None = None
@@ -270,7 +277,8 @@ class Loader(ABC):
 
         With several ranks every rank's state is the same.
         """
-        return {**self._identity(), "epoch": self._epoch, "batch": self._batch, **self._order_state()}
+        state = {**self._identity(), "epoch": self._epoch, "batch": self._batch, **self._order_state()}
+        return state if self.scale is None else {**state, "scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue where `state_dict` was taken: the next iteration begins with the batch that came after it.
@@ -293,8 +301,18 @@ class Loader(ABC):
                     remedy="Make the loader with the same rows and options.",
                 )
         epoch, batch = whole_number(state, "epoch", 0), whole_number(state, "batch", 0, len(self))
+        scale = state.get("scale")
+        if (scale is None) == self._scale_norm or not (
+            scale is None or (type(scale) is float and 0 < scale < math.inf)
+        ):
+            raise ArgumentError(
+                f"the state has scale = {scale!r}, but this loader {'scales' if self._scale_norm else 'does not scale'}",
+                where="load_state_dict",
+                remedy="Make the loader with the same scale_norm.",
+            )
         self._adopt(state)
         self._end_iteration()
+        self._scale = scale
         self._epoch, self._batch, self._resume_at = epoch, batch, batch
 
     def _identity(self) -> dict[str, object]:
@@ -337,12 +355,13 @@ def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2
 def fingerprint(space: RowSpace) -> str:
     """16 hex digits that tell row spaces apart: what was chosen of what, and what was left out.
 
-    Not where it lies, nor beside which other layers, nor how it is cut into shards: a staged copy continues a state.
+    Not where it lies, nor beside which other layers and tokens, nor how it is cut into shards: a staged copy continues a
+    state.
     """
     layout = space.layout
     layers = tuple(layout.layers[position] for position in space.layer_idx)
-    geometry = (layout.n_examples, layout.content_tokens_per_example, layout.cls_token, layout.d_model)
-    digest = hashlib.sha256(repr((geometry, layers, space.tokens, len(space))).encode())
+    tokens = (space.tokens.start - layout.n_special_tokens, space.tokens.count)
+    digest = hashlib.sha256(repr((layout.n_examples, layout.d_model, layers, tokens, len(space))).encode())
     if isinstance(space.examples, Progression):
         digest.update(repr(space.examples).encode())
     else:

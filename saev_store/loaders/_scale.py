@@ -9,11 +9,28 @@ import numpy as np
 from saev_store.errors import ArgumentError
 from saev_store.order import shuffled
 from saev_store.selected import Selection
+from saev_store.selection import Layers, Tokens
+from saev_store.stats import sampled_stats
+from saev_store.store import ShardStore
 
 #: Rows whose norms are averaged: the standard error of the mean is then a hundredth of the norms' spread.
 _N_ROWS = 8192
 #: They are taken from this many places, in runs, so that few requests bring them.
 _N_RUNS = 64
+
+
+#: Examples whose vectors are looked at for `stats.json`: so many bytes' worth of all layers, within bounds.
+_SAMPLE_BYTES, _MIN_EXAMPLES, _MAX_EXAMPLES = 128 << 20, 64, 1024
+
+
+def stored_scale(store: ShardStore, layer: Layers, tokens: Tokens) -> float:
+    """`sqrt(d_model)` over the mean norm, by the statistics beside the store; a sample's are made and kept where none are.
+
+    Raises:
+        ArgumentError: the mean norm is zero or not finite.
+    """
+    n = min(max(_SAMPLE_BYTES // store.layout.example_nbytes, _MIN_EXAMPLES), _MAX_EXAMPLES)
+    return sampled_stats(store, n).scale(layer, tokens)
 
 
 def norm_scale(rows: Selection) -> float:

@@ -32,7 +32,8 @@ class OrderedLoader(Loader):
         n_threads: Reads in flight; default: what suits the medium.
         prefetch_batches: Batches that may be ready and wait.
         batch_timeout_s: How long to wait for a batch before `DeadlineError`.
-        scale_norm: Scale activations so that their mean L2 norm is sqrt(d_model).
+        scale_norm: Scale activations so that their mean L2 norm is sqrt(d_model), by a seeded sample of these rows; or by a
+            number, such as `store.stats().scale(…)`. The state carries the factor.
         read_bytes: About how much one read brings; default: what suits the medium.
         make_buffer: Makes the memory of a batch, such as pinned memory; default: plain memory.
 
@@ -61,7 +62,7 @@ class OrderedLoader(Loader):
         n_threads: int | None = None,
         prefetch_batches: int = 2,
         batch_timeout_s: float = 30.0,
-        scale_norm: bool = False,
+        scale_norm: bool | float = False,
         read_bytes: int | None = None,
         make_buffer: Allocate | None = None,
     ) -> None:

@@ -98,7 +98,7 @@ class ShuffledLoader(Loader):
         n_threads: int | None = None,
         prefetch_batches: int = 2,
         batch_timeout_s: float = 30.0,
-        scale_norm: bool = False,
+        scale_norm: bool | float = False,
         read_bytes: int | None = None,
         make_buffer: Allocate | None = None,
     ) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from saev_store.errors import DeadlineError, WriterConflictError
 from saev_store.loaders.cache import CachedTransport
+from saev_store.selection import Tokens
 from saev_store.store import ShardStore
 
 Layer = int | Sequence[int] | Literal["all"]
@@ -23,18 +24,21 @@ def stage(
     to: str | os.PathLike[str],
     *,
     layers: Layer = "all",
+    tokens: Tokens = "all",
     storage_options: Mapping[str, object] | None = None,
     timeout_s: float = 24 * 3600.0,
 ) -> str:
-    """The address of a checked copy of a store below `to` that holds only the layers asked for.
+    """The address of a checked copy of a store below `to` that holds only the layers and tokens asked for.
 
     Every process of a machine may call it with the same arguments: one copies, the others wait for it. A copy that was
-    interrupted is continued, a finished one is used again. Only the bytes of these layers are read.
+    interrupted is continued, a finished one is used again. Only the bytes of these layers and tokens are read. A loader's
+    state goes on with the copy.
 
     Args:
         url: The store.
         to: A folder, such as the machine's `$TMPDIR`; environment variables in it are filled in.
         layers: A label, several, or `"all"`.
+        tokens: `"content"`, `"special"` (then the first content token comes along, because no store is without) or `"all"`.
         storage_options: For the source's file system.
         timeout_s: How long to wait for another process's copy.
 
@@ -49,7 +53,9 @@ def stage(
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return copy_store(url, folder, layers=wanted, storage_options=storage_options, progress=False)
+            return copy_store(
+                url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
+            )
         except WriterConflictError as conflict:
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -63,6 +69,7 @@ def stage_in_background(
     to: str | os.PathLike[str],
     *,
     layers: Layer = "all",
+    tokens: Tokens = "all",
     storage_options: Mapping[str, object] | None = None,
 ) -> Future[str]:
     """`stage` in a thread: train from the far store meanwhile, and go on from `result()` with the same loader state."""
@@ -70,7 +77,7 @@ def stage_in_background(
 
     def work() -> None:
         try:
-            future.set_result(stage(url, to, layers=layers, storage_options=storage_options))
+            future.set_result(stage(url, to, layers=layers, tokens=tokens, storage_options=storage_options))
         except BaseException as error:
             future.set_exception(error)
 
@@ -84,6 +91,7 @@ def open_for_training(
     storage_options: Mapping[str, object] | None,
     *,
     layer: Layer,
+    tokens: Tokens,
     use_tmpdir: bool,
     cache_dir: str | None,
     cache_bytes: int,
@@ -94,12 +102,13 @@ def open_for_training(
         url: The store.
         storage_options: For its file system.
         layer: What will be trained on; nothing else is copied.
+        tokens: Likewise.
         use_tmpdir: Copy to $TMPDIR where that is set.
         cache_dir: Keep what is read in this folder.
         cache_bytes: How much of it.
     """
     if use_tmpdir and os.environ.get("TMPDIR"):
-        return ShardStore.open(stage(url, "$TMPDIR", layers=layer, storage_options=storage_options))
+        return ShardStore.open(stage(url, "$TMPDIR", layers=layer, tokens=tokens, storage_options=storage_options))
     store = ShardStore.open(url, storage_options)
     if cache_dir is None:
         return store

@@ -71,6 +71,11 @@ def compute(
             return _tree(parts, run).compute()
 
 
+def compute_here(store: ShardStore, chosen: IntArray | None) -> Moments:
+    """The same sums in this thread, without dask."""
+    return merge_all([work_on(store, work) for work in plan(store.layout, chosen)])
+
+
 def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
     """Examples for each task: whole shards or equal parts of one, or about as many of a sample.
 

@@ -18,7 +18,7 @@ from saev_store.errors import (
     SaevStoreWarning,
 )
 from saev_store.layout import IntArray
-from saev_store.stats._compute import compute
+from saev_store.stats._compute import compute, compute_here
 from saev_store.stats._document import max_nbytes, parse_stats, stats_bytes
 from saev_store.stats._result import Stats
 from saev_store.transport import Writes
@@ -62,6 +62,21 @@ def store_stats(
     return stats
 
 
+def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats:
+    """Statistics of at least so many examples: those beside the store, or what `ShardStore.stats(sample=…, seed=…)` gives.
+
+    Computed here and now, without dask, for samples so small that one thread is enough; kept beside the store.
+    """
+    wanted = _sample(store, n_examples, seed)
+    kept = _kept(store, wanted, or_more=True)
+    if kept is not None:
+        return kept
+    moments = compute_here(store, None if wanted is None else _chosen(store, wanted))
+    stats = Stats(store.layout, moments, store.layout.n_examples if wanted is None else wanted.n_examples)
+    _keep(store, stats, wanted)
+    return stats
+
+
 def _sample(store: ShardStore, sample: int, seed: int) -> Sample | None:
     """None where the sample is everything."""
     try:
@@ -81,7 +96,7 @@ def _chosen(store: ShardStore, sample: Sample) -> IntArray:
     return np.sort(drawn).astype(np.int64)
 
 
-def _kept(store: ShardStore, wanted: Sample | None) -> Stats | None:
+def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) -> Stats | None:
     """What lies beside the store, if it answers the question: everything answers for any sample."""
     where = f"{store.url}/{STATS_NAME}"
     try:
@@ -95,7 +110,7 @@ def _kept(store: ShardStore, wanted: Sample | None) -> Stats | None:
     except SaevStoreError as error:
         warnings.warn(f"{where} cannot be read: {error}", SaevStoreWarning, stacklevel=5)
         return None
-    if not stats.is_sample:
+    if not stats.is_sample or (or_more and wanted is not None and stats.n_examples >= wanted.n_examples):
         return stats
     return stats if wanted == Sample(stats.n_examples, -1 if seed is None else seed) else None
 

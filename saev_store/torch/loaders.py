@@ -18,6 +18,7 @@ from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
 from saev_store.loaders import Explanation, Metrics, OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader
+from saev_store.loaders._scale import stored_scale
 from saev_store.loaders.staging import open_for_training
 from saev_store.store import ShardStore
 from saev_store.torch._device import copies_to, moved, pinned
@@ -58,6 +59,7 @@ class TorchLoader(ABC, Generic[Config]):
             cfg.shards,
             cfg.storage_options,
             layer=cfg.layer,
+            tokens=cfg.tokens,
             use_tmpdir=cfg.use_tmpdir,
             cache_dir=cfg.cache_dir,
             cache_bytes=cfg.cache_bytes,
@@ -83,9 +85,16 @@ class TorchLoader(ABC, Generic[Config]):
             "n_threads": cfg.n_threads,
             "prefetch_batches": max(1, min(cfg.buffer_size, cfg.buffer_bytes // batch_bytes)),
             "batch_timeout_s": cfg.batch_timeout_s,
-            "scale_norm": cfg.scale_norm,
+            "scale_norm": self._scale_norm(),
             "make_buffer": pinned(cfg.device),
         }
+
+    def _scale_norm(self) -> bool | float:
+        """The factor by the statistics beside the store; those say nothing about vectors without the ignored ones."""
+        cfg = self.cfg
+        if not cfg.scale_norm or cfg.ignore_labels:
+            return cfg.scale_norm
+        return stored_scale(self.store, cfg.layer, cfg.tokens)
 
     @property
     def _rows_of(self) -> dict[str, object]:
