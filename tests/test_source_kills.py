@@ -16,7 +16,7 @@ MEMORY = "/dev/shm"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("where", "n_kills"), [("memory", 100), ("disk", 10)])
 def test_no_kill_shows_a_reader_half_a_data_set(tmp_path: Path, where: str, n_kills: int) -> None:
     n_kills = int(os.environ.get("SAEV_STORE_KILLS", n_kills))
@@ -27,7 +27,7 @@ def test_no_kill_shows_a_reader_half_a_data_set(tmp_path: Path, where: str, n_ki
             [sys.executable, harness, folder, "--kills", str(n_kills)],
             capture_output=True,
             text=True,
-            timeout=110 + n_kills,
+            timeout=300 + n_kills,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -12,20 +12,19 @@ A "document" here is what `sizes` has an entry for: a sequence of the data set, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import ArgumentError
 from saev_store.formats._source import check_count
+from saev_store.formats.mmididx._placing import place_samples
 from saev_store.layout import IntArray
 
 #: Below this share of a full epoch's samples, the last epoch is shuffled on its own.
 SEPARATE_BELOW = 0.80
 _MAX_I32 = 2**31 - 1
-#: Documents that are looked at together.
-_PIECE = 1 << 15
 _Int = npt.NDArray[np.signedinteger]
 
 
@@ -166,9 +165,10 @@ def build_sample_idx(
     extra = int(extra_token)
     n = max((total - extra) // seq_length, 0)
     partial = not drop_last_partial and n * seq_length < total - extra
-    largest = max(len(entries), int(lengths.max(initial=0)))
-    found = np.zeros((n + 1 + int(partial), 2), np.int32 if largest <= _MAX_I32 else np.int64)
-    n_found = _fill(found[: n + 1], lengths, entries, seq_length, "right" if extra_token else "left")
+    longest = int(lengths.max(initial=0))
+    small = max(len(entries), longest) <= _MAX_I32
+    found = np.zeros((n + 1 + int(partial), 2), np.int32 if small else np.int64)
+    n_found = place_samples(found[: n + 1], lengths, entries, seq_length, longest=longest, extra_token=extra_token)
     if n_found <= n or not len(entries):
         raise ArgumentError(
             f"doc_idx has tokens for {n_found - 1:,} samples; {num_epochs} epochs of {tokens_per_epoch:,} tokens make {n:,}",
@@ -177,51 +177,6 @@ def build_sample_idx(
     if partial:
         found[-1] = len(entries) - 1, int(lengths[entries[-1]]) - extra
     return found
-
-
-def _fill(
-    found: _Int,
-    lengths: npt.NDArray[np.integer],
-    entries: npt.NDArray[np.integer],
-    step: int,
-    side: Literal["left", "right"],
-) -> int:
-    """Where the tokens 0, `step`, 2 `step`, … lie; returns how many of the rows of `found` were filled.
-
-    Side `"right"` takes the document that has the token (empty ones have none); `"left"` takes the end of a document
-    instead of the beginning of the next. The first row stays at the beginning, even if that document is empty. Goes
-    through `entries` a piece at a time, so that what is in between stays in the processor's cache.
-    """
-    at, before, n = 1, 0, len(found) - 1
-    narrow = int(lengths.max(initial=0)) * _PIECE <= _MAX_I32
-    dtype = np.dtype(np.int32 if narrow and lengths.dtype == np.int32 else np.int64)
-    for start in range(0, len(entries), _PIECE):
-        if at > n:
-            break
-        # In range already, so nothing is clipped: this mode is only several times as fast.
-        sizes = lengths.take(entries[start : start + _PIECE], mode="clip")
-        ends = np.cumsum(sizes, dtype=dtype)  # relative to the piece
-        after = before + int(ends[-1])
-        last = min((after - 1) // step if side == "right" else after // step, n)
-        if last >= at:
-            begins = (np.arange(at, last + 1, dtype=np.int64) * step - before).astype(dtype, copy=False)
-            entry = _search(ends, begins, step, side)
-            found[at : last + 1, 0] = entry + start
-            found[at : last + 1, 1] = begins - ends[entry] + sizes[entry]
-            at = last + 1
-        before = after
-    return at
-
-
-def _search(ends: _Int, begins: _Int, step: int, side: Literal["left", "right"]) -> npt.NDArray[np.integer]:
-    """`searchsorted` of values that are `step` apart: by search where they are few, else by counting."""
-    if len(begins) * 8 < len(ends):
-        return np.searchsorted(ends, begins, side=side)
-    # How many values come before each end; an end that is met belongs to the document only on side "left".
-    beyond = ends.astype(np.int64) - int(begins[0])
-    upto = -(-beyond // step) if side == "right" else beyond // step + 1
-    counts = np.diff(np.clip(upto, 0, len(begins)), prepend=0)
-    return np.repeat(np.arange(len(ends), dtype=np.int32), counts)
 
 
 def build_shuffle_idx(num_samples: int, total_size: int, state: np.random.RandomState) -> npt.NDArray[np.integer]:
