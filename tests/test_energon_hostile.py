@@ -331,6 +331,43 @@ class TestOlderReleases:
             dataset.index_of("sample_0000")
 
 
+class TestBytesChangedAnywhere:
+    """Every file of a data set but its tars, in the newest generation and in one that has no database."""
+
+    @pytest.fixture(params=[7, 5])
+    def files(self, request) -> dict[str, bytes]:
+        folder = DATA / "captioning_ratio_split/dataset"
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        if request.param == 5:
+            counts = json.loads(files.pop(".nv-meta/.info.json"))["shard_counts"]
+            files[".nv-meta/.info.yaml"] = (
+                "shard_counts:\n" + "".join(f"  {k}: {n}\n" for k, n in counts.items())
+            ).encode()
+            del files[".nv-meta/index.sqlite"]
+        return files
+
+    @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.data())
+    def test_fuzz(self, files, data):
+        changed = dict(files)
+        names = sorted(name for name in files if not name.endswith((".tar", ".sqlite")))
+        for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2)):
+            raw = bytearray(changed[name])
+            for _ in range(data.draw(st.integers(0, 3))):
+                if raw:
+                    raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+            start = data.draw(st.integers(0, len(raw)))
+            changed[name] = bytes(raw[:start]) + data.draw(st.binary(max_size=9)) + bytes(raw[start:])
+        try:
+            dataset = EnergonDataset("", transport=MemoryTransport(changed), images="bytes")
+            for split in dataset.splits:
+                part = dataset.split(split)
+                [part.sample(i) for i in range(len(part))]
+            dataset.validate(deep=True, progress=False)
+        except SaevStoreError as error:
+            assert str(error)
+
+
 class TestParts:
     def test_pickles_stay_bytes(self):
         evil = b"cos\nsystem\n(S'true'\ntR."
