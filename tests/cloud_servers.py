@@ -63,6 +63,28 @@ class Fault:
     lose_answer: bool = False
     lose_request: bool = False
     ignore_range: bool = False
+    #: What the client sent, secrets and all, is part of the error document.
+    echo: bool = False
+    #: The first line is no status line.
+    garbage: bool = False
+    #: The answer says that it is a range so many bytes further on.
+    shift_range: int = 0
+    #: The body is longer or shorter than `Content-Length` says, by so many bytes.
+    wrong_length: int = 0
+    #: These many bytes at the beginning of the body come twice, and others get lost for it.
+    repeat_bytes: int = 0
+    #: Success, with an error document as its body.
+    error_in_200: bool = False
+    #: `Location` of a redirection.
+    location: str = ""
+    #: The connection is closed after a whole answer that promised to keep it open.
+    close_after: bool = False
+    #: Only the sending half of the connection is closed in mid-body, and the rest never comes.
+    half_close_at: int | None = None
+    #: The headers come byte by byte.
+    slow_headers_s: float = 0.0
+    #: The server's `ETag` is another one each time.
+    new_etag: bool = False
 
 
 @dataclass
@@ -151,9 +173,13 @@ class Proxy:
         if fault.lose_request:
             return _reset(writer)
         if fault.status is not None:
-            text = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
+            sent = f"<StringToSign>{head.decode('latin-1')}</StringToSign>" if fault.echo else ""
+            sent = sent.replace("&", "&amp;")
+            text = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>injected</Message>{sent}</Error>".encode()
             content = b"" if method == "HEAD" else text
             extra = "Retry-After: 0\r\n" if fault.status in {429, 503} else ""
+            if fault.location:
+                extra += f"Location: {fault.location}\r\n"
             writer.write(
                 f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: application/xml\r\n{extra}"
                 f"Content-Length: {len(content)}\r\n\r\n".encode()
@@ -167,6 +193,10 @@ class Proxy:
             path = self.change(path, names)
         if fault.ignore_range:
             names.pop("range", None)
+        if fault.garbage:
+            writer.write(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+            await writer.drain()
+            return False
         return await self._forward(method, path, names, body, fault, writer)
 
     async def _forward(self, method, path, names, body, fault, writer) -> bool:
@@ -195,15 +225,27 @@ class Proxy:
                 content = await up_reader.readexactly(int(answer["content-length"].partition(":")[2]))
             if fault.lose_answer:
                 return _reset(writer)
+            status, content = _spoil(fault, status, answer, content)
             kept = [line for name, line in answer.items() if name not in {"connection", "transfer-encoding"}]
-            writer.write("\r\n".join([status, *kept, "", ""]).encode("latin-1"))
-            return await self._send(content, fault, writer)
+            head = "\r\n".join([status, *kept, "", ""]).encode("latin-1")
+            if fault.slow_headers_s:
+                for byte in head:
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(fault.slow_headers_s)
+            else:
+                writer.write(head)
+            return await self._send(content, fault, writer) and not (fault.close_after or fault.wrong_length < 0)
         finally:
             up_writer.transport.abort()
 
     async def _send(self, content: bytes, fault: Fault, writer: asyncio.StreamWriter) -> bool:
         if fault.flip_at is not None and fault.flip_at < len(content):
             content = content[: fault.flip_at] + bytes([content[fault.flip_at] ^ 1]) + content[fault.flip_at + 1 :]
+        if fault.half_close_at is not None and fault.half_close_at < len(content):
+            writer.write(content[: fault.half_close_at])
+            writer.write_eof()
+            await asyncio.sleep(3600)
         for at in (fault.reset_at, fault.cut_at, fault.stall_at):
             if at is not None and at < len(content):
                 writer.write(content[:at])
@@ -236,6 +278,27 @@ class Proxy:
                 fault.times -= 1
                 return fault
         return None
+
+
+def _spoil(fault: Fault, status: str, answer: dict[str, str], content: bytes) -> tuple[str, bytes]:
+    """(status line, body) of an answer that a fault has changed, its headers in place."""
+    if fault.error_in_200 and content:
+        content = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
+        status = "HTTP/1.1 200 OK"
+        answer["content-length"] = f"Content-Length: {len(content)}"
+    if fault.wrong_length and content:
+        answer["content-length"] = f"Content-Length: {len(content) - fault.wrong_length}"
+    if fault.repeat_bytes:
+        content = (content[: fault.repeat_bytes] + content)[: len(content)]
+    if fault.shift_range and "content-range" in answer:
+        answer["content-range"] = re.sub(
+            r"(\d+)-(\d+)/",
+            lambda found: f"{int(found[1]) + fault.shift_range}-{int(found[2]) + fault.shift_range}/",
+            answer["content-range"],
+        )
+    if fault.new_etag and "etag" in answer:
+        answer["etag"] = f'ETag: "{uuid.uuid4().hex}"'
+    return status, content
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

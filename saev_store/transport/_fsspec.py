@@ -10,8 +10,10 @@ from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, Stor
 from saev_store.transport._base import Buffer, Counters, Entry, ReadCost, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
+from saev_store.transport._fsspec_ranges import getter, ranges
 from saev_store.transport._fsspec_sink import SpooledSink
 from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._pins import Pins, Version
 
 #: A request through fsspec's clients is about a millisecond of Python.
 _FAR = far_cost(cpu_s=1e-3)
@@ -26,6 +28,10 @@ class FsspecTransport:
     Asynchronous file systems (object stores, HTTP) fetch all ranges of a call at once and are given up on after
     `timeout_s`, plus one second per MiB asked for. The others (archives, caches, SFTP, …) are read one range after the
     other, by one thread at a time, and wait as long as their library does.
+
+    On S3, Google and web servers the first range of a file pins the file: its ETag or generation and its size must stay what
+    they were, or reading it is an error, never a mixture of two objects; `close` lets go of all pins. Elsewhere only a
+    changed length is noticed.
 
     Args:
         url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
@@ -43,6 +49,7 @@ class FsspecTransport:
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
     ) -> None:
         self._client = Client(url, storage_options or {}, timeout_s=timeout_s)
+        self._pins = Pins()
         self._folder = ""
 
     @property
@@ -71,7 +78,7 @@ class FsspecTransport:
     def at(self, path: str) -> FsspecTransport:
         """The same client, one folder deeper."""
         child = object.__new__(type(self))
-        child._client = self._client
+        child._client, child._pins = self._client, self._pins
         child._folder = self._below(path) if path else self._folder
         return child
 
@@ -130,7 +137,9 @@ class FsspecTransport:
             except TransportError as error:
                 self._blame(path, needed, error)
                 raise
-            for index, part in zip(wanted, found, strict=True):
+            for index, (part, version) in zip(wanted, found, strict=True):
+                if version is not None:
+                    self._pins.check(below, version, where=self._where(below))
                 parts[index] = part
         return parts
 
@@ -143,12 +152,20 @@ class FsspecTransport:
             view[:] = source[: view.nbytes]
             source = source[view.nbytes :]
 
-    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[bytes]:
+    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
+        """Each range, with the version of the object that it is of where the file system can be made to tell."""
         client, full = self._client, self._full(below)
+        nbytes = sum(ends) - sum(starts)
         with client.errors("read", below):
             fs = client.fs()
-            if client.is_async:
-                nbytes = sum(ends) - sum(starts)
+            get = getter(client.protocols, fs)
+            versions: list[Version | None] = [None] * len(starts)
+            if get is not None:
+                timeout_s = client.timeout(nbytes)
+                answers = ranges(get, fs, full, starts, ends, where=self._where(below), timeout_s=timeout_s)
+                found = [data for data, _ in answers]
+                versions = [version for _, version in answers]
+            elif client.is_async:
                 found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
                 # Older releases of fsspec return errors as data whatever `on_error` says.
                 for part in found:
@@ -165,7 +182,7 @@ class FsspecTransport:
                     f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True
                 )
             client.tally.add("get_ranges", read=len(part))
-        return found
+        return list(zip(found, versions, strict=True))
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
         """Raise `CorruptShardError` if a failed range lies beyond the end of the file: servers answer that in many ways."""
@@ -199,8 +216,13 @@ class FsspecTransport:
             )
         return [entries[name] for name in sorted(entries)]
 
+    def pinned_as(self, pins: Pins) -> None:
+        """Take over what another client of the same service has seen of the files."""
+        self._pins = pins
+
     def close(self) -> None:
-        """Nothing to release: connections belong to fsspec, which shares them between transports."""
+        """Forget what files looked like when they were first read; connections belong to fsspec, which shares them."""
+        self._pins.versions.clear()
 
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
@@ -208,6 +230,7 @@ class FsspecTransport:
         with self._client.errors("write", below):
             self._make_parent(below)
             self._client.tally.add("put", written=len(data))
+            self._pins.forget(below)
             self._client.fs().pipe_file(self._full(below), bytes(data), **self._client.deadline(len(data)))
 
     def create(self, path: str, data: Buffer) -> None:
@@ -226,6 +249,7 @@ class FsspecTransport:
             fs = self._client.fs()
             self._make_parent(below)
             self._client.tally.add("create", written=len(data))
+            self._pins.forget(below)
             if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
                 with contextlib.suppress(NotFoundError):
                     self.size(path)
@@ -246,11 +270,13 @@ class FsspecTransport:
             fs = self._client.fs()
             fs.invalidate_cache(self._full(below))
             self._client.tally.add("delete")
+            self._pins.forget(below)
             fs.rm(self._full(below), recursive=True, **self._client.deadline())
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
         """A file that is collected on this machine and uploaded by `commit`; a resumed one starts over."""
         below = self._below(path)
+        self._pins.forget(below)
         if not resume:
             with contextlib.suppress(NotFoundError):
                 self.size(path)

@@ -145,9 +145,13 @@ class Client:
         """A block in which files may be open."""
         return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN
 
+    def timeout(self, nbytes: int) -> float:
+        """Longest wait for an operation that moves that many bytes."""
+        return self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+
     def deadline(self, nbytes: int = 0) -> dict[str, object]:
         """The keyword that gives an operation its deadline: only asynchronous file systems can be given up on."""
-        return {"timeout": self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S} if self.is_async else {}
+        return {"timeout": self.timeout(nbytes)} if self.is_async else {}
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""

@@ -12,6 +12,7 @@ from saev_store.transport._base import Buffer, Counters, Entry, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
 from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
 from saev_store.transport._obstore_sink import StreamedSink
+from saev_store.transport._pins import Pins, Version
 from saev_store.transport._secrets import Options
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 << 20
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=_PIECE_BYTES)
 _BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-
-Pin = tuple[str | None, int]
 
 
 class ObstoreTransport:
@@ -54,12 +53,12 @@ class ObstoreTransport:
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
     ) -> None:
         self._client = Client(url, Options(storage_options or {}), timeout_s=timeout_s)
-        self._pins: dict[str, Pin] = {}
+        self._pins = Pins()
         self._folder = ""
         self._fsspec: FsspecTransport | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self._client, self._folder)
+        return _reopen, (self._client, self._folder, self._pins)
 
     @property
     def url(self) -> str:
@@ -87,7 +86,7 @@ class ObstoreTransport:
 
     def close(self) -> None:
         """Forget what files looked like when they were first read; connections stay for others."""
-        self._pins.clear()
+        self._pins.versions.clear()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class ObstoreTransport:
             return memoryview(await self._piece(below, start, end))
         # Memory for a long range is not taken before the file is known to be long enough.
         first = await self._piece(below, start, start + _PIECE_BYTES, needed=end)
-        size = self._pins[below][1]
+        size = self._pins.versions[below][1] or 0
         if size < end:
             raise too_short(self._where(below), size=size, needed=end)
         whole = bytearray(end - start)
@@ -185,7 +184,7 @@ class ObstoreTransport:
 
         async def get() -> Bytes:
             answer = await obstore.get_async(client.store, self._key(below), options={"range": (start, end)})
-            self._check_pin(below, answer.meta)
+            self._pins.check(below, _version(answer.meta), where=where)
             if answer.meta["size"] < needed:
                 raise too_short(where, size=answer.meta["size"], needed=needed)
             return await answer.bytes_async()
@@ -212,18 +211,6 @@ class ObstoreTransport:
 
         self._client.tally.add("size")
         return await self._client.slot(lambda: obstore.head_async(self._client.store, self._key(below)))
-
-    def _check_pin(self, below: str, meta: ObjectMeta) -> None:
-        etag = meta.get("e_tag") or str(meta.get("last_modified"))
-        seen = (etag, meta["size"])
-        pin = self._pins.setdefault(below, seen)
-        if pin != seen:
-            raise TransportError(
-                f"the object was replaced while it was being read: it had {pin[1]:,} bytes and the ETag {pin[0]}, now "
-                f"{seen[1]:,} and {seen[0]}",
-                where=self._where(below),
-                remedy="Open the store again to read the new one.",
-            )
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""
@@ -267,7 +254,7 @@ class ObstoreTransport:
             lambda: client.slot(lambda: obstore.put_async(client.store, self._key(below), content)),
             nbytes=len(content),
         )
-        self._pins.pop(below, None)
+        self._pins.forget(below)
         client.tally.add("put", written=len(content))
 
     def create(self, path: str, data: Buffer) -> None:
@@ -300,7 +287,7 @@ class ObstoreTransport:
             client.call("create", self._where(below), lambda: client.slot(create), nbytes=len(content))
         except StoreExistsError:
             raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
-        self._pins.pop(below, None)
+        self._pins.forget(below)
 
     def delete(self, path: str) -> None:
         """Delete a file, or everything below a folder."""
@@ -323,8 +310,7 @@ class ObstoreTransport:
 
         client.tally.add("delete")
         client.call("delete", self._where(below), delete)
-        for pinned in [name for name in self._pins if name == below or name.startswith(f"{below}/")]:
-            del self._pins[pinned]
+        self._pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> StreamedSink:
         """A file that is uploaded while it is written and appears when it is committed; a resumed one starts over."""
@@ -347,7 +333,7 @@ class ObstoreTransport:
             self._key(below),
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
-            committed=lambda: self._pins.pop(below, None),
+            committed=lambda: self._pins.forget(below),
         )
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
@@ -372,6 +358,8 @@ class ObstoreTransport:
                     where=self.url,
                     remedy='Start workers with "spawn" or "forkserver".',
                 ) from error
+            if client.place.kind == "s3":  # the two clients name versions alike
+                found.pinned_as(self._pins)
             self._fsspec = found.at(self._folder)
         return self._fsspec
 
@@ -413,7 +401,11 @@ def _pieces(start: int, views: Sequence[memoryview]) -> list[tuple[int, list[mem
     return pieces
 
 
-def _reopen(client: Client, folder: str) -> ObstoreTransport:
+def _version(meta: ObjectMeta) -> Version:
+    return meta.get("e_tag") or str(meta.get("last_modified")), meta["size"]
+
+
+def _reopen(client: Client, folder: str, pins: Pins) -> ObstoreTransport:
     transport = object.__new__(ObstoreTransport)
-    transport.__dict__.update(_client=client, _pins={}, _folder=folder, _fsspec=None)
+    transport.__dict__.update(_client=client, _pins=pins, _folder=folder, _fsspec=None)
     return transport
