@@ -178,6 +178,10 @@ class TestYaml:
         with pytest.raises(SaevStoreError, match=match):
             parse_definition(text.encode(), where="dataset.yaml")
 
+    def test_a_tag_is_unsafe(self):
+        with pytest.raises(UnsafeContentError, match="tag"):
+            parse_definition(b"a: !!python/object/apply:os.system [id]", where="dataset.yaml")
+
     def test_latin_1(self):
         with pytest.raises(DocumentError, match="not UTF-8"):
             parse_definition("a: ü".encode("latin-1"), where="dataset.yaml")

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import yaml
 
-from saev_store.errors import DocumentError, UnsafeContentError, brief
+from saev_store.errors import DocumentError, SaevStoreError, UnsafeContentError, brief
 from saev_store.problems import Problem
 
 MAX_DEPTH = 32
@@ -59,6 +59,8 @@ def loads(raw: bytes, *, where: str, max_nbytes: int) -> object:
         text = raw.decode("utf-8-sig")
         _measure(text, where)
         return cast("object", yaml.load(text, Loader=_Loader))  # noqa: S506 - a safe loader with less than the usual
+    except SaevStoreError:  # some of ours are ValueErrors
+        raise
     except UnicodeDecodeError as error:
         raise _error(f"byte {error.start} is not UTF-8 ({error.reason})", where) from None
     except yaml.YAMLError as error:
