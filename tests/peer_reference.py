@@ -53,7 +53,7 @@ def worker_fn(*, data: FakeImg, shards_root: Path, **options: object) -> Path:
     """A store of random numbers where theirs records a model."""
     for name in ("batch_size", "n_workers", "device"):
         options.pop(name, None)
-    metadata = new_metadata(protocol="2.1", n_examples=data.n_examples, **options)  # type: ignore[arg-type]
+    metadata = new_metadata(protocol="2.1", n_examples=data.n_examples, **options)
     acts = np.random.default_rng(0).standard_normal(metadata.layout.shape, dtype=np.float32)
     with ShardStore.create(shards_root, metadata, progress=False) as writer:
         writer.append(acts)
@@ -77,7 +77,7 @@ class Helpers:
             "family": "clip", "ckpt": "tiny", "d_model": 128, "layers": [0], "content_tokens_per_example": 16,
             "cls_token": True, "max_tokens_per_shard": 1000, "data": FakeImg(2),
         }  # fmt: skip
-        return worker_fn(shards_root=shards_root, **{**usual, **options})  # type: ignore[arg-type]
+        return worker_fn(shards_root=shards_root, **{**usual, **options})
 
     @staticmethod
     def write_token_labels(path: Path) -> None:
@@ -92,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: theirs")
-    pytest.helpers = Helpers  # type: ignore[attr-defined]
+    pytest.helpers = Helpers
     import saev  # the checkout's, for what is not `saev.data`
 
     data = types.ModuleType("saev.data")
@@ -101,8 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )  # fmt: skip
     for thing in names:
         setattr(data, thing.__name__, thing)
-    data.datasets = types.SimpleNamespace(FakeImg=FakeImg)  # type: ignore[attr-defined]
-    data.shards = types.SimpleNamespace(worker_fn=worker_fn)  # type: ignore[attr-defined]
+    data.datasets = types.SimpleNamespace(FakeImg=FakeImg)
+    data.shards = types.SimpleNamespace(worker_fn=worker_fn)
     sys.modules["saev.data"] = saev.data = data
 
 

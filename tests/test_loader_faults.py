@@ -252,7 +252,8 @@ def test_nothing_leaks(plain):
     for number in range(100):
         once(number)
     gc.collect()
-    assert (process.num_fds(), len(our_threads()), len(process.children(recursive=True))) == before
+    after = (process.num_fds(), len(our_threads()), len(process.children(recursive=True)))
+    assert all(now <= then for now, then in zip(after, before, strict=True))  # fewer where another test's things went
     assert process.memory_info().rss - memory < 32 << 20
     assert not [link for link in os.listdir("/proc/self/fd") if "memfd" in _link(link)]
 

@@ -358,6 +358,8 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
         ({"batch_timeout_s": 0}, "must be positive"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"slots": "rows"}, "slots is 'rows'"),
+        ({"medium": "tape"}, "medium is 'tape'"),
+        ({"scale_norm": -2.0}, "scale_norm is -2.0"),
         ({"window_bytes": -5}, "window_bytes is -5"),
         ({"n_partitions": 3, "batch_size": 8}, "n_partitions is 3"),
         ({"world": 512, "batch_size": 1}, "cannot be shared"),
@@ -378,6 +380,22 @@ def test_a_plan_can_be_read(store):
     assert plan.n_requests == plan.cost.requests > 0
     assert plan.examples_per_block > 1
     assert "$" not in str(plan).partition("price")[0]
+
+
+def test_what_was_found_out_can_be_overruled(store):
+    """Each choice that follows from the file system is shown, and can be made otherwise."""
+    rows = store.sel(layer=5, tokens="content")
+    kept = {"n_threads": 4, "extent_bytes": 7 * 16 * 4, "keeps_pages": True}
+    for kind in (OrderedLoader, ShuffledLoader):
+        plan = kind(rows, medium="cached").explain()
+        assert plan.medium == "cached"
+        assert {name: getattr(plan, name) for name in kept} == kept
+        assert kind(rows, medium="parallel").explain().n_threads == 16
+        assert kind(rows, medium="parallel", n_threads=3).explain().n_threads == 3
+        assert kind(rows, keep_pages=False).explain().keeps_pages is False
+        assert "dropped" in str(kind(rows, keep_pages=False).explain())
+    assert OrderedLoader(rows, read_bytes=128).explain().extent_bytes == 128
+    assert ShuffledLoader(rows, examples_per_block=3).explain().examples_per_block == 3
 
 
 def test_measures_add_up(plain, store):

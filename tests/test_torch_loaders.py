@@ -395,8 +395,10 @@ def test_nothing_leaks(plain):
     before = held()
     for number in range(100):
         once(number)
-    assert held() == before
-    assert before[1] == before[3] == []
+    after = held()
+    assert after[0] <= before[0]  # fewer where something of another test went meanwhile
+    assert after[2] <= before[2]
+    assert before[1] == before[3] == after[1] == after[3] == []
 
 
 def test_measures_are_logged(plain, caplog):

@@ -19,13 +19,20 @@ class Advice:
     Args:
         folder: Where the shards are.
         layout: Their geometry.
+        keep_pages: Whether what was read stays in the page cache; None: unless the store is much larger than memory.
     """
 
-    def __init__(self, folder: str, layout: Layout) -> None:
+    def __init__(self, folder: str, layout: Layout, keep_pages: bool | None) -> None:
         self._folder = folder
         self._advised: dict[int, int] = {}
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._forgets = layout.nbytes > _MUCH_LARGER * memory
+        self._forgets = self.forgets(layout, keep_pages)
+
+    @staticmethod
+    def forgets(layout: Layout, keep_pages: bool | None) -> bool:
+        """Whether pages are dropped once they were read."""
+        if keep_pages is not None or not hasattr(os, "sysconf"):
+            return keep_pages is False
+        return layout.nbytes > _MUCH_LARGER * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def _path(self, shard: int) -> str:
         return os.path.join(self._folder, shard_name(shard))
@@ -51,6 +58,6 @@ class Advice:
         self._advised.clear()
 
 
-def advice_for(folder: str | None, layout: Layout) -> Advice | None:
+def advice_for(folder: str | None, layout: Layout, keep_pages: bool | None) -> Advice | None:
     """Advice about a local folder, where the system takes any."""
-    return Advice(folder, layout) if folder is not None and hasattr(os, "posix_fadvise") else None
+    return Advice(folder, layout, keep_pages) if folder is not None and hasattr(os, "posix_fadvise") else None

@@ -9,18 +9,18 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict, get_args
 
 import numpy as np
 
 from saev_store.cost import Estimate, estimate, price_of
 from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
-from saev_store.loaders._advice import advice_for
+from saev_store.loaders._advice import Advice, advice_for
 from saev_store.loaders._batches import Dressing, Equipment
-from saev_store.loaders._explain import Explanation
-from saev_store.loaders._medium import medium_of, unwrapped
-from saev_store.loaders._memory import Allocate, Outputs, Pool, allocate
+from saev_store.loaders._explain import Explanation, Plan
+from saev_store.loaders._medium import Kind, medium_of, unwrapped
+from saev_store.loaders._memory import Allocate, HostWindow, Outputs, WindowMemory, allocate
 from saev_store.loaders._metrics import Metrics, Tally
 from saev_store.loaders._reads import PlannedReads, Reads, Runs
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
@@ -43,6 +43,24 @@ _TASK_BYTES = {
 }  # fmt: skip
 
 
+class Options(TypedDict, total=False):
+    """What both loaders take; `OrderedLoader` explains each."""
+
+    batch_size: int
+    drop_last: bool
+    labels: Labels | None
+    rank: int
+    world: int
+    n_threads: int | None
+    prefetch_batches: int
+    batch_timeout_s: float
+    scale_norm: bool | float
+    medium: Kind | None
+    read_bytes: int | None
+    keep_pages: bool | None
+    make_buffer: Allocate | None
+
+
 class Loader(ABC):
     """Batches of a selection's rows, made ahead of time by threads. Use `OrderedLoader` or `ShuffledLoader`.
 
@@ -56,17 +74,19 @@ class Loader(ABC):
         self,
         rows: Selection,
         *,
-        batch_size: int,
-        drop_last: bool,
-        rank: int,
-        world: int,
-        n_threads: int | None,
-        prefetch_batches: int,
-        batch_timeout_s: float,
-        scale_norm: bool | float,
-        labels: Labels | None,
-        read_bytes: int | None,
-        make_buffer: Allocate | None,
+        batch_size: int = 16_384,
+        drop_last: bool = False,
+        labels: Labels | None = None,
+        rank: int = 0,
+        world: int = 1,
+        n_threads: int | None = None,
+        prefetch_batches: int = 2,
+        batch_timeout_s: float = 30.0,
+        scale_norm: bool | float = False,
+        medium: Kind | None = None,
+        read_bytes: int | None = None,
+        keep_pages: bool | None = None,
+        make_buffer: Allocate | None = None,
     ) -> None:
         for name, value, low in (
             ("batch_size", batch_size, 1), ("prefetch_batches", prefetch_batches, 1), ("world", world, 1), ("rank", rank, 0),
@@ -84,7 +104,10 @@ class Loader(ABC):
         self._rows, self._space, self._labels = rows, space, labels
         self._rank, self._world = int(rank), int(world)
         self._batching = Batching(len(space), int(batch_size) * self._world, bool(drop_last), self._world)
-        self._medium = medium_of(rows._reader.transport, space.layout)
+        if medium is not None and medium not in get_args(Kind):
+            raise ArgumentError(f"medium is {medium!r}; it must be one of {', '.join(get_args(Kind))}", where="medium")
+        self._medium = medium_of(rows._reader.transport, space.layout, medium)
+        self._keep_pages = keep_pages
         self._n_threads = int(n_threads or _N_THREADS[self._medium.kind])
         self._read_bytes = int(read_bytes or _TASK_BYTES[self._medium.kind])
         # A core is left to the thread that makes batches, and one to the consumer.
@@ -99,7 +122,7 @@ class Loader(ABC):
             self._scale = float(scale_norm)
         self._make_buffer = make_buffer
         self._outputs: Outputs | None = None
-        self._pool: Pool | None = None
+        self._window: WindowMemory | None = None
         self._machinery: Machinery | None = None
         self._lock = threading.Lock()
         self._iterator: Callable[[], BatchIterator | None] = lambda: None
@@ -135,6 +158,11 @@ class Loader(ABC):
     def world(self) -> int:
         """How many ranks share the work."""
         return self._world
+
+    @property
+    def n_threads(self) -> int:
+        """Reads in flight at most."""
+        return self._n_threads
 
     @property
     def drop_last(self) -> bool:
@@ -181,12 +209,13 @@ class Loader(ABC):
             self._end_iteration()
             if self._machinery is not None and self._machinery.has_strays:
                 # A read that hangs in the system may still be writing there.
-                self._outputs = self._pool = None
+                self._outputs = self._window = None
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
             machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally)
-            advice = advice_for(self._medium.path, self._space.layout) if self._is_strided else None
+            layout = self._space.layout
+            advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
             if advice is not None:
                 machinery.on_close = advice.close
             reads = Reads(self._rows._reader, tally.reads, machinery.stop, task_bytes=self._read_bytes, advice=advice)
@@ -195,9 +224,9 @@ class Loader(ABC):
                 self._outputs = Outputs(
                     shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate
                 )
-            self._pool = self._pool or Pool()
+            self._window = self._window or self._new_window(self._outputs)
             dressing = Dressing(self._space, self._labels, self.scale)
-            equipment = Equipment(reads, machinery, self._outputs, self._pool, dressing)
+            equipment = Equipment(reads, machinery, self._outputs, self._window, dressing)
             n_batches, make = len(self), self._batches(epoch, equipment)
             run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
             iterator = BatchIterator(
@@ -205,6 +234,9 @@ class Loader(ABC):
             )
             self._iterator = weakref.ref(iterator)
             return iterator
+
+    def _new_window(self, outputs: Outputs) -> WindowMemory:
+        return HostWindow(outputs)
 
     #: Output buffers in use besides those that are ready and the consumer's.
     _n_extra_buffers = 1
@@ -228,7 +260,7 @@ class Loader(ABC):
     def close(self) -> None:
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self._end_iteration()
-        self._outputs = self._pool = None
+        self._outputs = self._window = None
 
     def _end_iteration(self) -> None:
         iterator = self._iterator()
@@ -266,9 +298,31 @@ class Loader(ABC):
         wanted = len(self._space) * layout.vector_nbytes // self._world
         return estimate(price_of(reader.transport), requests=requests, bytes_read=n_bytes, bytes_wanted=wanted)
 
-    @abstractmethod
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+        plan, layout = self._plan(), self._space.layout
+        forgets = self._is_strided and Advice.forgets(layout, self._keep_pages)
+        return Explanation(
+            n_rows=len(self._space),
+            n_batches=len(self),
+            medium=self._medium.kind,
+            reason=self._medium.reason,
+            engine=self.transport_name,
+            n_threads=self._n_threads,
+            extent_bytes=plan.extent_bytes,
+            cost=self._cost(plan.n_parts, plan.runs, plan.n_vectors),
+            keeps_pages=None if self._medium.path is None else not forgets,
+            window_bytes=plan.window_bytes,
+            buffer_bytes=plan.n_buffers * self.batch_size * layout.vector_nbytes,
+            slots=plan.slots,
+            n_partitions=plan.n_partitions,
+            examples_per_block=plan.examples_per_block,
+            mixing=plan.mixing,
+        )
+
+    @abstractmethod
+    def _plan(self) -> Plan:
+        """What only one kind of loader knows about its reads."""
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

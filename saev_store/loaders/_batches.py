@@ -6,14 +6,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from saev_store.layout import IntArray
 from saev_store.loaders._lane import Lane
-from saev_store.loaders._memory import Outputs, Pool
+from saev_store.loaders._memory import Outputs, Rows, WindowMemory
 from saev_store.loaders._reads import Reads, Runs, merged, runs_of_planes
 from saev_store.loaders._run import Batch, Machinery
 from saev_store.loaders._slots import BlockSlots, RowSlots
@@ -24,9 +23,6 @@ from saev_store.selection import Labels, RowSpace
 
 #: The label of special tokens, which have none.
 NO_LABEL = 255
-
-#: Rows that one thread gathers at least; below that, handing over costs more than it brings.
-_MIN_GATHER_ROWS = 2048
 
 
 class Coordinates(NamedTuple):
@@ -52,9 +48,7 @@ class Dressing:
     scale: float | None
 
     def batch(self, act: FloatArray, where: Coordinates) -> Batch:
-        """The finished batch; `act` is scaled in place."""
-        if self.scale is not None:
-            np.multiply(act, np.float32(self.scale), out=act)
+        """The finished batch."""
         layout = self.space.layout
         token = where.token - layout.n_special_tokens
         batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
@@ -87,14 +81,14 @@ class Equipment:
         reads: Brings vectors into memory.
         machinery: Threads and counters.
         outputs: Memory of batches.
-        pool: Memory of windows, kept from epoch to epoch.
+        window: Memory of the window, kept from epoch to epoch.
         dressing: What a batch holds besides vectors.
     """
 
     reads: Reads
     machinery: Machinery
     outputs: Outputs
-    pool: Pool
+    window: WindowMemory
     dressing: Dressing
 
 
@@ -125,28 +119,29 @@ class ShuffledBatches:
 
     def batches(self, first: int, stop: int) -> Iterator[Batch]:
         """The batches `first` to `stop`, counted from the epoch's beginning."""
-        lanes, pool = self._lanes(first)
+        lanes = self._lanes(first)
         for number in range(first, stop):
-            yield self._batch(number, lanes, pool)
+            yield self._batch(number, lanes)
 
-    def _lanes(self, first: int) -> tuple[list[Lane], FloatArray]:
+    def _lanes(self, first: int) -> list[Lane]:
         order, kind = self._order, RowSlots if self._rows_apart else BlockSlots
         parts = [order.partition(number) for number in self._partitions]
         aheads = [_ahead(order, part.number, self._n_ahead) for part in parts]
         needs = [kind.n_rows(part, ahead) for part, ahead in zip(parts, aheads, strict=True)]
-        pool = self._eq.pool.get((sum(needs), self._eq.reads.layout.d_model))
-        lanes, base = [], 0
+        window = self._eq.window
+        window.reserve(sum(needs), self._eq.reads.layout.d_model)
+        lanes, base = list[Lane](), 0
         for part, ahead, n_rows in zip(parts, aheads, needs, strict=True):
             position = min(first * order.rows_per_tick, part.n_rows)
-            memory = pool[base : base + n_rows]
-            lanes.append(Lane(part, ahead, memory, base, rows_apart=self._rows_apart, position=position))
+            rows = range(base, base + n_rows)
+            lanes.append(Lane(part, ahead, window, rows, rows_apart=self._rows_apart, position=position))
             base += n_rows
         for lane in lanes:
             lane.pump(self._eq.reads, self._eq.machinery.readers)
-        return lanes, pool
+        return lanes
 
-    def _batch(self, number: int, lanes: list[Lane], pool: FloatArray) -> Batch:
-        machinery, share = self._eq.machinery, self._order.rows_per_tick
+    def _batch(self, number: int, lanes: list[Lane]) -> Batch:
+        machinery, window, share = self._eq.machinery, self._eq.window, self._order.rows_per_tick
         longest, start = self._order.longest(), number * share
         ends = [min(start + share, longest if self._fill_up else lane.partition.n_rows) for lane in lanes]
         shares = [_Share(lane, max(end - start, 0), start) for lane, end in zip(lanes, ends, strict=True)]
@@ -155,7 +150,7 @@ class ShuffledBatches:
         for part in shares:
             part.first = part.copied = at
             at += part.n
-        act = self._eq.outputs.get()[:total]
+        act = window.batch(total)
         row, cell, block = (np.empty(total, dtype=np.int64) for _ in range(3))
         while True:
             for part in shares:
@@ -165,7 +160,7 @@ class ShuffledBatches:
                 pending = [slice(0, total)]
             started = time.perf_counter()
             for some in pending:
-                _gather(pool, row[some], act[some], machinery)
+                window.gather(row[some], act[some], machinery)
             machinery.tally.gather_s += time.perf_counter() - started
             for part in shares:
                 part.copied = part.first + part.filled
@@ -174,6 +169,8 @@ class ShuffledBatches:
             if all(part.filled == part.n for part in shares):
                 break
         machinery.tally.window_fill = sum(lane.fill for lane in lanes) / len(lanes)
+        if self._eq.dressing.scale is not None:
+            window.scale(act, self._eq.dressing.scale)
         return self._eq.dressing.batch(act, self._coordinates(block, cell))
 
     def _coordinates(self, block: IntArray, cell: IntArray) -> Coordinates:
@@ -215,26 +212,6 @@ class _Share:
         self.filled += len(entries)
 
 
-def _gather(pool: FloatArray, row: IntArray, out: FloatArray, machinery: Machinery) -> None:
-    """`out[i] = pool[row[i]]`, by several threads where that pays."""
-    workers = machinery.gatherers
-    n_parts = min(workers.n_threads + 1 if workers else 1, len(row) // _MIN_GATHER_ROWS)
-    if workers is None or n_parts < 2:
-        # mode="clip" because take() would otherwise buffer its output; rows come out of our own tables.
-        np.take(pool, row, axis=0, out=out, mode="clip")
-        return
-    bounds = [len(row) * part // n_parts for part in range(n_parts + 1)]
-    group = Group(n_parts - 1)
-
-    def part_of(lo: int, hi: int) -> None:
-        np.take(pool, row[lo:hi], axis=0, out=out[lo:hi], mode="clip")
-
-    for lo, hi in pairwise(bounds[1:]):
-        workers.submit(lambda lo=lo, hi=hi: part_of(lo, hi), group, "the window")
-    part_of(0, bounds[1])
-    group.wait(machinery.stop)
-
-
 class OrderedBatches:
     """Batches in storage order, read straight into their memory, several at a time.
 
@@ -262,13 +239,15 @@ class OrderedBatches:
 
     def _finish(self, act: FloatArray, where: Coordinates, group: Group) -> Batch:
         group.wait(self._eq.machinery.stop)
+        if self._eq.dressing.scale is not None:
+            act *= np.float32(self._eq.dressing.scale)
         return self._eq.dressing.batch(act, where)
 
     def _start(self, number: int) -> tuple[FloatArray, Coordinates, Group]:
         start, stop = self._batching.rows_of_rank(number, self._rank)
         act = self._eq.outputs.get()[: stop - start]
         where, runs = plan_of_rows(self._space, start, stop)
-        tasks = list(self._eq.reads.tasks(runs, act))
+        tasks = list(self._eq.reads.tasks(runs, Rows(act)))
         group = Group(len(tasks))
         for task, file in tasks:
             self._eq.machinery.readers.submit(task, group, file)

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from saev_store.cost import Estimate
+from saev_store.loaders._reads import Runs
 from saev_store.order import Mixing
+
+_PAGES = {None: "", True: ", kept in the page cache", False: ", dropped from the page cache at once"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the two kinds of loaders say differently: fields of `Explanation`, and what they are worked out from.
+
+    Attributes:
+        n_parts: Parts of an epoch that are read one after the other.
+        runs: The reads of a part.
+        n_vectors: Vectors that all parts bring.
+        n_buffers: Batches that are in memory at a time.
+    """
+
+    extent_bytes: int
+    n_parts: int
+    runs: Callable[[int], Runs]
+    n_vectors: int
+    n_buffers: int
+    window_bytes: int = 0
+    slots: str = ""
+    n_partitions: int = 1
+    examples_per_block: int = 1
+    mixing: Mixing | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +49,7 @@ class Explanation:
         extent_bytes: What one read brings, typically.
         cost: Requests, bytes and dollars of an epoch, this rank's: what `store.transport.counters` will have more. Of a
             long epoch some parts are planned and the rest is taken to be like them.
+        keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.
         slots: `block`, `row`, or empty without a window.
@@ -38,6 +66,7 @@ class Explanation:
     n_threads: int
     extent_bytes: int
     cost: Estimate
+    keeps_pages: bool | None
     window_bytes: int
     buffer_bytes: int
     slots: str
@@ -60,7 +89,7 @@ class Explanation:
             ("rows", f"{self.n_rows:,} in {self.n_batches:,} batches"),
             ("medium", f"{self.medium}: {self.reason} (engine {self.engine})"),
             ("reads", f"{self.n_requests:,} of about {_size(self.extent_bytes)}, {self.n_threads} at a time"),
-            ("bytes", f"{_size(self.bytes_read)} per epoch"),
+            ("bytes", f"{_size(self.bytes_read)} per epoch{_PAGES[self.keeps_pages]}"),
             ("memory", f"{_size(self.window_bytes)} window, {_size(self.buffer_bytes)} batches"),
         ]
         if self.medium == "remote":

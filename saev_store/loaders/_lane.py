@@ -7,11 +7,11 @@ import threading
 import numpy as np
 
 from saev_store.layout import IntArray
+from saev_store.loaders._memory import WindowMemory
 from saev_store.loaders._reads import Reads
 from saev_store.loaders._slots import BlockSlots, RowSlots
 from saev_store.loaders._workers import Group, Workers
 from saev_store.order import Cohort, Partition, Window
-from saev_store.reader import FloatArray
 
 
 class Lane:
@@ -20,21 +20,21 @@ class Lane:
     Args:
         partition: The stream.
         n_ahead: Cohorts that are read ahead of the window.
-        memory: The lane's part of the pool.
-        base: Row of the pool where that part begins.
+        memory: The window's.
+        rows: The lane's part of it.
         rows_apart: Whether rows or whole blocks are the unit of memory.
         position: Where to begin: everything before it counts as handed out.
     """
 
     def __init__(
-        self, partition: Partition, n_ahead: int, memory: FloatArray, base: int, *, rows_apart: bool, position: int
+        self, partition: Partition, n_ahead: int, memory: WindowMemory, rows: range, *, rows_apart: bool, position: int
     ) -> None:
         self.partition = partition
         depth = min(partition.window_ticks + n_ahead, max(partition.n_cohorts, 1))
         self.window = Window(partition, depth)
         blocks = partition.order.blocks
-        self._slots = RowSlots(blocks, self.window, len(memory)) if rows_apart else BlockSlots(blocks, self.window)
-        self._memory, self._base = memory, base
+        self._slots = RowSlots(blocks, self.window, len(rows)) if rows_apart else BlockSlots(blocks, self.window)
+        self._memory, self._base = memory, rows.start
         self._reading: dict[int, Group] = {}
         self._entries = np.zeros(0, dtype=np.int64)
         self._last = np.zeros(0, dtype=np.int64)
@@ -53,7 +53,8 @@ class Lane:
             spent = part.spent_before(self._first_tick, cohort, entered.counts)
             if not self._slots.fits(int((entered.counts - spent).sum())):
                 return
-            tasks = list(reads.tasks(self._slots.runs(cohort, entered, spent), self._memory))
+            runs = self._slots.runs(cohort, entered, spent)
+            tasks = list(reads.tasks(runs._replace(place=runs.place + self._base), self._memory))
             group = self._reading[cohort] = Group(len(tasks))
             for task, where in tasks:
                 workers.submit(task, group, where)
@@ -74,7 +75,7 @@ class Lane:
         return entries
 
     def rows(self, entries: IntArray, *, padding: bool) -> IntArray:
-        """Rows of the pool where entries lie; but for padding, they count as taken until `release`."""
+        """Rows of the window where entries lie; but for padding, they count as taken until `release`."""
         rows = self._slots.locate(entries)
         if not padding:
             self._taken.append(rows)

@@ -1,4 +1,4 @@
-"""Large memory: the window's pool, and output buffers that are used again when nobody holds them any more."""
+"""Large memory: the window, and output buffers that are used again when nobody holds them any more."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from saev_store.errors import ArgumentError
+from saev_store.layout import IntArray
+from saev_store.loaders._workers import Group
 from saev_store.reader import FloatArray
+
+if TYPE_CHECKING:
+    from saev_store.loaders._run import Machinery
+
+#: Rows that one thread gathers at least; below that, handing over costs more than it brings.
+_MIN_GATHER_ROWS = 2048
 
 #: Makes the memory of one output buffer: float32, C order, of the given shape.
 Allocate = Callable[[tuple[int, int]], FloatArray]
@@ -75,16 +85,103 @@ class Outputs:
         return self._kept[-1][:]
 
 
-class Pool:
-    """The memory of a window: made once, because the first touch of a page costs as much as filling it."""
+class Rows:
+    """An array as the place that vectors are read into.
 
-    def __init__(self) -> None:
+    Args:
+        array: float32, C order, (n, d_model); borrowed.
+    """
+
+    def __init__(self, array: FloatArray) -> None:
+        self.array = array
+
+    def fill(self, place: IntArray, count: IntArray, read: Callable[[IntArray, FloatArray], None]) -> None:
+        """See `Target`: here the buffer is the place itself."""
+        del count
+        read(place, self.array)
+
+
+class Target(Protocol):
+    """Rows that reading threads fill."""
+
+    def fill(self, place: IntArray, count: IntArray, read: Callable[[IntArray, FloatArray], None]) -> None:
+        """Fill the rows `place[i]` to `place[i] + count[i]` with what `read(place, buffer)` puts at such places of a buffer."""
+        ...
+
+
+class WindowMemory(Target, Protocol):
+    """The rows of a window, wherever they are kept: filled by reading threads, gathered from by one thread."""
+
+    def reserve(self, n_rows: int, d_model: int) -> None:
+        """Have so many rows, with undefined content."""
+        ...
+
+    def batch(self, n_rows: int) -> FloatArray:
+        """Memory for the vectors of a batch; it belongs to whoever holds it."""
+        ...
+
+    def gather(self, row: IntArray, out: FloatArray, machinery: Machinery) -> None:
+        """`out[i] = window[row[i]]`; afterwards these rows may be filled anew."""
+        ...
+
+    def scale(self, act: FloatArray, factor: float) -> None:
+        """`act *= factor`."""
+        ...
+
+
+class HostWindow:
+    """A window in this machine's memory: made once, because the first touch of a page costs as much as filling it.
+
+    Args:
+        outputs: Memory of batches.
+    """
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
         self._memory: FloatArray | None = None
 
-    def get(self, shape: tuple[int, int]) -> FloatArray:
-        """Memory of that shape with undefined content; the previous one must not be in use any more."""
+    def reserve(self, n_rows: int, d_model: int) -> None:
+        """See `WindowMemory`."""
         memory = self._memory
-        if memory is None or memory.shape[1] != shape[1] or memory.shape[0] < shape[0]:
-            self._memory = memory = None  # give it back first: both at once might be too much
-            self._memory = memory = allocate(shape)
-        return memory[: shape[0]]
+        if memory is None or memory.shape[1] != d_model or memory.shape[0] < n_rows:
+            self._memory = None  # give it back first: both at once might be too much
+            memory = allocate((n_rows, d_model))
+        self._memory = memory
+
+    @property
+    def _rows(self) -> FloatArray:
+        if self._memory is None:  # pragma: no cover - reserved before anything else
+            raise ArgumentError("no memory was reserved", where="window")
+        return self._memory
+
+    def fill(self, place: IntArray, count: IntArray, read: Callable[[IntArray, FloatArray], None]) -> None:
+        """See `Target`: rows are read straight to where they stay."""
+        del count
+        read(place, self._rows)
+
+    def batch(self, n_rows: int) -> FloatArray:
+        """See `WindowMemory`."""
+        return self._outputs.get()[:n_rows]
+
+    def gather(self, row: IntArray, out: FloatArray, machinery: Machinery) -> None:
+        """By several threads where that pays."""
+        rows, workers = self._rows, machinery.gatherers
+        n_parts = min(workers.n_threads + 1 if workers else 1, len(row) // _MIN_GATHER_ROWS)
+        if workers is None or n_parts < 2:
+            # mode="clip" because take() would otherwise buffer its output; rows come out of our own tables.
+            np.take(rows, row, axis=0, out=out, mode="clip")
+            return
+        bounds = [len(row) * part // n_parts for part in range(n_parts + 1)]
+        group = Group(n_parts - 1)
+
+        def part_of(lo: int, hi: int) -> None:
+            np.take(rows, row[lo:hi], axis=0, out=out[lo:hi], mode="clip")
+
+        for lo, hi in pairwise(bounds[1:]):
+            workers.submit(lambda lo=lo, hi=hi: part_of(lo, hi), group, "the window")
+        part_of(0, bounds[1])
+        group.wait(machinery.stop)
+
+    def scale(self, act: FloatArray, factor: float) -> None:
+        """See `WindowMemory`."""
+        act *= np.float32(factor)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from saev_store.indexing import Axis, Progression
 from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
+from saev_store.loaders._memory import Rows, Target
 from saev_store.reader import FloatArray, Reader, _Piece
 from saev_store.transport import ReadsInto
 
@@ -131,8 +133,8 @@ class Reads:
         self._task_bytes = int(min(task_bytes, transport.cost.max_request_bytes))
         self._junk = np.empty(max(self._max_gap_bytes, 1), dtype=np.uint8)
 
-    def tasks(self, runs: Runs, buffer: FloatArray) -> Iterator[tuple[Callable[[], None], str]]:
-        """Tasks that together fill the rows of `buffer` which `runs` name, each with the name of its file."""
+    def tasks(self, runs: Runs, target: Target) -> Iterator[tuple[Callable[[], None], str]]:
+        """Tasks that together fill the rows of `target` which `runs` name, each with the name of its file."""
         v = self.layout.vector_nbytes
         if not len(runs.count):
             return
@@ -141,7 +143,7 @@ class Reads:
         gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
         n_far = 1 + np.count_nonzero((gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1]))
         if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far:
-            yield from self._small(runs, buffer)
+            yield from self._small(runs, target)
             return
         size = np.cumsum(runs.count * v)
         # A task ends with its shard, and where it has enough to do.
@@ -149,9 +151,12 @@ class Reads:
         bounds = np.concatenate(([0], np.flatnonzero(np.diff(part)) + 1, [len(part)])).tolist()
         for lo, hi in pairwise(bounds):
             some = Runs(*(column[lo:hi] for column in runs))
-            yield (lambda some=some: self._read(some, buffer)), shard_name(int(some.shard[0]))
+            yield (
+                (lambda some=some: target.fill(some.place, some.count, partial(self._read, some))),
+                shard_name(int(some.shard[0])),
+            )
 
-    def _small(self, runs: Runs, buffer: FloatArray) -> Iterator[tuple[Callable[[], None], str]]:
+    def _small(self, runs: Runs, target: Target) -> Iterator[tuple[Callable[[], None], str]]:
         """Scattered single vectors: the reader gathers them from maps, or merges them into requests."""
         where = np.repeat(np.arange(len(runs.count)), runs.count)
         within = np.arange(len(where)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
@@ -163,14 +168,9 @@ class Reads:
         for start in range(0, len(example), step):
             some = slice(start, start + step)
             name = shard_name(int(shard[start]))
-            yield (
-                (
-                    lambda e=example[some], la=layer[some], t=token[some], p=place[some]: self._gather(
-                        e, la, t, p, buffer
-                    )
-                ),
-                name,
-            )
+            gather = partial(self._gather, example[some], layer[some], token[some])
+            where_to = place[some]
+            yield (lambda gather=gather, to=where_to: target.fill(to, np.ones_like(to), gather)), name
 
     def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, buffer: FloatArray) -> None:
         started = time.perf_counter()
@@ -181,8 +181,8 @@ class Reads:
             buffer[place] = out
         self._tally.add(len(place), out.nbytes, time.perf_counter() - started)
 
-    def _read(self, runs: Runs, buffer: FloatArray) -> None:
-        """Runs of one shard, in the order of the shard."""
+    def _read(self, runs: Runs, place: IntArray, buffer: FloatArray) -> None:
+        """Runs of one shard, in the order of the shard, to the rows from `place[i]` on of a buffer."""
         started = time.perf_counter()
         v, shard = self.layout.vector_nbytes, int(runs.shard[0])
         starts, ends = runs.vector * v, (runs.vector + runs.count) * v
@@ -198,7 +198,7 @@ class Reads:
         if self._advice is not None:
             self._advice.before(shard)
         begins, stops = starts.tolist(), ends.tolist()
-        places = (runs.place * v).tolist()
+        places = (place * v).tolist()
         for lo, hi in pairwise(first):
             views: list[memoryview] = []
             at = begins[lo]
@@ -269,7 +269,9 @@ class PlannedReads(Reads):
         place = np.cumsum(runs.count) - runs.count
         n_rows = int(runs.count.sum())
         if n_rows:
-            for task, _ in self.tasks(runs._replace(place=place), np.empty((n_rows, self.layout.d_model), np.float32)):
+            for task, _ in self.tasks(
+                runs._replace(place=place), Rows(np.empty((n_rows, self.layout.d_model), np.float32))
+            ):
                 task()
         return n_rows
 

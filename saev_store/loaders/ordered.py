@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 
 from saev_store.loaders._base import Loader
 from saev_store.loaders._batches import Equipment, OrderedBatches, plan_of_rows
-from saev_store.loaders._explain import Explanation
-from saev_store.loaders._memory import Allocate
+from saev_store.loaders._explain import Plan
 from saev_store.loaders._reads import Runs
 from saev_store.loaders._run import Batch
-from saev_store.selected import Selection
-from saev_store.selection import Labels
 
 
 class OrderedLoader(Loader):
@@ -34,7 +31,10 @@ class OrderedLoader(Loader):
         batch_timeout_s: How long to wait for a batch before `DeadlineError`.
         scale_norm: Scale activations so that their mean L2 norm is sqrt(d_model), by a seeded sample of these rows; or by a
             number, such as `store.stats().scale(…)`. The state carries the factor.
+        medium: What the shards lie on, where what is found out is not right: `"memory"`, `"cached"`, `"flash"`, `"disk"`,
+            `"parallel"` or `"remote"`. It decides how many threads read, and how much at once.
         read_bytes: About how much one read brings; default: what suits the medium.
+        keep_pages: Whether what was read stays in the page cache; default: unless the store is much larger than memory.
         make_buffer: Makes the memory of a batch, such as pinned memory; default: plain memory.
 
     Raises:
@@ -50,37 +50,6 @@ class OrderedLoader(Loader):
     kind = "ordered"
     _n_extra_buffers = 3
 
-    def __init__(
-        self,
-        rows: Selection,
-        *,
-        batch_size: int = 16_384,
-        drop_last: bool = False,
-        labels: Labels | None = None,
-        rank: int = 0,
-        world: int = 1,
-        n_threads: int | None = None,
-        prefetch_batches: int = 2,
-        batch_timeout_s: float = 30.0,
-        scale_norm: bool | float = False,
-        read_bytes: int | None = None,
-        make_buffer: Allocate | None = None,
-    ) -> None:
-        super().__init__(
-            rows,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            rank=rank,
-            world=world,
-            n_threads=n_threads,
-            prefetch_batches=prefetch_batches,
-            batch_timeout_s=batch_timeout_s,
-            scale_norm=scale_norm,
-            labels=labels,
-            read_bytes=read_bytes,
-            make_buffer=make_buffer,
-        )
-
     @property
     def _n_ahead(self) -> int:
         """Enough batches under way that all threads have something to read."""
@@ -93,28 +62,18 @@ class OrderedLoader(Loader):
             self._space, self._batching, self._rank, n_ahead=self._n_ahead, equipment=equipment
         ).batches
 
-    def explain(self) -> Explanation:
-        """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+    def _plan(self) -> Plan:
         layout, space = self._space.layout, self._space
 
         def runs(number: int) -> Runs:
             return plan_of_rows(space, *self._batching.rows_of_rank(number, self._rank))[1]
 
+        plane_bytes = space.tokens.count * layout.vector_nbytes
         contiguous = len(space.layer_idx) == layout.n_layers and space.tokens.count == layout.tokens_per_example
-        extent = self._read_bytes if contiguous else min(space.tokens.count * layout.vector_nbytes, self._read_bytes)
-        return Explanation(
-            n_rows=len(space),
-            n_batches=len(self),
-            medium=self._medium.kind,
-            reason=self._medium.reason,
-            engine=self.transport_name,
-            n_threads=self._n_threads,
-            extent_bytes=extent,
-            cost=self._cost(len(self), runs, -(-len(space) // self._world)),
-            window_bytes=0,
-            buffer_bytes=(self._prefetch + self._n_ahead + 2) * self.batch_size * layout.vector_nbytes,
-            slots="",
-            n_partitions=1,
-            examples_per_block=1,
-            mixing=None,
+        return Plan(
+            extent_bytes=self._read_bytes if contiguous else min(plane_bytes, self._read_bytes),
+            n_parts=len(self),
+            runs=runs,
+            n_vectors=-(-len(space) // self._world),
+            n_buffers=self._prefetch + self._n_ahead + 2,
         )

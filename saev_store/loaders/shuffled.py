@@ -6,22 +6,22 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
 from saev_store.errors import ArgumentError
-from saev_store.loaders._base import Loader, whole_number
+from saev_store.loaders._base import Loader, Options, whole_number
 from saev_store.loaders._batches import Equipment, ShuffledBatches, n_window_rows
-from saev_store.loaders._explain import Explanation
+from saev_store.loaders._explain import Plan
 from saev_store.loaders._medium import Medium
-from saev_store.loaders._memory import Allocate
+from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
 from saev_store.loaders._reads import Runs
 from saev_store.loaders._run import Batch
 from saev_store.loaders._slots import BlockSlots, RowSlots, runs_of_blocks
 from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
 from saev_store.selected import Selection
-from saev_store.selection import Labels, RowSpace
+from saev_store.selection import RowSpace
 
 Slots = Literal["block", "row"]
 
@@ -53,10 +53,7 @@ class ShuffledLoader(Loader):
 
     Args:
         rows: What to load: `store.sel(…)`.
-        batch_size: Rows of a batch of this rank.
         seed: Any integer.
-        drop_last: Leave out a last batch that is not full. Without, and with several ranks, partitions that are one row
-            short repeat their last row, so that all ranks have equally many.
         window_bytes: Memory for the window, of this rank. More mixes better; a window of the size of the data gives exact
             permutations.
         slots: What memory is managed in: whole blocks, or `"row"`s: twice as many blocks in the same memory, for longer
@@ -65,8 +62,9 @@ class ShuffledLoader(Loader):
             neighbouring examples are neighbours in the file.
         n_partitions: Streams of the order, a multiple of `world` that divides the global batch; default: 8 where possible.
         window_blocks: Blocks in the window of one partition, instead of `window_bytes`.
-        labels, rank, world, n_threads, prefetch_batches, batch_timeout_s, scale_norm, read_bytes, make_buffer: As for
-            `OrderedLoader`.
+        make_window: Makes the memory of the window, given that of batches; default: plain memory.
+        options: As for `OrderedLoader`. With several ranks and without `drop_last`, partitions that are one row short
+            repeat their last row, so that all ranks have equally many.
 
     Raises:
         ArgumentError: a number is out of range, or does not divide what it should.
@@ -84,38 +82,16 @@ class ShuffledLoader(Loader):
         self,
         rows: Selection,
         *,
-        batch_size: int = 16_384,
         seed: int = 17,
-        drop_last: bool = False,
         window_bytes: int = 2 << 30,
         slots: Slots = "block",
         examples_per_block: int | None = None,
         n_partitions: int | None = None,
         window_blocks: int | None = None,
-        labels: Labels | None = None,
-        rank: int = 0,
-        world: int = 1,
-        n_threads: int | None = None,
-        prefetch_batches: int = 2,
-        batch_timeout_s: float = 30.0,
-        scale_norm: bool | float = False,
-        read_bytes: int | None = None,
-        make_buffer: Allocate | None = None,
+        make_window: Callable[[Outputs], WindowMemory] = HostWindow,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            rows,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            rank=rank,
-            world=world,
-            n_threads=n_threads,
-            prefetch_batches=prefetch_batches,
-            batch_timeout_s=batch_timeout_s,
-            scale_norm=scale_norm,
-            labels=labels,
-            read_bytes=read_bytes,
-            make_buffer=make_buffer,
-        )
+        super().__init__(rows, **options)
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
             raise ArgumentError(f"seed is {seed!r}; it must be an integer", where="seed")
         if slots not in ("block", "row"):
@@ -124,7 +100,7 @@ class ShuffledLoader(Loader):
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1", where=name)
         self._seed, self._rows_apart, self._window_bytes = int(seed), slots == "row", int(window_bytes)
-        self._fixed_window = window_blocks is not None
+        self._fixed_window, self._make_window = window_blocks is not None, make_window
         group = examples_per_block or _examples_per_block(self._space, self._medium)
         blocks = Blocks(self._space, group)
         n_lanes = self._n_partitions(n_partitions, blocks)
@@ -205,12 +181,13 @@ class ShuffledLoader(Loader):
             equipment=equipment,
         ).batches
 
-    def explain(self) -> Explanation:
-        """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+    def _new_window(self, outputs: Outputs) -> WindowMemory:
+        return self._make_window(outputs)
+
+    def _plan(self) -> Plan:
         order, layout, space = self._order(self._epoch), self._space.layout, self._space
         plane_bytes = space.tokens.count * layout.vector_nbytes
         joined = order.blocks.examples_per_block if layout.n_layers == 1 else 1
-        extent = min(plane_bytes * joined, max(self._read_bytes, plane_bytes))
         parts = [order.partition(number) for number in self._partitions()]
         n_cohorts = [part.n_cohorts for part in parts]
         ends = list(accumulate(n_cohorts))
@@ -220,19 +197,14 @@ class ShuffledLoader(Loader):
             found = parts[which].block_numbers(number - ends[which] + n_cohorts[which])
             return runs_of_blocks(order.blocks, found, np.zeros_like(found))
 
-        n_vectors = sum(part.n_blocks for part in parts) * order.blocks.cells_per_block
-        window = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart) * layout.vector_nbytes
-        return Explanation(
-            n_rows=len(space),
-            n_batches=len(self),
-            medium=self._medium.kind,
-            reason=self._medium.reason,
-            engine=self.transport_name,
-            n_threads=self._n_threads,
-            extent_bytes=extent,
-            cost=self._cost(ends[-1], runs, n_vectors),
-            window_bytes=window,
-            buffer_bytes=(self._prefetch + 3) * self.batch_size * layout.vector_nbytes,
+        rows = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart)
+        return Plan(
+            extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),
+            n_parts=ends[-1],
+            runs=runs,
+            n_vectors=sum(part.n_blocks for part in parts) * order.blocks.cells_per_block,
+            n_buffers=self._prefetch + 3,
+            window_bytes=rows * layout.vector_nbytes,
             slots="row" if self._rows_apart else "block",
             n_partitions=order.n_partitions,
             examples_per_block=order.blocks.examples_per_block,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,8 +16,28 @@ from saev_store.reader import FloatArray
 from saev_store.torch.batch import ExampleBatch
 
 
+class Done(NamedTuple):
+    """Asks about, or waits for, everything that was begun before."""
+
+    query: Callable[[], bool]
+    wait: Callable[[], None]
+
+
 class Copies(Protocol):
     """How tensors get to a device; the one for CUDA uses a stream of its own, the one for tests does not."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where to."""
+        ...
+
+    def queue(self) -> AbstractContextManager[object]:
+        """Inside, what is begun on the device is done in the order of beginning, from whichever thread."""
+        ...
+
+    def done(self) -> Done:
+        """About what was begun in the queue so far."""
+        ...
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Begin to copy: the batch on the device, and a question whether the copy is done."""
@@ -35,22 +56,35 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._stream = torch.cuda.Stream(self.device)
         self._events: dict[int, torch.cuda.Event] = {}
+
+    def queue(self) -> AbstractContextManager[object]:
+        """The side stream."""
+        return torch.cuda.stream(self._stream)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def done(self) -> Done:
+        """An event on the side stream."""
+        event = self._event()
+        return Done(event.query, event.synchronize)
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Begin to copy on the side stream."""
-        with torch.cuda.stream(self._stream):
-            moved = _moved(batch, self._device)
-            event = torch.cuda.Event()
-            event.record(self._stream)
+        with self.queue():
+            moved = _moved(batch, self.device)
+            event = self._event()
         self._events[id(moved)] = event
         return moved, event.query
 
     def ready(self, batch: ExampleBatch) -> None:
         """Let the current stream wait for the copy, and keep the memory until that stream is done with it."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         current.wait_event(self._events.pop(id(batch)))
         for value in batch.values():
             if isinstance(value, torch.Tensor):
@@ -65,20 +99,31 @@ class PlainCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+
+    def queue(self) -> AbstractContextManager[object]:
+        """Nothing is queued."""
+        return nullcontext()
+
+    def done(self) -> Done:
+        """Everything is."""
+        return Done(lambda: True, lambda: None)
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Copy."""
-        return _moved(batch, self._device), lambda: True
+        return _moved(batch, self.device), lambda: True
 
     def ready(self, batch: ExampleBatch) -> None:
         """It is."""
 
 
 def _moved(batch: ExampleBatch, device: torch.device) -> ExampleBatch:
+    """What is there already, because the window lies there, stays where it is."""
     return ExampleBatch(
         {
-            name: value.to(device, non_blocking=True, copy=True) if isinstance(value, torch.Tensor) else value
+            name: value.to(device, non_blocking=True)
+            if isinstance(value, torch.Tensor) and value.device != device
+            else value
             for name, value in batch.items()
         }
     )

@@ -29,8 +29,13 @@ class ExampleBatch(dict[str, Value]):
 
 
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
-    """The same memory as tensors; labels as int64, because PyTorch takes uint8 tensors for masks when they index."""
-    found = ExampleBatch({name: torch.from_numpy(array) for name, array in batch.items()})
+    """The same memory as tensors; labels as int64, because PyTorch takes uint8 tensors for masks when they index.
+
+    What a window on a device has gathered is a tensor already.
+    """
+    found = ExampleBatch()
+    for name, array in batch.items():
+        found[name] = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     labels = found.get("token_labels")
     if isinstance(labels, torch.Tensor):
         found["token_labels"] = labels.to(torch.int64)

@@ -9,6 +9,7 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from saev_store.loaders._medium import Kind
 from saev_store.selection import Tokens
 
 _SETTINGS = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -80,6 +81,9 @@ class OrderedConfig(_OldNames):
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.
         log_every_s: How often measures are logged while `debug` is set.
         n_threads: Reads in flight; default: what suits the medium.
+        medium: What the shards lie on, where what is found out is not right; see `saev_store.loaders.OrderedLoader`.
+        read_bytes: About how much one read brings; default: what suits the medium.
+        keep_pages: Whether what was read stays in the page cache; default: unless the store is much larger than memory.
         buffer_bytes: Memory for batches that are ready.
         scale_norm: Scale activations so that their mean L2 norm is sqrt(d_model).
         use_tmpdir: With $TMPDIR set, first copy the layers that are asked for there, once per machine.
@@ -108,6 +112,9 @@ class OrderedConfig(_OldNames):
     cache_dir: str | None = None
     cache_bytes: Count = 64 << 30
     device: str = "cpu"
+    medium: Kind | None = None
+    read_bytes: Count | None = None
+    keep_pages: bool | None = None
     rank: Annotated[int, Field(ge=0)] | None = None
     world: Count | None = None
 
@@ -124,6 +131,8 @@ class ShuffledConfig(_OldNames):
         slots: `"block"` or `"row"`, see `saev_store.loaders.ShuffledLoader`.
         examples_per_block: Likewise.
         n_partitions: Likewise.
+        window_device: Keep the window on that device, which must be `device`: vectors are gathered there, and this
+            machine's memory only holds what is being read. Default: in this machine's memory.
     """
 
     shards: Shards = "./shards"
@@ -150,6 +159,10 @@ class ShuffledConfig(_OldNames):
     cache_dir: str | None = None
     cache_bytes: Count = 64 << 30
     device: str = "cpu"
+    window_device: str | None = None
+    medium: Kind | None = None
+    read_bytes: Count | None = None
+    keep_pages: bool | None = None
     rank: Annotated[int, Field(ge=0)] | None = None
     world: Count | None = None
 

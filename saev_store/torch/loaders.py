@@ -17,11 +17,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
 from saev_store.loaders import Explanation, Metrics, OrderedLoader, ShuffledLoader
-from saev_store.loaders._base import Loader
+from saev_store.loaders._base import Loader, Options
+from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
 from saev_store.loaders._scale import stored_scale
 from saev_store.loaders.staging import open_for_training
+from saev_store.selected import Selection
 from saev_store.store import ShardStore
-from saev_store.torch._device import copies_to, moved, pinned
+from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
+from saev_store.torch._window import DeviceWindow
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import OrderedConfig, ShuffledConfig
 
@@ -72,7 +75,7 @@ class TorchLoader(ABC, Generic[Config]):
     def _make(self) -> Loader:
         """The loader of NumPy batches."""
 
-    def _common(self) -> dict[str, object]:
+    def _common(self) -> Options:
         cfg = self.cfg
         rank, world = rank_and_world(cfg.rank, cfg.world)
         batch_bytes = cfg.batch_size * self.store.layout.vector_nbytes
@@ -86,6 +89,9 @@ class TorchLoader(ABC, Generic[Config]):
             "prefetch_batches": max(1, min(cfg.buffer_size, cfg.buffer_bytes // batch_bytes)),
             "batch_timeout_s": cfg.batch_timeout_s,
             "scale_norm": self._scale_norm(),
+            "medium": cfg.medium,
+            "read_bytes": cfg.read_bytes,
+            "keep_pages": cfg.keep_pages,
             "make_buffer": pinned(cfg.device),
         }
 
@@ -96,10 +102,9 @@ class TorchLoader(ABC, Generic[Config]):
             return cfg.scale_norm
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 
-    @property
-    def _rows_of(self) -> dict[str, object]:
+    def _rows(self) -> Selection:
         cfg = self.cfg
-        return {"layer": cfg.layer, "tokens": cfg.tokens, "ignore_labels": cfg.ignore_labels or None}
+        return self.store.sel(layer=cfg.layer, tokens=cfg.tokens, ignore_labels=cfg.ignore_labels or None)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -254,7 +259,7 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
     """
 
     def _make(self) -> Loader:
-        return OrderedLoader(self.store.sel(**self._rows_of), **self._common())  # type: ignore[arg-type]  # the options come as a mapping, checked by the config
+        return OrderedLoader(self._rows(), **self._common())
 
 
 class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
@@ -274,16 +279,29 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
 
     def _make(self) -> Loader:
         cfg = self.cfg
+        if cfg.window_device is not None and torch.device(cfg.window_device) != torch.device(cfg.device):
+            raise ArgumentError(
+                f"the window is wanted on {cfg.window_device!r} and batches on {cfg.device!r}; it must be the same device",
+                where="window_device",
+            )
         window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
         return ShuffledLoader(
-            self.store.sel(**self._rows_of),  # type: ignore[arg-type]  # the options come as a mapping, checked by the config
+            self._rows(),
             seed=cfg.seed,
             window_bytes=cfg.window_bytes or min(window, _WINDOW_BYTES),
             slots=cfg.slots,
             examples_per_block=cfg.examples_per_block,
             n_partitions=cfg.n_partitions,
-            **self._common(),  # type: ignore[arg-type]  # the options come as a mapping, checked by the config
+            make_window=self._new_window,
+            **self._common(),
         )
+
+    def _new_window(self, outputs: Outputs) -> WindowMemory:
+        cfg = self.cfg
+        if cfg.window_device is None:
+            return HostWindow(outputs)
+        copies = self._copies or PlainCopies(torch.device("cpu"))
+        return DeviceWindow(copies, self._loader.n_threads, pinned(cfg.device))
 
 
 class BatchDataset(IterableDataset[ExampleBatch], Generic[Config]):
