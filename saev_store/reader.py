@@ -9,7 +9,8 @@ size that the transport likes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -17,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._threads import n_threads, share
 from saev_store.coalesce import Spans, coalesce
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.indexing import Axis, Block, Points, Progression, length
@@ -29,6 +31,9 @@ FloatArray = npt.NDArray[np.float32]
 _SCRATCH_BYTES = 512 << 10
 #: From this size on a contiguous run is read straight into the result instead of being copied out of a map.
 _DIRECT_BYTES = 256 << 10
+#: Rows worth a thread, and what it takes of them at a time.
+_THREAD_BYTES = 4 << 20
+_PART_BYTES = 4 << 20
 #: Fetched but not yet placed bytes are held to about this much.
 _IN_FLIGHT_BYTES = 256 << 20
 
@@ -131,14 +136,23 @@ class Reader:
         lowest, highest = int(shard_idx.min()), int(shard_idx.max())
         if lowest == highest:
             self._touch(_Piece(lowest, in_shard, slice(None)))
-            self._gather(lowest, vector, None, out)
+            self._share(len(vector), lambda rows: self._gather(lowest, vector[rows], None, out[rows]))
             return
         order = np.argsort(shard_idx, kind="stable")
-        bounds = np.flatnonzero(np.diff(shard_idx[order])) + 1
-        for place in np.split(order, bounds):
-            shard = int(shard_idx[place[0]])
-            self._touch(_Piece(shard, in_shard[place], place))
-            self._gather(shard, vector[place], place, out)
+
+        def some(rows: slice) -> None:
+            for place in np.split(order[rows], np.flatnonzero(np.diff(shard_idx[order[rows]])) + 1):
+                shard = int(shard_idx[place[0]])
+                self._touch(_Piece(shard, in_shard[place], place))
+                self._gather(shard, vector[place], place, out)
+
+        self._share(len(vector), some)
+
+    def _share(self, n_rows: int, work: Callable[[slice], None]) -> None:
+        """Copies in memory are shared out among threads; fetching has its own ways to do many things at once."""
+        n = n_threads(n_rows * self.layout.vector_nbytes, part_bytes=_THREAD_BYTES) if self._resident else 1
+        step = n_rows if n == 1 else max(1, _PART_BYTES // self.layout.vector_nbytes)
+        share(work, deque(slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)), n)
 
     def vector(self, example: int, layer_idx: int, token: int) -> FloatArray:
         """One vector, a fresh array; the three positions are inside the tensor. The shortest way there is."""

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "saev_store"
 #: Room -> floor. A room is a module or a folder directly below `saev_store/`. A new room has to be entered here.
 FLOORS = {
     "_version": 0,
+    "_threads": 1,
     "errors": 0,
     "names": 0,
     "problems": 0,

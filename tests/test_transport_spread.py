@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saev_store import _threads
 from saev_store.errors import CorruptShardError, TransportError
 from saev_store.transport import MmapTransport, _spread
 
@@ -21,13 +22,13 @@ FILE = np.random.default_rng(5).integers(0, 256, 100_000, dtype=np.uint8).tobyte
 def spread(tmp_path, monkeypatch):
     """A file below a transport that shares out parts of 1,000 bytes among five threads, wherever the tests run."""
     monkeypatch.setattr(_spread, "PART_BYTES", 1000)
-    monkeypatch.setattr(_spread, "n_cores", lambda: 5)
+    monkeypatch.setattr(_threads, "n_cores", lambda: 5)
     (tmp_path / "acts000000.bin").write_bytes(FILE)
     transport = MmapTransport(tmp_path)
     yield transport
     transport.close()
     for thread in threading.enumerate():
-        if thread.name == "saev-store-read":
+        if thread.name == "saev-store-copy":
             thread.join(5)
             assert not thread.is_alive()
 

@@ -2,19 +2,17 @@
 
 A disk, though, is read fastest in one stream of requests as large as can be. So the threads take what is in memory
 already, and when one of them would have to wait for the disk, all that is left is asked for at once.
-
-Threads live for one call (starting one costs some 50 us, a part of 4 MiB takes ten times as long), so there is nothing
-to shut down, to inherit through `fork`, or to leak.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from saev_store._threads import n_threads, share
 from saev_store.transport._checks import too_short
 
 #: Where a run begins in the file, and the pieces of memory (bytes, none empty) that it fills in order.
@@ -23,15 +21,8 @@ Run: TypeAlias = tuple[int, list[memoryview]]
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 #: What one thread reads at a time; less is not worth a thread.
 PART_BYTES = 4 << 20
-#: More threads than this do not read faster from one memory.
-_MAX_THREADS = 8
 #: Linux: read what is in memory, and come back with less rather than wait for a disk.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-
-
-def n_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class SpreadReader:
@@ -55,45 +46,32 @@ class SpreadReader:
             OSError: the system cannot read.
             CorruptShardError: the file ends before `end`.
         """
-        n_threads = min(nbytes // PART_BYTES, n_cores(), _MAX_THREADS)
-        if n_threads < 2:
+        n = n_threads(nbytes, part_bytes=PART_BYTES)
+        if n < 2:
             left = list(runs)
         elif self._waited:
             left = _read_cached(fd, runs, where=where, end=end)
             self._waited = bool(left)
         else:
-            left = _share_out(fd, runs, n_threads, where=where, end=end)
+            left = _share_out(fd, runs, n, where=where, end=end)
             self._waited = bool(left)
         for at, views in left:
             preadv_all(fd, views, at, where=where, end=end)
 
 
-def _share_out(fd: int, runs: Sequence[Run], n_threads: int, *, where: str, end: int) -> list[Run]:
+def _share_out(fd: int, runs: Sequence[Run], n: int, *, where: str, end: int) -> list[Run]:
     """Read with several threads what is in memory; gives what is left to read, in order."""
     parts, left = deque(_parts(runs)), list[Run]()
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            while parts and not left and not errors:
-                left.extend(_read_cached(fd, parts.popleft(), where=where, end=end))
-        except IndexError:  # another thread took the last part
-            return
-        except BaseException as error:  # raised again by the thread that asked
-            errors.append(error)
+    def work(part: list[Run]) -> None:
+        if rest := _read_cached(fd, part, where=where, end=end):
+            left.extend(rest)
+            with contextlib.suppress(IndexError):
+                while True:
+                    left.extend(parts.popleft())
 
-    helpers = [threading.Thread(target=work, name="saev-store-read", daemon=True) for _ in range(n_threads - 1)]
-    started = [helper for helper in helpers if _start(helper)]
-    try:
-        work()
-        for helper in started:
-            helper.join()
-    except BaseException as error:  # Ctrl-C: the helpers end with the part they are reading
-        errors.append(error)
-        raise
-    if errors:
-        raise errors[0]
-    return _joined([*left, *(run for part in parts for run in part)])
+    share(work, parts, n)
+    return _joined(left)
 
 
 def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end: int) -> None:
@@ -170,11 +148,3 @@ def _joined(runs: list[Run]) -> list[Run]:
             end = start
         end += sum(view.nbytes for view in views)
     return joined
-
-
-def _start(thread: threading.Thread) -> bool:
-    try:
-        thread.start()
-    except RuntimeError:  # no more threads, or the interpreter is ending: fewer do it as well
-        return False
-    return True

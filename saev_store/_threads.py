@@ -1,0 +1,63 @@
+"""A few threads for one call: copying in one thread is slower than memory can deliver.
+
+Starting a thread costs some 50 us, so each should have a millisecond of work. They end with the call: there is nothing to
+shut down, to inherit through `fork`, or to leak.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: More threads than this do not copy faster within one memory.
+_MAX_THREADS = 8
+
+
+def n_threads(nbytes: int, *, part_bytes: int) -> int:
+    """How many threads a copy of `nbytes` is worth: one for each core that we may use, with at least `part_bytes` each."""
+    return max(1, min(nbytes // part_bytes, n_cores(), _MAX_THREADS))
+
+
+def n_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
+    """Do all parts in `n` threads, of which this is one; each takes the next part when it is done with one.
+
+    So a thread that gets no core holds up the others by one part at most. After an error no part is begun any more, and the
+    error is raised here when all threads have ended. Where the system gives no more threads, fewer do it.
+    """
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        while True:
+            try:
+                part = parts.popleft()
+            except IndexError:
+                return
+            try:
+                work(part)
+            except BaseException as error:  # raised again by the thread that asked
+                errors.append(error)
+                parts.clear()
+
+    started: list[threading.Thread] = []
+    for _ in range(min(n, len(parts)) - 1):
+        helper = threading.Thread(target=take, name="saev-store-copy", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            break
+        started.append(helper)
+    take()
+    for helper in started:
+        helper.join()
+    if errors:
+        raise errors[0]

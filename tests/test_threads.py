@@ -1,0 +1,46 @@
+"""Sharing work among a few threads: all of it is done once, an error ends it, and no thread stays."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+
+import pytest
+
+from saev_store import _threads
+from saev_store._threads import n_threads, share
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 50])
+@pytest.mark.parametrize("n_parts", [0, 1, 7, 1000])
+def test_each_part_is_done_once(n, n_parts):
+    done = Counter()
+    lock = threading.Lock()
+
+    def work(part):
+        with lock:
+            done[part] += 1
+
+    share(work, deque(range(n_parts)), n)
+    assert done == Counter(range(n_parts))
+
+
+def test_an_error_ends_all_and_comes_out():
+    before, begun = threading.active_count(), []
+
+    def work(part):
+        begun.append(part)
+        if part == 3:
+            raise IndexError("of the work itself")
+
+    with pytest.raises(IndexError, match="of the work itself"):
+        share(work, deque(range(10_000)), 4)
+    assert len(begun) < 10_000
+    assert threading.active_count() == before
+
+
+def test_a_thread_for_each_core_with_enough_to_do(monkeypatch):
+    monkeypatch.setattr(_threads, "n_cores", lambda: 64)
+    assert [n_threads(nbytes, part_bytes=10) for nbytes in (0, 9, 19, 20, 75, 10_000)] == [1, 1, 1, 2, 7, 8]
+    monkeypatch.undo()
+    assert 1 <= n_threads(1 << 40, part_bytes=1) <= 8
