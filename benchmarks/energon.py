@@ -1,6 +1,6 @@
 """Energon: preparation and random access by key, against the real tool where there is one, and over a slow link.
 
-    python benchmarks/energon.py [--samples 40000] [--energon /path/to/python]
+    python benchmarks/energon.py [--samples 40000] [--energon /path/to/python] [--json]
 
 `--energon` (or SAEV_STORE_ENERGON_PYTHON) names an interpreter that has `megatron-energon`. Its numbers are measured
 inside its own process, after its imports.
@@ -20,7 +20,10 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from _common import Line, report, seconds
 
 from saev_store.formats.energon import EnergonDataset
 from saev_store.formats.energon.prepare import prepare
@@ -35,12 +38,10 @@ from megatron.energon.cache.file_store import WebdatasetFileStore
 from megatron.energon.flavors.webdataset.itar_reader import SqliteITarEntryReader
 folder, workers, n = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 tars = sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*.tar"))
-times = []
-for _ in range(3):
-    started = time.perf_counter()
-    BaseWebdatasetFactory.prepare_dataset(Path(folder), tars, split_parts_ratio=[("train", 8), ("val", 1), ("test", 1)],
-                                          shuffle_seed=None, workers=workers)
-    times.append(time.perf_counter() - started)
+started = time.perf_counter()
+BaseWebdatasetFactory.prepare_dataset(Path(folder), tars, split_parts_ratio=[("train", 8), ("val", 1), ("test", 1)],
+                                      shuffle_seed=None, workers=workers)
+prepare_s = time.perf_counter() - started
 keys = json.loads(Path(sys.argv[4]).read_text())
 def rate(read, keys):
     for key in keys[:50]: read(key)
@@ -48,7 +49,7 @@ def rate(read, keys):
     for key in keys: read(key)
     return len(keys) / (time.perf_counter() - started)
 store, samples = WebdatasetFileStore(EPath(folder)), SqliteITarEntryReader(EPath(folder))
-print("ANSWER" + json.dumps({"prepare_s": sorted(times)[1], "parts_per_s": rate(lambda k: store[k + ".jpg"], keys),
+print("ANSWER" + json.dumps({"prepare_s": prepare_s, "parts_per_s": rate(lambda k: store[k + ".jpg"], keys),
                              "samples_per_s": rate(lambda k: samples[k], keys)}))
 """
 
@@ -70,13 +71,10 @@ def make_tars(folder: Path, *, n_samples: int, n_shards: int, image_nbytes: int)
     return keys
 
 
-def rate(read, keys: list[str]) -> float:
+def rate(read: Callable[[str], object], keys: list[str]) -> float:
     for key in keys[:50]:
         read(key)
-    started = time.perf_counter()
-    for key in keys:
-        read(key)
-    return len(keys) / (time.perf_counter() - started)
+    return len(keys) / seconds(lambda: [read(key) for key in keys])
 
 
 def peer(python: str, folder: Path, workers: int, keys: list[str]) -> dict:
@@ -98,6 +96,8 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--image-kib", type=int, default=16)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--energon", default=os.environ.get("SAEV_STORE_ENERGON_PYTHON"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,40 +108,73 @@ def main() -> None:
         )
         nbytes = sum(path.stat().st_size for path in folder.glob("*.tar"))
         wanted = random.Random(3).sample(keys, min(5000, len(keys)))
-        print(f"{len(keys):,} samples, {3 * len(keys):,} parts, {nbytes / 2**20:,.0f} MiB in {arguments.shards} tars")
-        theirs: dict = {}
-        if arguments.energon:
-            theirs = peer(arguments.energon, folder, arguments.workers, wanted)
+        rounds: list[tuple[dict, dict]] = []
+        for _ in range(arguments.rounds):  # in turn: the machine is the same for both
+            ours = {"prepare_s": seconds(lambda: prepare(folder, split="8,1,1", progress=False))}
+            with EnergonDataset(folder) as dataset:
+                ours["parts_per_s"] = rate(lambda key: dataset.part(key, "jpg"), wanted)
+                ours["samples_per_s"] = rate(dataset.raw, wanted)
             shutil.rmtree(folder / ".nv-meta")
-        times = []
-        for _ in range(3):
-            started = time.perf_counter()
-            prepare(folder, split="8,1,1", num_workers=arguments.workers, overwrite=True, progress=False)
-            times.append(time.perf_counter() - started)
-        ours = {"prepare_s": statistics.median(times)}
-        with EnergonDataset(folder) as dataset:
-            ours["parts_per_s"] = rate(lambda key: dataset.part(key, "jpg"), wanted)
-            ours["samples_per_s"] = rate(dataset.raw, wanted)
-        for name, value in ours.items():
-            other = theirs.get(name)
-            ratio = (
-                ""
-                if other is None
-                else f"   {(value / other if name.endswith('per_s') else other / value):5.2f}x as fast"
+            rounds.append(
+                (ours, peer(arguments.energon, folder, arguments.workers, wanted) if arguments.energon else ours)
             )
-            print(f"{name:14} {value:12,.2f}   Energon {other:12,.2f}{ratio}" if other else f"{name:14} {value:12,.2f}")
+            shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
+        lines = []
+        for name, what, unit in (
+            ("prepare_s", "prepare", "s"),
+            ("parts_per_s", "a part by its key", "us"),
+            ("samples_per_s", "a sample by its key", "us"),
+        ):
+            mine, other = (
+                statistics.median(each[side][name] if unit == "s" else 1e6 / each[side][name] for each in rounds)
+                for side in (0, 1)
+            )
+            against = (
+                f"energon prepare, {arguments.workers} workers"
+                if unit == "s"
+                else "Energon's file store / sample reader"
+            )
+            lines.append(
+                Line(
+                    what,
+                    mine,
+                    other,
+                    unit,
+                    against if arguments.energon else "ourselves (no Energon)",
+                    "<= 1",
+                    mine / other,
+                )
+            )
+        facts = {
+            "samples": len(keys),
+            "parts": 3 * len(keys),
+            "bytes": nbytes,
+            "tars": arguments.shards,
+            "cores": os.cpu_count(),
+        }
+        report(lines, facts, as_json=arguments.json)
         link(folder, wanted)
 
 
 def link(folder: Path, wanted: list[str]) -> None:
     """The same over a link with 30 ms latency: what it takes in requests and bytes."""
     counting = CountingTransport(PreadTransport(str(folder)))
-    slow = LatencyTransport(counting, latency_s=0.03)
+    slow = LatencyTransport(counting, latency_s=0.03, bytes_per_s=100e6)
+    started = time.perf_counter()
+    prepare("", transport=slow, split="8,1,1", overwrite=True, progress=False)
+    made = counting.counters
+    print(
+        f"\n30 ms, 100 MB/s:\nlink, prepare  {made.requests:6} requests {made.bytes_read:14,} bytes"
+        f" {time.perf_counter() - started:8.2f} s",
+        file=sys.stderr,
+    )
+    counting.reset()
     started = time.perf_counter()
     with EnergonDataset("", transport=slow) as dataset:
         opened = counting.counters
         print(
-            f"link, open     {opened.requests:6} requests {opened.bytes_read:14,} bytes {time.perf_counter() - started:8.2f} s"
+            f"link, open     {opened.requests:6} requests {opened.bytes_read:14,} bytes {time.perf_counter() - started:8.2f} s",
+            file=sys.stderr,
         )
         for what, work in (
             ("20 parts", lambda: [dataset.part(key, "txt") for key in wanted[:20]]),
@@ -154,7 +187,8 @@ def link(folder: Path, wanted: list[str]) -> None:
             after = counting.counters
             print(
                 f"link, {what:15} {after.requests - before.requests:6} requests"
-                f" {after.bytes_read - before.bytes_read:14,} bytes {time.perf_counter() - started:8.2f} s"
+                f" {after.bytes_read - before.bytes_read:14,} bytes {time.perf_counter() - started:8.2f} s",
+                file=sys.stderr,
             )
 
 

@@ -18,7 +18,8 @@ from saev_store.transport import Transport
 BLOCK = 512
 #: Extension headers longer than this are nobody's file names.
 _MAX_HEADER_NBYTES = 1 << 20
-_READ_AHEAD_NBYTES = 256 << 10
+#: Bounds of what is read at once. Between them, as much as travels while a request is under way.
+_LEAST_AHEAD_NBYTES, _MOST_AHEAD_NBYTES = 256 << 10, 8 << 20
 _TAIL_NBYTES = 64 << 10
 
 
@@ -53,6 +54,7 @@ class RangeFile(io.RawIOBase):
         self._buffer: bytes | bytearray | memoryview = b""
         # A mapped file is one buffer: nothing is read before it is looked at.
         self._whole = getattr(transport, "name", "") in {"mmap", "memory"}
+        self._ahead_nbytes = int(min(max(transport.cost.max_gap_bytes, _LEAST_AHEAD_NBYTES), _MOST_AHEAD_NBYTES))
 
     def readable(self) -> bool:
         return True
@@ -87,7 +89,7 @@ class RangeFile(io.RawIOBase):
         if self._whole:
             self._start, stop = 0, self.nbytes
         else:
-            self._start, stop = start, min(max(end, start + _READ_AHEAD_NBYTES), self.nbytes)
+            self._start, stop = start, min(max(end, start + self._ahead_nbytes), self.nbytes)
         (self._buffer,) = self._transport.get_ranges(self._path, starts=[self._start], ends=[stop])
 
 
