@@ -113,7 +113,18 @@ def test_configs_are_frozen_checked_and_replaced(plain):
     for bad in ({"batch_size": 0}, {"tokens": "words"}, {"layer": "some"}, {"min_buffer_fill": 2}, {"shard_rot": "x"}, {"drop_last": "perhaps"}):  # fmt: skip
         with pytest.raises(ConfigError) as raised:
             ShuffledConfig(**bad)
-        assert isinstance(raised.value, ValueError)
+        assert isinstance(raised.value, ArgumentError)
+        assert next(iter(bad)) in str(raised.value)
+    with pytest.raises(ConfigError, match="batch_size.*it is 0") as raised:
+        dataclasses.replace(cfg, batch_size=0)
+    assert raised.value.__cause__ is None
+    with pytest.raises(ConfigError) as raised:
+        ShuffledConfig(storage_options={1: "very-secret-key"}, rank=-1)
+    assert "very-secret-key" not in str(raised.value)
+    with pytest.raises(ConfigError, match="storage_option") as misspelled:
+        ShuffledConfig(storage_option={"secret": "very-secret-key"})
+    assert "very-secret-key" not in str(misspelled.value)
+    assert "rank" in str(raised.value)
     assert OrderedConfig(shards="s3://bucket/store").shards == "s3://bucket/store"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from saev_store.order._shuffle import Partition, ShuffledOrder
 
-#: Batches, spread over the epoch, whose position relative to the ticks is looked at.
+#: Batches, spread over the middle half of the epoch, whose position relative to the ticks is looked at.
 _N_BATCHES = 64
 
 
@@ -51,7 +51,7 @@ def predict_mixing(order: ShuffledOrder, batch_size: int, n_partitions: int | No
     >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
     >>> mixing = predict_mixing(order, 16_384)
     >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
-    (3571, 16280)
+    (3573, 16280)
     """
     n_partitions = n_partitions or order.n_partitions
     part = order.partition(order.n_partitions // 2)
@@ -79,18 +79,18 @@ def _slope(rows_per_example: float, n_rows: int) -> float:
 
 
 def _blocks_met(part: Partition, batch: float) -> float:
-    """Examples' worth of blocks met by `batch` consecutive rows of a partition, averaged over an epoch's batches."""
+    """Examples' worth of blocks met by `batch` consecutive rows of a partition, on average in the middle of an epoch."""
     w, group = part.window_ticks, part.order.blocks.examples_per_block
     rows_per_tick, blocks_per_tick = part.n_rows / part.n_ticks, part.n_blocks / part.n_ticks
     size = max(1, round(part.n_rows / part.n_blocks))
     n_met = math.ceil(batch / rows_per_tick) + 1
     phases = np.zeros(1)
     if part.n_ticks > 1:
-        # Shares are rounded down, so in the middle of an epoch the ticks lag behind their average pace.
-        middle = part.n_ticks // 2
-        lag = rows_per_tick * middle - part.emitted_before(middle)
-        batches = np.linspace(0, part.n_rows / batch - 1, _N_BATCHES).astype(np.int64)
-        phases = ((batches * batch + lag) / rows_per_tick) % 1.0
+        # Shares are rounded down, so ticks lag behind their average pace, each by its own few rows.
+        starts = (np.linspace(0.25, 0.75, _N_BATCHES) * max(part.n_rows / batch - 1, 0)).astype(np.int64) * batch
+        near = np.minimum(starts / rows_per_tick, part.n_ticks - 1).astype(np.int64).tolist()
+        lag = rows_per_tick * np.array(near) - np.array([part.emitted_before(tick) for tick in near])
+        phases = ((starts + lag) / rows_per_tick) % 1.0
     ticks = np.arange(n_met)
     begin = phases[:, None] * rows_per_tick
     share = np.minimum(begin + batch, (ticks + 1) * rows_per_tick) - np.maximum(begin, ticks * rows_per_tick)

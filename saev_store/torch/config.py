@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Literal, TypeVar, cast, dataclass_transform
 
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
+from saev_store.errors import ArgumentError, brief
 from saev_store.loaders._medium import Kind
 from saev_store.selection import Tokens
 
 _SETTINGS = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+T = TypeVar("T")
+
 _OLD_TOKENS = {"image": "content", "cls": "special"}
+
+
+class ConfigError(ArgumentError):
+    """Options of a loader that make no sense; the message lists every one of them."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(Field,))
+def _config(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose values pydantic checks, and whose errors are ours."""
+    made = cast("type[T]", dataclass(config=_SETTINGS)(cls))
+    check: Callable[..., None] = made.__init__
+
+    @wraps(check)
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        try:
+            check(self, *args, **kwargs)
+        except pydantic.ValidationError as error:
+            raise ConfigError("; ".join(map(_problem, error.errors())), where=cls.__name__) from None
+
+    made.__init__ = init  # type: ignore[method-assign]  # the same arguments, another error
+    return made
+
+
+def _problem(found: ErrorDetails) -> str:
+    """One problem as text; options for file systems hold credentials, so their values are not shown, however misspelled."""
+    place = ".".join(map(str, found["loc"]))
+    secret = place.startswith("storage") or found["type"] == "unexpected_keyword_argument"
+    shown = "" if secret else f" (it is {brief(found['input'])})"
+    return f"{place}: {found['msg']}{shown}"
 
 
 def _tokens(value: object) -> object:
@@ -47,7 +82,7 @@ class _OldNames:
         return old[self.tokens]
 
 
-@dataclass(config=_SETTINGS)
+@_config
 class IndexedConfig(_OldNames):
     """Which rows an `IndexedDataset` has.
 
@@ -70,7 +105,7 @@ class IndexedConfig(_OldNames):
     storage_options: dict[str, object] | None = None
 
 
-@dataclass(config=_SETTINGS)
+@_config
 class OrderedConfig(_OldNames):
     """How an `OrderedDataLoader` loads; what is not listed is as in `IndexedConfig`.
 
@@ -119,7 +154,7 @@ class OrderedConfig(_OldNames):
     world: Count | None = None
 
 
-@dataclass(config=_SETTINGS)
+@_config
 class ShuffledConfig(_OldNames):
     """How a `ShuffledDataLoader` loads; what is not listed is as in `OrderedConfig`.
 
@@ -165,7 +200,3 @@ class ShuffledConfig(_OldNames):
     keep_pages: bool | None = None
     rank: Annotated[int, Field(ge=0)] | None = None
     world: Count | None = None
-
-
-#: What a wrong option raises: pydantic's error is a `ValueError` that lists every problem.
-ConfigError = pydantic.ValidationError
