@@ -326,7 +326,7 @@ async def _body(reader: asyncio.StreamReader, names: dict[str, str]) -> bytes:
 
 SWIFT_KEY, SWIFT_SECRET = "test:tester", "testing"
 _FILTERS = {
-    "s3api": "location = us-east-1",
+    "s3api": "location = us-east-1\nmin_segment_size = 1",
     "tempauth": f"user_test_tester = {SWIFT_SECRET} .admin",
     "cache": "memcache_servers = 127.0.0.1:1\nconnect_timeout = 0.01\nerror_suppression_limit = 1\n"
     "error_suppression_interval = 86400",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import uuid
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ class Bucket(NamedTuple):
 @functools.cache
 def s3_endpoint() -> str:
     """An S3 server in this process; it ends with it."""
-    moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server_module = pytest.importorskip("moto.server")
+    models = importlib.import_module("moto.s3.models")
+    models.S3_UPLOAD_PART_MIN_SIZE = 1  # uploads of many parts that are quick
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     return f"http://{host}:{port}"

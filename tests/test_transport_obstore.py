@@ -270,7 +270,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(s3_bucket, how):
 
 
 def test_what_is_far_ahead_of_a_gap_is_refused(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._obstore_sink._AHEAD_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport._parts._AHEAD_BYTES", 1000)
     sink = open_s3(s3_bucket).open_sink("a.bin", used_nbytes=5000, file_nbytes=5000)
     sink.write(900, [memoryview(bytes(500))])
     with pytest.raises(ArgumentError, match="ahead of byte 0, which is still missing"):

@@ -18,6 +18,8 @@ from saev_store.transport._base import (
     ReadsRuns,
     Sink,
     Transport,
+    Upload,
+    Uploads,
     Writes,
 )
 from saev_store.transport._counting import CountingTransport
@@ -47,6 +49,8 @@ __all__ = [
     "RetryTransport",
     "Sink",
     "Transport",
+    "Upload",
+    "Uploads",
     "Writes",
     "child",
     "open_transport",

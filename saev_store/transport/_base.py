@@ -193,6 +193,23 @@ class Sink(Protocol):
 
 
 @runtime_checkable
+class Upload(Sink, Protocol):
+    """A sink whose parts arrive at a service while it is written, and which another process can continue."""
+
+    @property
+    def vouched_nbytes(self) -> int:
+        """Leading bytes that a resumed upload need not send again, and cannot read back.
+
+        The service lists their parts with the very checksums (ETags) and sizes with which it acknowledged them.
+        """
+        ...
+
+    def bookmark(self) -> str:
+        """What `open_upload` needs to continue from the bytes that the last `sync` promised; "" if it cannot be."""
+        ...
+
+
+@runtime_checkable
 class Writes(Protocol):
     """Creates, replaces and deletes files below the root."""
 
@@ -229,6 +246,25 @@ class Writes(Protocol):
     @property
     def pads(self) -> bool:
         """True where a zero tail costs nothing (POSIX): the last shard is then written at full size by default."""
+        ...
+
+
+@runtime_checkable
+class Uploads(Protocol):
+    """Sends large files to a service that keeps the parts of an unfinished upload."""
+
+    def open_upload(
+        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
+    ) -> Upload:
+        """Like `Writes.open_sink`; parts end where blocks of `block_bytes` end, as far as parts may be so large.
+
+        Other unfinished uploads of the same file are given up: they are what crashed processes left. `bookmark` is what
+        `Upload.bookmark` gave to the process that was interrupted; None starts a new file.
+        """
+        ...
+
+    def drop_uploads(self, path: str) -> int:
+        """Give up all unfinished uploads of a file, or of the files in a folder; how many there were."""
         ...
 
 

@@ -12,7 +12,10 @@ from saev_store.transport._checks import byte_views, check_path, check_ranges, t
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_ranges import getter, ranges
 from saev_store.transport._fsspec_sink import SpooledSink
+from saev_store.transport._fsspec_uploads import uploader_of
 from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._multipart_sink import MultipartSink, Uploader
+from saev_store.transport._parts import Bookmark
 from saev_store.transport._pins import Pins, Version
 
 #: A request through fsspec's clients is about a millisecond of Python.
@@ -273,17 +276,70 @@ class FsspecTransport:
             self._pins.forget(below)
             fs.rm(self._full(below), recursive=True, **self._client.deadline())
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
-        """A file that is collected on this machine and uploaded by `commit`; a resumed one starts over."""
+    def open_sink(
+        self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False
+    ) -> SpooledSink | MultipartSink:
+        """A file that appears when it is committed; a resumed one starts over.
+
+        On S3 and Google it is uploaded while it is written; for others it is collected on this machine until then.
+        """
+        return self._sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1, new=not resume)
+
+    def open_upload(
+        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
+    ) -> SpooledSink | MultipartSink:
+        """A file that is uploaded while it is written; on S3 and Google another process can continue it."""
+        below = self._below(path)
+        found = Bookmark.parse(bookmark) if bookmark else None
+        if (uploader := self._uploader()) is not None:
+            uploader.drop(below, self._full(below), keep=found.upload if found else "")
+        return self._sink(
+            path,
+            used_nbytes=used_nbytes,
+            file_nbytes=file_nbytes,
+            block_bytes=block_bytes,
+            new=bookmark is None,
+            bookmark=found,
+        )
+
+    def drop_uploads(self, path: str) -> int:
+        """Give up all unfinished uploads of a file, or of the files in a folder; 0 where there is no such thing."""
+        below = self._below(path) if path else self._folder
+        uploader = self._uploader()
+        return 0 if uploader is None else len(uploader.drop(below, self._full(below)))
+
+    def _sink(
+        self,
+        path: str,
+        *,
+        used_nbytes: int,
+        file_nbytes: int,
+        block_bytes: int,
+        new: bool,
+        bookmark: Bookmark | None = None,
+    ) -> SpooledSink | MultipartSink:
         below = self._below(path)
         self._pins.forget(below)
-        if not resume:
+        if new:
             with contextlib.suppress(NotFoundError):
                 self.size(path)
                 raise StoreExistsError(
                     "a file lies there already", where=self._where(below), remedy="Resume, or delete it first."
                 )
-        return SpooledSink(self._client, below, self._full(below), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        if (uploader := self._uploader()) is None:
+            return SpooledSink(self._client, below, self._full(below), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        return MultipartSink(
+            uploader,
+            below,
+            self._full(below),
+            used_nbytes=used_nbytes,
+            file_nbytes=file_nbytes,
+            block_bytes=block_bytes,
+            bookmark=bookmark,
+        )
+
+    def _uploader(self) -> Uploader | None:
+        return uploader_of(self._client)
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: object stores have no locks, publication decides who wins."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol, TypeVar, cast
 
 from saev_store.errors import (
     AccessError,
@@ -42,6 +44,13 @@ _OWN_POSITIONS = {"file", "local", "memory"}
 _TURN = ForkSafeLock()
 # File systems that belong to a parent process: closing their connections here would wait for a dead thread.
 _INHERITED: list[object] = []
+
+
+T = TypeVar("T")
+
+
+class _HasLoop(Protocol):
+    loop: asyncio.AbstractEventLoop
 
 
 class FileSystem(Protocol):
@@ -85,6 +94,8 @@ class Client:
         self._fs: FileSystem | None = None
         self.root = ""
         self.is_async = self.has_cat_file = False
+        #: Anything that belongs to this file system and is made once.
+        self.kept: dict[str, object] = {}
         self.fs()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -152,6 +163,32 @@ class Client:
     def deadline(self, nbytes: int = 0) -> dict[str, object]:
         """The keyword that gives an operation its deadline: only asynchronous file systems can be given up on."""
         return {"timeout": self.timeout(nbytes)} if self.is_async else {}
+
+    def submit(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> Future[T]:
+        """Begin `work()` in the loop of an asynchronous file system; its errors are the library's own."""
+        limit_s = self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+
+        async def within() -> T:
+            async with asyncio.timeout(limit_s):
+                return await work()
+
+        return asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
+
+    def run(self, doing: str, path: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
+        """What `work()` gives, carried out in the loop of an asynchronous file system.
+
+        Raises:
+            DeadlineError: it took too long; what was under way is cancelled.
+            SaevStoreError: what its error means.
+        """
+        with self.errors(doing, path):
+            future = self.submit(work, nbytes=nbytes)
+            try:
+                # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
+                return future.result(self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S + 10)
+            finally:
+                if not future.done():
+                    future.cancel()
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""

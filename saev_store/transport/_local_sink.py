@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Sequence
 
-from saev_store.errors import ArgumentError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._checks import byte_views, os_errors
+from saev_store.errors import ArgumentError, SaevStoreError, StoreExistsError
+from saev_store.transport._checks import check_ranges
 from saev_store.transport._descriptors import check_regular
+from saev_store.transport._fd_sink import FdSink
 from saev_store.transport._libc import preallocate
-from saev_store.transport._tally import Tally
-
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 
 
 def fsync_folder(folder: str) -> None:
@@ -36,19 +32,6 @@ def make_folders(folder: str) -> None:
     fsync_folder(parent)
 
 
-def write_all(fd: int, views: list[memoryview], offset: int) -> None:
-    """Write all buffers, one after the other, however short the system's writes are."""
-    first = 0
-    while first < len(views):
-        n_written = os.pwritev(fd, views[first : first + _IOV_MAX], offset)
-        offset += n_written
-        while first < len(views) and n_written >= views[first].nbytes:
-            n_written -= views[first].nbytes
-            first += 1
-        if n_written:
-            views[first] = views[first][n_written:]
-
-
 def _flush(fd: int) -> None:
     if hasattr(os, "fdatasync"):  # not everywhere
         os.fdatasync(fd)
@@ -56,53 +39,15 @@ def _flush(fd: int) -> None:
         os.fsync(fd)
 
 
-class Written:
-    """Which bytes of a file were written, as disjoint intervals; thread-safe."""
-
-    def __init__(self) -> None:
-        self._intervals: list[tuple[int, int]] = []
-        self._lock = threading.Lock()
-
-    def add(self, start: int, end: int) -> None:
-        """Bytes `start` to `end` are there."""
-        with self._lock:
-            merged: list[tuple[int, int]] = []
-            for low, high in self._intervals:
-                if high < start or end < low:
-                    merged.append((low, high))
-                else:
-                    start, end = min(start, low), max(end, high)
-            self._intervals = sorted([*merged, (start, end)])
-
-    def prefix(self) -> int:
-        """How many leading bytes are there."""
-        with self._lock:
-            return self._intervals[0][1] if self._intervals and self._intervals[0][0] == 0 else 0
-
-    def check_complete(self, used_nbytes: int, *, where: str) -> None:
-        """Refuse to commit a file with holes, which would read as vectors of zeros."""
-        if (prefix := self.prefix()) < used_nbytes:
-            raise ArgumentError(
-                f"only the first {prefix:,} of {used_nbytes:,} bytes were written without a gap",
-                where=where,
-                remedy="Write the rest before `commit` (after a resume, `keep` what was verified), or `abort`.",
-            )
-
-
-class LocalSink:
+class LocalSink(FdSink):
     """A file under construction at its final place: reserved first, then filled, then cut to its exact size.
 
     A crash leaves a file of full size whose unwritten blocks are zeros, which a resumed writer judges by what it has
     recorded elsewhere. Blocks may be written by several threads.
     """
 
-    #: Where what is written is counted.
-    tally: Tally | None = None
-
     def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
-        self._fd = -1
-        self._where, self._used, self._file = where, used_nbytes, file_nbytes
-        self._written = Written()
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         try:
             with self._errors("open for writing"):
                 make_folders(os.path.dirname(where))
@@ -141,19 +86,6 @@ class LocalSink:
         if os.fstat(self._fd).st_size < self._file:
             os.ftruncate(self._fd, self._file)
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers one after the other at `offset`."""
-        views = byte_views(buffers, writable=False)
-        end = offset + sum(view.nbytes for view in views)
-        if not 0 <= offset <= end <= self._used:
-            raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
-        with self._errors("write"):
-            write_all(self._descriptor(), views, offset)
-        if self.tally is not None:
-            self.tally.add("sink.write", written=end - offset)
-        if end > offset:
-            self._written.add(offset, end)
-
     def sync(self) -> int:
         """Flush to the disk; the number of leading bytes that are safe now."""
         prefix = self._written.prefix()  # before the flush: a block written meanwhile is not promised
@@ -170,15 +102,8 @@ class LocalSink:
 
     def read_back(self, start: int, end: int) -> bytes:
         """What the file holds in that range."""
-        if not 0 <= start <= end:
-            raise ArgumentError(f"the range {start}:{end} is negative or backwards", where=self._where)
-        end = min(end, self._used)
-        parts: list[bytes] = []
-        with self._errors("read"):
-            while start < end and (part := os.pread(self._descriptor(), end - start, start)):
-                parts.append(part)
-                start += len(part)
-        return b"".join(parts)
+        check_ranges(self._where, (start,), (end,))
+        return self._read(start, min(end, max(start, self._used)))
 
     def commit(self) -> None:
         """Cut to exactly `file_nbytes`, flush file and folder, close.
@@ -195,20 +120,3 @@ class LocalSink:
             os.fsync(fd)
             fsync_folder(os.path.dirname(self._where))
         self.abort()
-
-    def abort(self) -> None:
-        """Close the descriptor and leave the file as it is."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.abort()
-
-    def _descriptor(self) -> int:
-        if self._fd < 0:
-            raise TransportError("this file is committed or given up already", where=self._where)
-        return self._fd
-
-    def _errors(self, doing: str) -> os_errors:
-        return os_errors(self._where, doing)

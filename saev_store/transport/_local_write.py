@@ -17,7 +17,8 @@ from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictErr
 from saev_store.transport._base import Buffer
 from saev_store.transport._checks import check_path, os_errors
 from saev_store.transport._descriptors import DESCRIPTORS
-from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders, write_all
+from saev_store.transport._fd_sink import write_all
+from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders
 from saev_store.transport._tally import Tally
 
 #: Temporary files start with this; one that outlives its process is garbage that anybody may delete.

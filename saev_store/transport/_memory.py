@@ -8,9 +8,9 @@ from collections.abc import Generator, Mapping, Sequence
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._base import FREE, Buffer, Counters, Entry
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
-from saev_store.transport._local_sink import Written
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._tally import Tally, count_ranges
+from saev_store.transport._written import Written
 
 
 class _Files:

@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._base import Buffer, Counters, Entry, far_cost
+from saev_store.transport._base import Buffer, Counters, Entry, Upload, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
 from saev_store.transport._obstore_sink import StreamedSink
+from saev_store.transport._obstore_uploads import uploader_of
+from saev_store.transport._parts import Bookmark
 from saev_store.transport._pins import Pins, Version
 from saev_store.transport._secrets import Options
 
@@ -87,6 +90,7 @@ class ObstoreTransport:
     def close(self) -> None:
         """Forget what files looked like when they were first read; connections stay for others."""
         self._pins.versions.clear()
+        self._client.buffers.clear()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -314,6 +318,44 @@ class ObstoreTransport:
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> StreamedSink:
         """A file that is uploaded while it is written and appears when it is committed; a resumed one starts over."""
+        below = self._may_upload(path, new=not resume)
+        return self._streamed(below, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1)
+
+    def open_upload(
+        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
+    ) -> Upload:
+        """A file that is uploaded while it is written; on S3 another process can continue it, where s3fs is installed.
+
+        What is continued goes through s3fs, for obstore knows only uploads that it has begun.
+        """
+        below = self._may_upload(path, new=bookmark is None)
+        found = Bookmark.parse(bookmark) if bookmark else None
+        uploader, dropped = self._uploader(), list[str]()
+        if uploader is not None:
+            dropped = uploader.drop(below, self._uploads_key(below), keep=found.upload if found else "")
+            if found is not None:
+                self._pins.forget(below)
+                return MultipartSink(
+                    uploader,
+                    below,
+                    self._uploads_key(below),
+                    used_nbytes=used_nbytes,
+                    file_nbytes=file_nbytes,
+                    bookmark=found,
+                )
+        return self._streamed(
+            below, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=block_bytes, dropped=dropped
+        )
+
+    def drop_uploads(self, path: str) -> int:
+        """Give up all unfinished uploads of a file, or of the files in a folder; 0 where nobody lists them."""
+        below = self._below(path) if path else self._folder
+        if is_forked():
+            return self._forked().drop_uploads(path)
+        uploader = self._uploader()
+        return 0 if uploader is None else len(uploader.drop(below, self._uploads_key(below)))
+
+    def _may_upload(self, path: str, *, new: bool) -> str:
         below = self._below(path)
         if is_forked():
             raise ForkError(
@@ -321,20 +363,37 @@ class ObstoreTransport:
                 where=self._where(below),
                 remedy='Start workers with "spawn", or open the store with engine="fsspec".',
             )
-        if not resume:
+        if new:
             with contextlib.suppress(NotFoundError):
                 self.size(path)
                 raise StoreExistsError(
                     "a file lies there already", where=self._where(below), remedy="Resume, or delete it first."
                 )
+        return below
+
+    def _streamed(
+        self, below: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, dropped: Sequence[str] = ()
+    ) -> StreamedSink:
+        uploader = self._uploader()
         return StreamedSink(
             self._client,
             self._where(below),
+            below,
             self._key(below),
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
+            block_bytes=block_bytes,
+            uploader=None if uploader is None else (uploader, self._uploads_key(below)),
+            dropped=dropped,
             committed=lambda: self._pins.forget(below),
         )
+
+    def _uploader(self) -> Uploader | None:
+        return self._client.uploader(uploader_of)
+
+    def _uploads_key(self, below: str) -> str:
+        """How s3fs calls a file."""
+        return f"{self._client.place.bucket}/{self._key(below)}".rstrip("/")
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: object stores have no locks, publication decides who wins."""

@@ -25,11 +25,14 @@ from saev_store.errors import (
 )
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
+from saev_store.transport._parts import Buffers
 from saev_store.transport._secrets import Options
 from saev_store.transport._tally import Tally
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+    from saev_store.transport._multipart_sink import Uploader
 
 T = TypeVar("T")
 
@@ -97,9 +100,11 @@ class Client:
         self.url, self.options, self.timeout_s = url.rstrip("/"), options, timeout_s
         self.place = place_of(url, options.all)
         self.tally = Tally()
+        self.buffers = Buffers()
         self._lock = ForkSafeLock()
         self._store: ObjectStore | None = None
         self._slots: asyncio.Semaphore | None = None
+        self._uploader: list[Uploader | None] = []
         if find_spec("obstore") is None:
             raise MissingDependencyError(
                 "the engine obstore is not installed", where=self.url, remedy="pip install 'saev_store[fast]'"
@@ -115,6 +120,12 @@ class Client:
             if self._store is None:
                 self._store = _open(self.place, timeout_s=self.timeout_s)
             return self._store
+
+    def uploader(self, make: Callable[[Client], Uploader | None]) -> Uploader | None:
+        """What `make` makes of this client, the first time."""
+        if not self._uploader:
+            self._uploader = [make(self)]
+        return self._uploader[0]
 
     def call(self, doing: str, where: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
         """What `work()` gives, waited for in this thread, no longer than is allowed for `nbytes`.

@@ -4,85 +4,94 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
-from saev_store.transport._checks import byte_views, check_ranges
-from saev_store.transport._local_sink import Written
+from saev_store.transport._multipart_sink import Uploader
 from saev_store.transport._obstore_client import Client
+from saev_store.transport._parts import PARTS_IN_FLIGHT, Bookmark, PartedSink, digest_of, leading, part_bytes_of
+from saev_store.transport._s3_uploads import TOKEN
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile
 
 T = TypeVar("T")
 
-#: A part; S3 wants at least 5 MiB and at most 10,000 parts.
-_PART_BYTES, _MOST_PARTS = 8 << 20, 9_000
-#: Parts of one file that are under way at the same time: with the one being filled, all the memory a sink takes.
-_PARTS_IN_FLIGHT = 8
-#: What is written ahead of a gap waits in memory, up to this much.
-_AHEAD_BYTES = 256 << 20
 _ABORT_TIMEOUT_S = 10
 
 
-class StreamedSink:
+class StreamedSink(PartedSink):
     """A multipart upload that appears under its name when it is committed, and never in part.
 
     Bytes that arrive in order leave in parts of 8 MiB or more, eight at a time; what is written ahead of a gap waits in
-    memory until the gap is filled. A killed process leaves parts that no reader sees; a bucket's life-cycle rule for
-    unfinished uploads removes them.
+    memory until the gap is filled. obstore does not tell the names of its uploads: an `uploader`, where there is one, asks
+    the service for it, and then another process can continue from what `sync` promised.
+
+    Args:
+        where: The full address, for messages.
+        path: The same, below the client's address.
+        key: The name in the bucket.
+        uploader: Lists what has arrived, and under which key.
+        dropped: Uploads that were given up just now, and that some services list for a while.
+        committed: Called when the object is there.
     """
+
+    vouched_nbytes = 0
 
     def __init__(
         self,
         client: Client,
         where: str,
+        path: str,
         key: str,
         *,
         used_nbytes: int,
         file_nbytes: int,
+        block_bytes: int = 1,
+        uploader: tuple[Uploader, str] | None,
+        dropped: Sequence[str] = (),
         committed: Callable[[], object],
     ) -> None:
-        if not 0 <= used_nbytes <= file_nbytes:
-            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=where)
-        self._client, self._where, self._key, self._committed = client, where, key, committed
-        self._used, self._file_nbytes = used_nbytes, file_nbytes
-        self._part_bytes = max(_PART_BYTES, -(-file_nbytes // _MOST_PARTS))
-        self._written = Written()
-        self._sent = 0  # bytes that were handed to the upload
-        self._blocks: dict[int, bytearray] = {}  # parts that are not sent yet, by number
+        super().__init__(
+            where,
+            used_nbytes=used_nbytes,
+            file_nbytes=file_nbytes,
+            part_bytes=part_bytes_of(file_nbytes, block_bytes),
+            buffers=client.buffers,
+        )
+        self._client, self._path, self._key, self._committed = client, path, key, committed
+        self._uploader, self._dropped = uploader, frozenset(dropped)
+        self._token = secrets.token_hex(8)
         self._writer: AsyncWritableFile | None = None
-        self._open = True
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Take the buffers, one after the other, at `offset`, and send what is complete.
-
-        Raises:
-            ArgumentError: outside the used bytes, or too far ahead of a gap.
-            TransportError: those bytes have left already, or the upload failed.
-        """
-        views = byte_views(buffers, writable=False)
-        end = offset + sum(view.nbytes for view in views)
-        if not 0 <= offset <= end <= self._used:
-            raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
-        self._check_open()
-        if offset < self._sent and end > offset:
-            raise TransportError("these bytes have been sent already", where=self._where)
-        if end - self._sent > _AHEAD_BYTES + sum(view.nbytes for view in views):
-            raise ArgumentError(
-                f"byte {end:,} is more than {_AHEAD_BYTES >> 20} MiB ahead of byte {self._sent:,}, which is still missing",
-                where=self._where,
-            )
-        for view in views:
-            rest = view
-            while len(rest):
-                rest = rest[self._take(offset + view.nbytes - len(rest), rest) :]
-            offset += view.nbytes
+        self._bookmark = ""
 
     def sync(self) -> int:
-        """Always 0: nothing survives a crash before `commit`."""
-        return 0
+        """Wait for the parts that are under way; how many leading bytes another process could keep, often 0."""
+        self._check_open()
+        self._bookmark = ""
+        if self._uploader is None:
+            return 0
+        uploader, key = self._uploader
+        upload, parts = "", []
+        if (writer := self._writer) is not None:
+            self._call("upload", writer.flush, nbytes=self._part_bytes * PARTS_IN_FLIGHT)
+            listed = uploader.unfinished(self._path, key)
+            found = [upload for name, upload in listed if name == key and upload not in self._dropped]
+            if len(found) != 1:  # somebody else uploads the same file: which one is ours?
+                return 0
+            (upload,) = found
+            parts = leading(uploader.parts(self._path, key, upload), self._part_bytes)
+            if len(parts) * self._part_bytes < self._sent:
+                return 0
+        self._bookmark = Bookmark(upload, self._token, self._part_bytes, len(parts), digest_of(parts)).to_text()
+        return self._sent
+
+    def bookmark(self) -> str:
+        """Where another process continues; empty where the service cannot be asked."""
+        return self._bookmark
 
     def keep(self, nbytes: int) -> None:
         """Nothing can be kept of a file that starts over.
@@ -92,18 +101,6 @@ class StreamedSink:
         """
         if nbytes:
             raise ArgumentError(f"{nbytes} bytes cannot be kept: uploads start over", where=self._where)
-
-    def read_back(self, start: int, end: int) -> bytes:
-        """What was written in this session and has not left yet; nothing where nothing is."""
-        check_ranges(self._where, (start,), (end,))
-        end = min(end, self._written.prefix())
-        found = bytearray()
-        while start < end and (block := self._blocks.get(start // self._part_bytes)) is not None:
-            at = start % self._part_bytes
-            part = block[at : at + end - start]
-            found += part
-            start += len(part)
-        return bytes(found)
 
     def commit(self) -> None:
         """Send the rest, let the file appear, and check that it has its full length.
@@ -116,25 +113,22 @@ class StreamedSink:
         self._check_open()
         import obstore
 
-        client, rest = self._client, [bytes(self._blocks[number]) for number in sorted(self._blocks)]
-        tail = self._file_nbytes - self._used
+        client, rest = self._client, self._rest()
 
         async def finish() -> int:
-            if self._writer is None and self._file_nbytes <= self._part_bytes:
-                await obstore.put_async(client.store, self._key, b"".join(rest) + bytes(tail), use_multipart=False)
+            if self._writer is None and len(rest) == 1:
+                await obstore.put_async(
+                    client.store, self._key, rest[0], use_multipart=False, attributes=self._attributes
+                )
             else:
                 writer = self._start()
                 for part in rest:
                     await writer.write(part)
-                zeros = memoryview(bytes(min(tail, self._part_bytes)))
-                for start in range(0, tail, self._part_bytes):
-                    await writer.write(zeros[: tail - start])
                 await writer.close()
             return (await obstore.head_async(client.store, self._key))["size"]
 
         size = self._call("upload", finish, nbytes=self._file_nbytes)
         self._writer, self._open = None, False
-        self._blocks.clear()
         self._committed()
         client.tally.add("size")
         client.tally.add(
@@ -144,7 +138,7 @@ class StreamedSink:
             raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where)
 
     def abort(self) -> None:
-        """Give the upload up; the server removes what has arrived."""
+        """Let go; an upload of which `sync` has promised nothing is removed from the service."""
         writer, self._writer, self._open = self._writer, None, False
         self._blocks.clear()
         if writer is None:
@@ -155,6 +149,8 @@ class StreamedSink:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_ABORT_TIMEOUT_S):
                     await writer.flush()
+            if self._bookmark:
+                return
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 await writer.__aexit__(RuntimeError, RuntimeError("given up"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
 
@@ -165,50 +161,32 @@ class StreamedSink:
         if getattr(self, "_writer", None) is not None:
             self.abort()
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise TransportError("this file is committed or given up already", where=self._where)
+    @property
+    def _attributes(self) -> dict[str, str]:
+        return {TOKEN: self._token} if self._client.place.kind != "http" else {}
 
     def _start(self) -> AsyncWritableFile:
         import obstore
 
         if self._writer is None:
             self._writer = obstore.open_writer_async(
-                self._client.store, self._key, buffer_size=self._part_bytes, max_concurrency=_PARTS_IN_FLIGHT
+                self._client.store,
+                self._key,
+                attributes=self._attributes,
+                buffer_size=self._part_bytes,
+                max_concurrency=PARTS_IN_FLIGHT,
             )
         return self._writer
 
-    def _take(self, start: int, memory: memoryview) -> int:
-        """Take the beginning of `memory`, up to the end of a part; returns how many bytes."""
-        number, at = divmod(start, self._part_bytes)
-        block = self._blocks.get(number)
-        if block is None and start == self._sent and len(memory) >= self._part_bytes < self._file_nbytes - start:
-            self._written.add(start, start + self._part_bytes)
-            self._send(bytes(memory[: self._part_bytes]))  # whole and in order: nothing to collect
-            return self._part_bytes
-        if block is None:
-            size = min(self._part_bytes, self._used - number * self._part_bytes)
-            block = self._blocks[number] = bytearray(size)
-        n_taken = min(len(memory), len(block) - at)
-        block[at : at + n_taken] = memory[:n_taken]
-        self._written.add(start, start + n_taken)
-        self._send_complete()
-        return n_taken
+    def _send(self, number: int, part: bytearray) -> None:  # noqa: ARG002 - obstore counts by itself
+        """Hand a part over: obstore reads that memory, without a copy, and lets go of the view when it is sent."""
+        view = memoryview(part)
+        weakref.finalize(view, self._buffers.give_back, part).atexit = False
 
-    def _send_complete(self) -> None:
-        """Hand over every part that is complete and whose predecessors have left; the last one waits for `commit`."""
-        done = self._written.prefix()
-        while self._sent + self._part_bytes <= done and self._sent + self._part_bytes < self._file_nbytes:
-            self._send(self._blocks.pop(self._sent // self._part_bytes))
+        async def send(view: memoryview) -> None:
+            await self._start().write(view)
 
-    def _send(self, part: bytearray | bytes) -> None:
-        """Hand a part over for good: obstore reads that memory, without a copy, until it is sent."""
-
-        async def send() -> None:
-            await self._start().write(part)
-
-        self._call("upload", send, nbytes=len(part) * (_PARTS_IN_FLIGHT + 1))
-        self._sent += len(part)
+        self._call("upload", lambda: send(view), nbytes=len(part) * (PARTS_IN_FLIGHT + 1))
 
     def _call(self, doing: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
         try:

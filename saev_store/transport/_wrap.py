@@ -19,6 +19,8 @@ from saev_store.transport._base import (
     ReadsRuns,
     Sink,
     Transport,
+    Upload,
+    Uploads,
     Writes,
 )
 
@@ -28,7 +30,7 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `Lists`, `Writes`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
+    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `Lists`, `Writes`, `Uploads`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
     override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
@@ -150,6 +152,27 @@ class _Writing(Wrapper):
         return cast("Writes", self._inner).lock(path)
 
 
+class _Uploading(Wrapper):
+    def open_upload(
+        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
+    ) -> Upload:
+        inner = cast("Uploads", self._inner)
+        return _WrappedUpload(
+            self._around(
+                "open_upload",
+                0,
+                lambda: inner.open_upload(
+                    path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=block_bytes, bookmark=bookmark
+                ),
+            ),
+            self,
+        )
+
+    def drop_uploads(self, path: str) -> int:
+        inner = cast("Uploads", self._inner)
+        return self._around("drop_uploads", 0, lambda: inner.drop_uploads(path))
+
+
 class _Moving(Wrapper):
     def move(self, source: str, target: str) -> None:
         inner = cast("Moves", self._inner)
@@ -183,12 +206,24 @@ class _WrappedSink:
         self._inner.abort()
 
 
+class _WrappedUpload(_WrappedSink):
+    _inner: Upload
+
+    @property
+    def vouched_nbytes(self) -> int:
+        return self._inner.vouched_nbytes
+
+    def bookmark(self) -> str:
+        return self._inner.bookmark()
+
+
 _ABILITIES: dict[type, type[Wrapper]] = {
     ReadsInto: _ReadingInto,
     ReadsRuns: _ReadingRuns,
     Lists: _Listing,
     Nests: _Nesting,
     Writes: _Writing,
+    Uploads: _Uploading,
     Moves: _Moving,
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.layout import shard_name
-from saev_store.transport._base import Buffer, Lists, Sink, Transport, Writes
+from saev_store.transport._base import Buffer, Lists, Sink, Transport, Upload, Uploads, Writes
 
 METADATA = "metadata.json"
 SHARDS = "shards.json"
@@ -31,6 +31,11 @@ MAX_DOCUMENT_BYTES = 256 << 20
 
 def receipt_path(shard_idx: int) -> str:
     return f"{HIDDEN}/receipts/acts{shard_idx:06d}.json"
+
+
+def tail_path(shard_idx: int, which: int) -> str:
+    """Where what has not left in a part of the upload waits: two places, for one is replaced while the other counts."""
+    return f"{HIDDEN}/tails/acts{shard_idx:06d}-{which}.bin"
 
 
 def label_part_path(shard_idx: int) -> str:
@@ -121,13 +126,34 @@ class Folder:
     def delete(self, path: str) -> None:
         self.writes.delete(self.path(path))
 
-    def new_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+    def new_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int = 1) -> Sink | Upload:
         """A large file from scratch; what an earlier, crashed attempt left under that name is thrown away."""
-        try:
+
+        def opened() -> Sink | Upload:
+            if isinstance(self.transport, Uploads):
+                return self.transport.open_upload(
+                    self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=block_bytes
+                )
             return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+        try:
+            return opened()
         except StoreExistsError:
             self.delete(path)
-            return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+            return opened()
+
+    def continued_upload(self, path: str, bookmark: str, *, used_nbytes: int, file_nbytes: int) -> Upload | None:
+        """An upload that another process has begun; None where the back end has no uploads."""
+        if not isinstance(self.transport, Uploads):
+            return None
+        return self.transport.open_upload(
+            self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1, bookmark=bookmark
+        )
+
+    def drop_uploads(self) -> None:
+        """Give up all unfinished uploads of files in this folder."""
+        if isinstance(self.transport, Uploads):
+            self.transport.drop_uploads(self.name)
 
     def resumed_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
         return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)

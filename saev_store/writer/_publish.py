@@ -280,6 +280,7 @@ def remove_hidden(folder: Folder) -> None:
     if folder.exists(JOURNAL):  # a repair that was interrupted: `open_repair` finishes it
         return
     with contextlib.suppress(SaevStoreError):  # litter harms nobody: the store is published
+        folder.drop_uploads()
         folder.delete(HIDDEN)
     if folder.exists(CLAIM):  # somebody was just looking at it, and made a folder anew while it was being emptied
         with contextlib.suppress(SaevStoreError):

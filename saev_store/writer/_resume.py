@@ -10,7 +10,7 @@ from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.layout import shard_name
 from saev_store.transport._base import Buffer, Sink
 from saev_store.writer._blocks import BlockDigester, block_ranges, digest
-from saev_store.writer._folder import receipt_path
+from saev_store.writer._folder import receipt_path, tail_path
 from saev_store.writer._progress import Progress
 from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part, write_receipt
 from saev_store.writer._shard_file import ShardFile, ShardPlan
@@ -109,6 +109,8 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
         labels = read_label_part(plan.folder, plan.layout, shard_idx, receipt)
         if labels is None:
             return None
+    if receipt.bookmark:
+        return _continued_upload(plan, shard_idx, receipt, labels, bar)
     sink = plan.resumed_sink(shard_idx)
     try:
         digester = _kept_digests(plan, sink, receipt, verify, bar)
@@ -131,6 +133,41 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
     if kept != receipt:
         write_receipt(plan.folder, shard_idx, kept, labels)
     return ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
+
+
+def _continued_upload(
+    plan: ShardPlan, shard_idx: int, receipt: Receipt, labels: bytes | None, bar: Progress
+) -> ShardFile | None:
+    """A shard whose parts have arrived: the service vouches for them, for they cannot be read back; the tail can."""
+    sink = plan.continued_upload(shard_idx, receipt.bookmark)
+    if sink is None:
+        return None
+    kept = min(sink.vouched_nbytes, receipt.used_nbytes)
+    tail = b""
+    if receipt.tail and kept < receipt.used_nbytes:
+        tail = plan.folder.read_or_none(tail_path(shard_idx, receipt.tail)) or b""
+    digester = BlockDigester(plan.block_bytes, receipt.digests[: kept // plan.block_bytes])
+    digester.update(tail)
+    whole = kept == receipt.used_nbytes == plan.layout.used_nbytes(shard_idx)
+    if whole:
+        digester = BlockDigester.finished(plan.block_bytes, receipt.digests, kept)
+    elif (
+        kept % plan.block_bytes
+        or digester.nbytes != receipt.used_nbytes
+        or receipt.used_nbytes % plan.layout.example_nbytes
+        or digester.digests() != list(receipt.digests)
+    ):
+        sink.abort()
+        return None
+    try:
+        sink.keep(kept)
+        if tail:
+            sink.write(kept, [memoryview(tail)])
+    except BaseException:
+        sink.abort()
+        raise
+    bar.advance(receipt.used_nbytes)
+    return ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels, tail=receipt.tail)
 
 
 def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, bar: Progress) -> BlockDigester:

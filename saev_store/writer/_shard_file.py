@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
 from saev_store.layout import Layout, shard_name
-from saev_store.transport._base import Sink
+from saev_store.transport._base import Sink, Upload
 from saev_store.writer._blocks import BlockDigester, digest
 from saev_store.writer._claim import Owner
 from saev_store.writer._folder import Folder
@@ -29,9 +29,18 @@ class ShardPlan:
         """How long the finished file is: all shards but the last are full anyway."""
         return self.layout.shard_nbytes if self.pad else self.layout.used_nbytes(shard_idx)
 
-    def new_sink(self, shard_idx: int) -> Sink:
+    def new_sink(self, shard_idx: int) -> Sink | Upload:
         return self.folder.new_sink(
             shard_name(shard_idx),
+            used_nbytes=self.layout.used_nbytes(shard_idx),
+            file_nbytes=self.file_nbytes(shard_idx),
+            block_bytes=self.block_bytes,
+        )
+
+    def continued_upload(self, shard_idx: int, bookmark: str) -> Upload | None:
+        return self.folder.continued_upload(
+            shard_name(shard_idx),
+            bookmark,
             used_nbytes=self.layout.used_nbytes(shard_idx),
             file_nbytes=self.file_nbytes(shard_idx),
         )
@@ -51,6 +60,7 @@ class ShardFile:
         sink: What an interrupted writer left, already verified; None for a new file, made at the first write.
         digester: The digests of what is kept of it.
         labels: The labels of what is kept of it.
+        tail: The tail that the last receipt names.
     """
 
     def __init__(
@@ -58,9 +68,10 @@ class ShardFile:
         plan: ShardPlan,
         shard_idx: int,
         *,
-        sink: Sink | None = None,
+        sink: Sink | Upload | None = None,
         digester: BlockDigester | None = None,
         labels: bytes | None = None,
+        tail: int = 0,
     ) -> None:
         self.shard_idx = shard_idx
         self._plan = plan
@@ -68,6 +79,7 @@ class ShardFile:
         self._digester = digester or BlockDigester(plan.block_bytes)
         self._labels = bytearray(labels) if labels is not None else None
         self._durable_nbytes = self._digester.nbytes
+        self._tail = tail
 
     @property
     def nbytes(self) -> int:
@@ -95,17 +107,34 @@ class ShardFile:
         if self._sink is None:
             self._plan.owner.check()
             self._sink = self._plan.new_sink(self.shard_idx)
-        self._sink.write(offset, [piece])
-        self._digester.update(piece)
-        full = self.nbytes == self._plan.layout.used_nbytes(self.shard_idx)  # `complete` comes next
-        if not full and self.nbytes - self._durable_nbytes >= self._plan.checkpoint_bytes:
+        # Checkpoints come after whole examples: where parts of an upload cannot be read back, nothing may be half kept.
+        example_nbytes = self._plan.layout.example_nbytes
+        boundary = (offset + len(piece)) // example_nbytes * example_nbytes
+        full = offset + len(piece) == self._plan.layout.used_nbytes(self.shard_idx)  # `complete` comes next
+        if not full and boundary > offset and boundary - self._durable_nbytes >= self._plan.checkpoint_bytes:
+            self._put(piece[: boundary - offset], offset)
             self.checkpoint()
+            piece, offset = piece[boundary - offset :], boundary
+        if len(piece):
+            self._put(piece, offset)
 
-    def checkpoint(self) -> None:
-        """Make what was written durable, and record it."""
-        if self._sink is None or self.nbytes == self._durable_nbytes:
+    def _put(self, piece: memoryview, offset: int) -> None:
+        if self._sink is not None:
+            self._sink.write(offset, [piece])
+            self._digester.update(piece)
+
+    def checkpoint(self, *, last: bool = False) -> None:
+        """Make what was written durable, and record it; the last time only where parts of an upload would be lost."""
+        sink = self._sink
+        if sink is None or self.nbytes == self._durable_nbytes:
             return
-        durable = min(self._sink.sync(), self.nbytes)
+        durable, bookmark, tail = min(sink.sync(), self.nbytes), "", b""
+        if isinstance(sink, Upload):
+            bookmark = sink.bookmark()
+            if not bookmark or (last and durable == 0):
+                return
+            tail = sink.read_back(durable, self.nbytes)
+            durable = self.nbytes if len(tail) == self.nbytes - durable else 0
         if durable == 0:  # only `commit` makes anything durable here
             return
         if durable == self.nbytes:
@@ -113,7 +142,7 @@ class ShardFile:
         else:
             digests = self._digester.whole()[: durable // self._plan.block_bytes]
             durable = len(digests) * self._plan.block_bytes
-        self._record(durable, digests, complete=False)
+        self._record(durable, digests, complete=False, bookmark=bookmark, tail=tail)
         self._durable_nbytes = self.nbytes
 
     def complete(self) -> None:
@@ -126,18 +155,27 @@ class ShardFile:
                 remedy="Please report this; what was written before is right, resume from it.",
             )
         self._plan.owner.check()
+        if isinstance(sink, Upload):
+            # Killed after the upload is completed and before that is recorded: the parts would be gone.
+            self.checkpoint(last=True)
         sink.commit()
         self._sink = None
         self._record(self.nbytes, self._digester.digests(), complete=True)
 
-    def _record(self, nbytes: int, digests: list[str], *, complete: bool) -> None:
+    def _record(
+        self, nbytes: int, digests: list[str], *, complete: bool, bookmark: str = "", tail: bytes = b""
+    ) -> None:
         self._plan.owner.check()
         labels = None
         if self._labels is not None:
             rows = nbytes // self._plan.layout.example_nbytes * self._plan.layout.content_tokens_per_example
             labels = bytes(self._labels[:rows])
-        receipt = Receipt(nbytes, complete, tuple(digests), digest(labels) if labels is not None else None)
-        write_receipt(self._plan.folder, self.shard_idx, receipt, labels)
+        which = (2 if self._tail == 1 else 1) if tail else 0
+        receipt = Receipt(
+            nbytes, complete, tuple(digests), digest(labels) if labels is not None else None, bookmark, which
+        )
+        write_receipt(self._plan.folder, self.shard_idx, receipt, labels, tail)
+        self._tail = which or self._tail
 
     def abort(self) -> None:
         """Let go of the file; what the last checkpoint recorded stays."""

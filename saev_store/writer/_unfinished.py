@@ -109,6 +109,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         for rank in range(claim.options.world):
             held.enter_context(folder.lock(f"part{rank:05d}"))
         held.enter_context(folder.lock("publish"))
+        folder.drop_uploads()
         # The hidden files go last: a crash in between leaves something that can still be discarded.
         names = folder.names()
         if names is None:

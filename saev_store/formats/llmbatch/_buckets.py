@@ -19,7 +19,7 @@ import numpy.typing as npt
 from saev_store.formats.llmbatch._files import TokenArray
 from saev_store.layout import IntArray
 from saev_store.transport._checks import os_errors
-from saev_store.transport._local_sink import write_all
+from saev_store.transport._fd_sink import write_all
 
 
 class Buckets:

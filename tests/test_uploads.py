@@ -1,0 +1,316 @@
+"""Uploads that are interrupted: what has arrived is not sent again, and nothing is left over."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from cloud_servers import Fault, Proxy, gcs_json_bucket, swift_bucket  # noqa: F401 (two are fixtures)
+from kill_harness_oracle import case
+from servers import s3_bucket  # noqa: F401 (a fixture)
+
+from saev_store.errors import ArgumentError, IncompleteStoreError, NotFoundError, SaevStoreError, TransportError
+from saev_store.transport import RetryTransport, Uploads, child, open_transport
+from saev_store.transport._parts import Bookmark
+from saev_store.writer import create_store, discard_unfinished
+
+pytest.importorskip("obstore")
+
+PART = 64 << 10
+PLACES = {
+    "moto-obstore": ("s3_bucket", "obstore"),
+    "moto-fsspec": ("s3_bucket", "fsspec"),
+    "swift-obstore": ("swift_bucket", "obstore"),
+    "swift-fsspec": ("swift_bucket", "fsspec"),
+    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
+}
+OPTIONS = {"block_bytes": 16 << 10, "on_nonfinite": "allow"}
+
+
+class Place:
+    """A bucket behind a proxy that counts."""
+
+    def __init__(self, bucket, engine, proxy) -> None:
+        self.bucket, self.engine, self.proxy = bucket, engine, proxy
+        self.options = {**bucket.options, "endpoint_url": proxy.url}
+
+    def open(self, path=""):
+        return open_transport(self.bucket.url + path, self.options, engine=self.engine)
+
+    def uploads(self):
+        """What is unfinished in the whole bucket."""
+        name = self.bucket.url.partition("://")[2]
+        if self.bucket.url.startswith("s3"):
+            import s3fs
+
+            files = s3fs.S3FileSystem(**self.bucket.options)
+            return files.call_s3("list_multipart_uploads", Bucket=name).get("Uploads") or []
+        import gcsfs
+
+        files = gcsfs.GCSFileSystem(use_listings_cache=False, **self.bucket.options)
+        return [path for path in files.find(name) if "/.saev_store/parts/" in path]
+
+    def parts_sent(self):
+        """The numbers of the parts that were sent since the last call, in order."""
+        found = [
+            int(number)
+            for method, path, *_ in self.proxy.log
+            for number in re.findall(r"partNumber=(\d+)", path)
+            if method == "PUT"
+        ]
+        self.proxy.log.clear()
+        return sorted(found)
+
+
+@pytest.fixture(params=PLACES)
+def place(request, monkeypatch):
+    monkeypatch.setattr("saev_store.transport._parts.PART_BYTES", PART)
+    fixture, engine = PLACES[request.param]
+    bucket = request.getfixturevalue(fixture)
+    with Proxy(bucket.options["endpoint_url"]) as proxy:
+        yield Place(bucket, engine, proxy)
+
+
+@pytest.fixture
+def on_s3(place):
+    if not place.bucket.url.startswith("s3"):
+        pytest.skip("parts are objects there")
+    return place
+
+
+def content(place, this):
+    folder = child(place.open("/shards"), this.name)
+    return {entry.path: folder.read(entry.path) for entry in folder.list()}
+
+
+def big_case(**options):
+    """Two shards of five parts and a bit each."""
+    return case(n=40, per_shard=20, d_model=700, block_bytes=16 << 10, pad=False, **options)
+
+
+def interrupt(place, this, n, **options):
+    with pytest.raises(KeyError), create_store(place.open("/shards"), this.metadata, **OPTIONS, **options) as writer:
+        for start in range(writer.next_example, n, 3):
+            writer.append(*this.rows(start, min(start + 3, n)))
+        raise KeyError
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_writer_goes_on_within_a_shard(place, labelled):
+    this = big_case(labelled=labelled)
+    interrupt(place, this, 15)
+    assert len(place.uploads()) >= 1
+    first = place.parts_sent()
+    with create_store(place.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 15
+        writer.append(*this.rows(15, 20))
+        writer.checkpoint()
+        second = place.parts_sent()
+        writer.append(*this.rows(20, 40))
+    if place.bucket.url.startswith("s3"):
+        assert first == [1, 2, 3]
+        assert second == [4, 5, 6]
+    this.check(content(place, this))
+    assert place.uploads() == []
+
+
+def test_a_writer_is_interrupted_often(place):
+    this = big_case()
+    for n in (1, 7, 8, 8, 19, 20, 21, 39):
+        interrupt(place, this, n, resume="auto", checkpoint_bytes=100_000)
+    with create_store(place.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 39
+        writer.append(*this.rows(39, 40))
+    this.check(content(place, this))
+    assert place.uploads() == []
+
+
+def test_what_is_discarded_leaves_no_upload(place):
+    this = big_case()
+    interrupt(place, this, 15)
+    discard_unfinished(place.open("/shards"), this.metadata)
+    assert place.uploads() == []
+    interrupt(place, this, 16)
+    with create_store(place.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 16
+        writer.append(*this.rows(16, 40))
+    this.check(content(place, this))
+
+
+def started(place, truth, *, n_parts, promised):
+    """An upload whose process was killed: `n_parts` have arrived, and `promised` of them before the last promise."""
+    transport = place.open()
+    sink = transport.open_upload("a.bin", used_nbytes=len(truth), file_nbytes=len(truth), block_bytes=PART)
+    sink.write(0, [memoryview(truth)[: promised * PART]])
+    assert sink.sync() == promised * PART
+    bookmark = sink.bookmark()
+    sink.write(promised * PART, [memoryview(truth)[promised * PART : n_parts * PART]])
+    assert sink.sync() == n_parts * PART
+    sink.abort()
+    place.parts_sent()
+    return bookmark
+
+
+TRUTH = bytes(range(256)) * (6 * PART // 256) + b"the end"
+
+
+def test_parts_that_arrived_after_the_last_promise_are_known_by_their_content(on_s3):
+    bookmark = started(on_s3, TRUTH, n_parts=5, promised=2)
+    changed = TRUTH[: 3 * PART] + b"X" + TRUTH[3 * PART + 1 :]
+    sink = on_s3.open().open_upload(
+        "a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART, bookmark=bookmark
+    )
+    assert sink.vouched_nbytes == 2 * PART
+    with pytest.raises(ArgumentError):
+        sink.keep(3 * PART)
+    sink.keep(2 * PART)
+    sink.write(2 * PART, [memoryview(changed)[2 * PART :]])
+    sink.commit()
+    assert on_s3.parts_sent() == [4, 6, 7]  # part 4 is another one; 6 and 7 had not arrived
+    assert on_s3.open().read("a.bin") == changed
+    assert on_s3.uploads() == []
+
+
+def test_a_part_that_is_another_one_is_not_kept(on_s3):
+    bookmark = started(on_s3, TRUTH, n_parts=3, promised=3)
+    import s3fs
+
+    (upload,) = on_s3.uploads()
+    s3fs.S3FileSystem(**on_s3.bucket.options).call_s3(
+        "upload_part",
+        Bucket=on_s3.bucket.url.partition("://")[2],
+        Key="a.bin",
+        UploadId=upload["UploadId"],
+        PartNumber=2,
+        Body=bytes(PART),
+    )
+    sink = on_s3.open().open_upload(
+        "a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART, bookmark=bookmark
+    )
+    assert sink.vouched_nbytes == 0
+    sink.write(0, [memoryview(TRUTH)])
+    sink.commit()
+    assert on_s3.parts_sent() == [2, 4, 5, 6, 7]
+    assert on_s3.open().read("a.bin") == TRUTH
+
+
+def test_killed_after_the_upload_was_completed(place):
+    transport = place.open()
+    sink = transport.open_upload("a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART)
+    sink.write(0, [memoryview(TRUTH)])
+    sink.sync()
+    bookmark = sink.bookmark()
+    sink.commit()
+    place.parts_sent()
+    again = place.open().open_upload(
+        "a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART, bookmark=bookmark
+    )
+    assert again.vouched_nbytes == len(TRUTH)
+    again.keep(len(TRUTH))
+    again.commit()
+    assert place.parts_sent() == []
+    transport.put("a.bin", b"another one")
+    other = place.open().open_upload(
+        "a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART, bookmark=bookmark
+    )
+    assert other.vouched_nbytes == 0
+
+
+def test_an_upload_that_somebody_gave_up_is_a_named_error(on_s3):
+    transport = on_s3.open()
+    sink = transport.open_upload("a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART)
+    sink.write(0, [memoryview(TRUTH)[: 2 * PART]])
+    sink.sync()
+    assert on_s3.open().drop_uploads("") == 1
+    with pytest.raises((TransportError, NotFoundError)):
+        for start in range(2 * PART, len(TRUTH), PART):
+            sink.write(start, [memoryview(TRUTH)[start : start + PART]])
+        sink.commit()
+    sink.abort()
+    with pytest.raises(NotFoundError):
+        on_s3.open().size("a.bin")
+
+
+def test_only_uploads_below_a_folder_are_dropped(place):
+    sinks = []
+    for path in ("store/a.bin", "store/ab.bin", "store2/a.bin"):
+        sink = place.open().open_upload(path, used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART)
+        sink.write(0, [memoryview(TRUTH)[: 2 * PART]])
+        sink.sync()
+        sinks.append(sink)
+    assert place.open().drop_uploads("store/a.bin") == 1
+    assert place.open().drop_uploads("store") == 1
+    assert place.open("/store2").drop_uploads("") == 1
+    assert place.uploads() == []
+    for sink in sinks:
+        sink.abort()
+
+
+def test_wrapped_uploads_continue(place):
+    transport = RetryTransport(place.open())
+    assert isinstance(transport, Uploads)
+    sink = transport.open_upload("a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART)
+    sink.write(0, [memoryview(TRUTH)[: 3 * PART + 5]])
+    assert (sink.sync(), sink.vouched_nbytes) == (3 * PART, 0)
+    bookmark, tail = sink.bookmark(), sink.read_back(3 * PART, 3 * PART + 5)
+    sink.abort()
+    again = transport.open_upload(
+        "a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART, bookmark=bookmark
+    )
+    again.keep(again.vouched_nbytes)
+    again.write(3 * PART, [memoryview(tail), memoryview(TRUTH)[3 * PART + 5 :]])
+    again.commit()
+    assert transport.read("a.bin") == TRUTH
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[", "null", '{"upload": 1}', "[" * 100_000, '{"part_bytes": -1}'])
+def test_a_bookmark_that_is_none_is_no_bookmark(text):
+    assert Bookmark.parse(text) is None
+
+
+def test_every_part_carries_a_checksum(on_s3):
+    seen = []
+
+    def remember(path, names):
+        if "partNumber=" in path:
+            seen.append(dict(names))
+        return path
+
+    on_s3.proxy.change = remember
+    started(on_s3, TRUTH, n_parts=4, promised=1)
+    assert len(seen) >= 4
+    for names in seen:
+        signed = re.fullmatch(r"[0-9a-f]{64}", names.get("x-amz-content-sha256", ""))
+        assert signed or any(name.startswith("x-amz-checksum-") for name in names) or "x-amz-trailer" in names
+
+
+def test_without_a_listing_a_shard_starts_over(s3_bucket, monkeypatch):
+    """Only s3fs lists what has arrived: without it, obstore's uploads are sent again from the start of the shard."""
+    monkeypatch.setattr("saev_store.transport._parts.PART_BYTES", PART)
+    monkeypatch.setattr("saev_store.transport._obstore_uploads.find_spec", lambda name: None)
+    this = big_case()
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine="obstore")
+    with pytest.raises(IncompleteStoreError), create_store(transport, this.metadata, **OPTIONS) as writer:
+        writer.append(*this.rows(0, 35))
+    with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 20
+        writer.append(*this.rows(20, 40))
+    folder = child(transport, this.name)
+    this.check({entry.path: folder.read(entry.path) for entry in folder.list()})
+
+
+def test_a_part_that_fails_can_be_sent_by_the_next_process(on_s3):
+    this = big_case()
+    interrupt(on_s3, this, 8)
+    on_s3.proxy.faults.append(Fault(method="PUT", path="partNumber=4", status=403, code="AccessDenied", times=-1))
+    with (
+        pytest.raises(SaevStoreError),
+        create_store(on_s3.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer,
+    ):
+        writer.append(*this.rows(8, 40))
+    on_s3.proxy.faults.clear()
+    with create_store(on_s3.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example >= 8
+        writer.append(*this.rows(writer.next_example, 40))
+    this.check(content(on_s3, this))
+    assert on_s3.uploads() == []
