@@ -45,13 +45,13 @@ class GcsService:
     def _fs(self) -> _Gcs:
         return cast("_Gcs", self._client.fs())
 
-    async def start(self, key: str, token: str) -> str:  # noqa: ARG002
+    async def start(self, key: str, token: str) -> str:  # noqa: ARG002 (others need it)
         return secrets.token_hex(8)
 
     async def send(self, key: str, upload: str, number: int, data: bytearray) -> str:
         name = f"{_folder(key)}{upload}/{number:05d}"
         # In one request, so that the part is there as a whole or not at all.
-        await self._fs()._pipe_file(name, bytes(data), consistency="md5", chunksize=len(data) + 1)  # pyright: ignore[reportPrivateUsage]
+        await self._fs()._pipe_file(name, bytes(data), consistency="md5", chunksize=len(data) + 1)  # pyright: ignore[reportPrivateUsage] (its coroutines)
         return (await self._info(name))[1]
 
     async def parts(self, key: str, upload: str) -> list[Part]:
@@ -79,7 +79,7 @@ class GcsService:
         about: dict[str, object] = {"contentType": "application/octet-stream"}
         if token:
             about["metadata"] = {TOKEN: token}
-        await self._fs()._call(  # pyright: ignore[reportPrivateUsage]
+        await self._fs()._call(  # pyright: ignore[reportPrivateUsage] (its coroutines)
             "POST",
             "b/{}/o/{}/compose",
             bucket,
@@ -94,7 +94,7 @@ class GcsService:
     async def give_up(self, key: str, upload: str) -> None:
         async def remove(name: str) -> None:
             with contextlib.suppress(FileNotFoundError):
-                await self._fs()._rm_file(name)  # pyright: ignore[reportPrivateUsage]
+                await self._fs()._rm_file(name)  # pyright: ignore[reportPrivateUsage] (its coroutines)
 
         await asyncio.gather(*(remove(name) for name, _, _ in await self._list(f"{_folder(key)}{upload}/")))
 
@@ -115,13 +115,13 @@ class GcsService:
         return size, metadata.get(TOKEN, "")
 
     async def put(self, key: str, token: str, data: bytearray) -> None:
-        await self._fs()._pipe_file(  # pyright: ignore[reportPrivateUsage]
+        await self._fs()._pipe_file(  # pyright: ignore[reportPrivateUsage] (its coroutines)
             key, bytes(data), consistency="md5", metadata={TOKEN: token}, chunksize=len(data) + 1
         )
 
     async def _info(self, key: str) -> tuple[int, str, Mapping[str, str]]:
         bucket, name, _ = self._fs().split_path(key)
-        found = await self._fs()._call("GET", "b/{}/o/{}", bucket, name, json_out=True)  # pyright: ignore[reportPrivateUsage]
+        found = await self._fs()._call("GET", "b/{}/o/{}", bucket, name, json_out=True)  # pyright: ignore[reportPrivateUsage] (its coroutines)
         return int(str(found["size"])), _hex(found), cast("Mapping[str, str]", found.get("metadata") or {})
 
     async def _list(self, prefix: str) -> list[tuple[str, int, str]]:
@@ -130,7 +130,7 @@ class GcsService:
         found: list[tuple[str, int, str]] = []
         page: dict[str, object] = {}
         while True:
-            answer = await self._fs()._call("GET", "b/{}/o", bucket, prefix=name, json_out=True, **page)  # pyright: ignore[reportPrivateUsage]
+            answer = await self._fs()._call("GET", "b/{}/o", bucket, prefix=name, json_out=True, **page)  # pyright: ignore[reportPrivateUsage] (its coroutines)
             items = cast("list[Mapping[str, object]]", answer.get("items") or [])
             found += [(f"{bucket}/{item['name']}", int(str(item["size"])), _hex(item)) for item in items]
             if not answer.get("nextPageToken"):

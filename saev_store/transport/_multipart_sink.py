@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
@@ -143,20 +144,20 @@ class MultipartSink(PartedSink):
 
     def _find(self, bookmark: Bookmark) -> None:
         """What has arrived of the upload that is continued."""
+        with contextlib.suppress(NotFoundError):
+            self._client.tally.add("size")
+            size, token = self._client.run("look at it", self._path, lambda: self._service.look(self._key))
+            if token == self._token and size == self._file_nbytes:  # killed just after it was completed
+                self._vouched, self._appeared, self._upload = self._used, True, ""
+                return
         found = self._uploader.parts(self._path, self._key, self._upload)
         first = leading(found, self._part_bytes)[: bookmark.n_parts]
         if len(first) == bookmark.n_parts and digest_of(first) == bookmark.etags:
             self._vouched = len(first) * self._part_bytes
             self._parts = {part.number: part for part in first}
         self._arrived = {part.number: part for part in found if part.number not in self._parts}
-        if found:
-            return
-        self._upload = ""
-        with contextlib.suppress(NotFoundError):
-            self._client.tally.add("size")
-            size, token = self._client.run("look at it", self._path, lambda: self._service.look(self._key))
-            if token == self._token and size == self._file_nbytes:  # killed just after it was completed
-                self._vouched, self._appeared = self._used, True
+        if not found:
+            self._upload = ""
 
     @property
     def vouched_nbytes(self) -> int:
@@ -178,14 +179,14 @@ class MultipartSink(PartedSink):
             return
         self._written.add(0, nbytes)
         self._sent, self._promised = nbytes, True
-        self._appeared = self._appeared and nbytes == self._used
+        self._appeared = self._appeared and nbytes == self._used  # else it is uploaded anew
 
     def sync(self) -> int:
         """Wait for the parts that are under way; how many leading bytes another process could keep."""
         self._check_open()
         while self._flying:
             self._land()
-        self._promised = bool(self._upload)
+        self._promised = bool(self._upload) or self._appeared
         return self._sent
 
     def bookmark(self) -> str:
@@ -266,7 +267,7 @@ class MultipartSink(PartedSink):
             self._client.run("give up the upload", self._path, lambda: self._service.give_up(self._key, self._upload))
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False) and (self._upload or self._flying):
+        if getattr(self, "_open", False) and (self._upload or self._flying) and not sys.is_finalizing():
             self.abort()
 
     def _send(self, number: int, part: bytearray) -> None:
@@ -281,7 +282,7 @@ class MultipartSink(PartedSink):
 
         async def send() -> Part:
             # MD5 because that is what services give as the ETag of a part; it decides about nothing but sending again.
-            if arrived and arrived.size == len(part) and arrived.etag == hashlib.md5(part).hexdigest():  # noqa: S324
+            if arrived and arrived.size == len(part) and arrived.etag == hashlib.md5(part).hexdigest():  # noqa: S324 (compared, not trusted)
                 return arrived
             tally.add("sink.write", written=len(part))
             return Part(number + 1, len(part), await self._service.send(self._key, self._upload, number + 1, part))

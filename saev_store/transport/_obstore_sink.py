@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import sys
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
 from saev_store.transport._multipart_sink import Uploader
 from saev_store.transport._obstore_client import Client
-from saev_store.transport._parts import PARTS_IN_FLIGHT, Bookmark, PartedSink, digest_of, leading, part_bytes_of
+from saev_store.transport._parts import PARTS_IN_FLIGHT, Bookmark, Part, PartedSink, digest_of, leading, part_bytes_of
 from saev_store.transport._s3_uploads import TOKEN
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ABORT_TIMEOUT_S = 10
+_LISTING_WAITS_S = (0.1, 0.3, 1.0)
 
 
 class StreamedSink(PartedSink):
@@ -74,20 +77,26 @@ class StreamedSink(PartedSink):
         self._bookmark = ""
         if self._uploader is None:
             return 0
-        uploader, key = self._uploader
-        upload, parts = "", []
+        upload, parts = "", list[Part]()
         if (writer := self._writer) is not None:
             self._call("upload", writer.flush, nbytes=self._part_bytes * PARTS_IN_FLIGHT)
-            listed = uploader.unfinished(self._path, key)
-            found = [upload for name, upload in listed if name == key and upload not in self._dropped]
-            if len(found) != 1:  # somebody else uploads the same file: which one is ours?
-                return 0
-            (upload,) = found
-            parts = leading(uploader.parts(self._path, key, upload), self._part_bytes)
-            if len(parts) * self._part_bytes < self._sent:
-                return 0
+            for wait_s in (*_LISTING_WAITS_S, None):  # some services list what has arrived a moment later
+                upload, parts = self._listed(*self._uploader)
+                if len(parts) * self._part_bytes >= self._sent:
+                    break
+                if wait_s is None:
+                    return 0
+                time.sleep(wait_s)
         self._bookmark = Bookmark(upload, self._token, self._part_bytes, len(parts), digest_of(parts)).to_text()
         return self._sent
+
+    def _listed(self, uploader: Uploader, key: str) -> tuple[str, list[Part]]:
+        """This upload's name and its leading parts; nothing where it cannot be told from another one."""
+        listed = uploader.unfinished(self._path, key)
+        found = [upload for name, upload in listed if name == key and upload not in self._dropped]
+        if len(found) != 1:
+            return "", []
+        return found[0], leading(uploader.parts(self._path, key, found[0]), self._part_bytes)
 
     def bookmark(self) -> str:
         """Where another process continues; empty where the service cannot be asked."""
@@ -158,7 +167,7 @@ class StreamedSink(PartedSink):
             self._client.call("give up the upload", self._where, abort)
 
     def __del__(self) -> None:
-        if getattr(self, "_writer", None) is not None:
+        if getattr(self, "_writer", None) is not None and not sys.is_finalizing():
             self.abort()
 
     @property

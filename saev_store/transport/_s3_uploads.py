@@ -36,7 +36,7 @@ class S3Service:
         bucket, name, _ = fs.split_path(key)
         if method != "list_multipart_uploads":
             arguments["Key"] = name
-        return await fs._call_s3(method, Bucket=bucket, **arguments)  # pyright: ignore[reportPrivateUsage]
+        return await fs._call_s3(method, Bucket=bucket, **arguments)  # pyright: ignore[reportPrivateUsage] (its coroutines)
 
     async def start(self, key: str, token: str) -> str:
         found = await self._call("create_multipart_upload", key, Metadata={TOKEN: token})
@@ -62,7 +62,7 @@ class S3Service:
                 return parts
             marker = parts[-1].number
 
-    async def finish(self, key: str, upload: str, token: str, parts: Sequence[Part]) -> None:  # noqa: ARG002
+    async def finish(self, key: str, upload: str, token: str, parts: Sequence[Part]) -> None:  # noqa: ARG002 (others need it)
         listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
         await self._call("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": listed})
         cast("_S3", self._client.fs()).invalidate_cache(key)
