@@ -3,6 +3,7 @@
 python energon_peer.py read FOLDER SPLIT      samples of a split: get_train_dataset (one epoch) and get_val_dataset
 python energon_peer.py files FOLDER NAME...   parts by file name
 python energon_peer.py index FOLDER           rows of what `energon prepare` itself writes (the folder is changed)
+python energon_peer.py types FOLDER...        fields of the first sample of each data set, as plain values
 python energon_peer.py joined META SPLIT      samples of a metadata set, with the images that their json names
 python energon_peer.py webdataset TAR...      samples as the webdataset library reads them, in order
 python energon_peer.py shards FOLDER          tars that the webdataset library writes; their samples
@@ -106,6 +107,30 @@ def index(folder: str) -> object:
     }
 
 
+def types(*folders: str) -> object:
+    from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+
+    class Encoder(DefaultTaskEncoder):
+        def batch(self, samples):
+            return samples
+
+    def plain(value):
+        if hasattr(value, "ndim"):
+            return digest(value) if value.ndim == 3 else value.tolist()
+        return digest(value) if isinstance(value, bytes) else value
+
+    found = {}
+    for folder in folders:
+        val = get_val_dataset(
+            folder, split_part="train", batch_size=None, task_encoder=Encoder(),
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        )  # fmt: skip
+        sample = next(iter(get_loader(val)))
+        names = [each.name for each in dataclasses.fields(sample) if not each.name.startswith("__")]
+        found[Path(folder).name] = {name: plain(getattr(sample, name)) for name in names}
+    return found
+
+
 def joined(meta: str, split: str) -> object:
     from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
     from megatron.energon.edataclass import edataclass
@@ -162,7 +187,7 @@ def shards(folder: str) -> object:
     return webdataset(*sorted(str(path) for path in Path(folder).glob("*.tar")))
 
 
-CALLS = {each.__name__: each for each in (read, files, index, joined, webdataset, shards)}
+CALLS = {each.__name__: each for each in (read, files, index, types, joined, webdataset, shards)}
 
 if __name__ == "__main__":
     answer = CALLS[sys.argv[1]](*sys.argv[2:])

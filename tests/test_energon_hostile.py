@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError, SelectionError, UnsafeContentError
 from saev_store.formats.energon import EnergonDataset, index_sqlite
 from saev_store.formats.energon.field_map import FieldPath, decode, resolve
-from saev_store.formats.energon.nvmeta import parse_definition, parse_info, parse_splits
+from saev_store.formats.energon.nvmeta import definition_bytes, parse_definition, parse_info, parse_splits
 from saev_store.formats.energon.prepare import prepare
 from saev_store.transport import MemoryTransport
 
@@ -205,6 +205,11 @@ class TestYaml:
         dataset = EnergonDataset(folder)
         assert [problem.kind for problem in dataset.problems] == ["unknown_sample_type"]
         assert dataset.sample(0).parts["txt"]
+
+    def test_a_type_that_energon_does_not_export_is_named_where_it_finds_it(self):
+        raw = definition_bytes("VQAOCRSample", {"image": "jpg", "context": "txt", "text": "txt"})
+        assert b"__module__: megatron.energon.flavors.vqa_and_ocr\n" in raw
+        assert parse_definition(raw, where="x").sample_type == "VQAOCRSample"
 
     def test_factories_of_older_releases(self):
         text = (

@@ -9,6 +9,7 @@ Energon and the webdataset library bring torch and much else, so they live in an
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -16,8 +17,9 @@ import sqlite3
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
-from energon_tars import write_dataset, write_metadataset
+from energon_tars import tar_bytes, write_dataset, write_metadataset
 
 from saev_store.formats.energon import EnergonDataset
 from saev_store.formats.energon.metadataset import open_metadataset, read_metadataset
@@ -160,3 +162,54 @@ def test_metadata_sets_join_the_same_files(tmp_path):
     ]  # fmt: skip
     assert peer("joined", tmp_path / "meta.yaml", "train") == expected
     assert len(expected) == 4
+
+
+#: A field map for each sample type of the specification but the video one, whose videos Energon opens itself.
+FIELDS = {
+    "CaptioningSample": {"image": "jpg", "caption": "json[text]"},
+    "ImageSample": {"image": "png,jpg"},
+    "ImageClassificationSample": {"image": "jpg", "label": "json[label]", "label_name": "txt"},
+    "InterleavedSample": {"sequence": "json[texts]"},
+    "MultiChoiceVQASample": {"image": "jpg", "context": "txt", "choices": "json[texts]", "correct_choice_idx": "cls"},
+    "OCRSample": {
+        "image": "jpg", "text": "txt", "block_boxes": "json[boxes]", "block_classes": "json[texts]",
+        "block_text": "json[texts]", "lines_boxes": "json[boxes]", "lines_text": "json[texts]", "words_boxes": "boxes.npy",
+        "words_text": "json[texts]", "chars_boxes": "json[boxes]", "chars_text": "json[deep][0][texts]",
+    },
+    "TextSample": {"text": "txt"},
+    "VQASample": {"image": "jpg", "context": "txt", "answers": "json[texts]", "answer_weights": "json[weights]"},
+    "VQAOCRSample": {
+        "image": "jpg", "context": "txt", "text": "json[text]", "answers": "json[texts]", "answer_weights": "json[weights]",
+        "words_boxes": "json[boxes]", "words_text": "json[texts]",
+    },
+}  # fmt: skip
+
+
+def test_every_sample_type_has_their_fields_and_values(tmp_path):
+    texts = ["a", "ü", ""]
+    described = {
+        "text": "κ", "label": 7, "texts": texts, "boxes": [[0, 1, 2, 3], [4, 5, 6, 7]], "weights": [0.5, 0.25, 0.25],
+        "deep": [{"texts": texts}],
+    }  # fmt: skip
+    boxes = io.BytesIO()
+    np.save(boxes, np.arange(8, dtype=np.int64).reshape(2, 4))
+    image = (DATA / "captioning_ratio_split/dataset/shards/shard_000.tar").read_bytes()[1536 : 1536 + 684]
+    files = [
+        ("x.jpg", image), ("x.json", json.dumps(described).encode()), ("x.txt", b"question?"), ("x.cls", b"2"),
+        ("x.boxes.npy", boxes.getvalue()),
+    ]  # fmt: skip
+    for name, field_map in FIELDS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.tar").write_bytes(tar_bytes(files))
+        prepare(tmp_path / name, split="1,0,0", sample_type=name, field_map=field_map, progress=False)
+    theirs = peer("types", *(tmp_path / name for name in FIELDS))
+    for name in FIELDS:
+        sample = EnergonDataset(tmp_path / name, images="torchrgb").sample(0)
+        ours = {}
+        for field in type(sample).required() + type(sample).optional():
+            value = getattr(sample, field)
+            if isinstance(value, np.ndarray):
+                image_like = value.ndim == 3
+                value = digest((value * 255).round().astype("uint8").tobytes()) if image_like else value.tolist()
+            ours[field] = value
+        assert ours == theirs[name], name

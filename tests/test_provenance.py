@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
-from saev_store.formats import PatchPlace, TokenPlace, open_source, recorded_from
+from saev_store.formats import PatchPlace, Source, TokenPlace, open_source, recorded_from
+from saev_store.formats.llmbatch import write_batch_file
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 
 DATA = Path(__file__).parent / "data"
 TEXT = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
@@ -66,6 +69,53 @@ def test_examples_that_are_other_samples(text: Path, tmp_path: Path) -> None:
         chosen.origin(0, 1)
     shifted = recorded(tmp_path / "b", recorded_from(source, first=1), tokens=2)
     assert [shifted.origin(example).sample_idx for example in range(2)] == [1, 2]
+
+
+def batches(folder: Path) -> Source[object]:
+    write_batch_file(folder / "x.batch", np.arange(60).reshape(12, 5), batch_size=2, seed=3)
+    return open_source(folder / "x.batch")
+
+
+def a_set_of_batches(folder: Path) -> Source[object]:
+    write_batch_file(folder / "s.batch", np.arange(60).reshape(12, 5), batch_size=2, max_batches_per_file=2)
+    return open_source(folder / "s.batch")
+
+
+def samples_of_one_length(folder: Path) -> Source[object]:
+    with IndexedDatasetBuilder(folder / "d", np.uint16) as builder:
+        for size in (9, 0, 30, 1, 25):
+            builder.add_document(np.arange(size) + 100 * size)
+    return TokenSamples(IndexedDataset(folder / "d"), 4, num_samples=40, seed=7, documents=range(1, 5))
+
+
+@pytest.mark.parametrize("make", [batches, a_set_of_batches, samples_of_one_length])
+def test_every_kind_of_token_source(tmp_path: Path, make: Callable[[Path], Source[object]]) -> None:
+    source = make(tmp_path)
+    store = recorded(tmp_path / "root", recorded_from(source), n_examples=len(source), tokens=5)
+    again = store.source()
+    assert (again.format, len(again)) == (source.format, len(source))
+    for example in range(len(source)):
+        truth = np.asarray(source[example]).tolist()
+        for token in (0, 3, 4):
+            place = store.origin(example, token, source=again, neighbours=2).place
+            assert isinstance(place, TokenPlace)
+            assert (place.token_id, place.before, place.after) == (
+                truth[token], tuple(truth[max(0, token - 2) : token]), tuple(truth[token + 1 : token + 3]),
+            )  # fmt: skip
+
+
+def test_the_images_of_a_split(tmp_path: Path) -> None:
+    """Samples that are left out of the split do not count, and adding a tar elsewhere is noticed."""
+    folder = Path(shutil.copytree(IMAGES, tmp_path / "images"))
+    (folder / ".nv-meta/split.yaml").write_text(
+        "split_parts:\n  train: ['shards/shard_00{0..1}.tar']\nexclude: [shards/shard_000.tar/sample_0000]\n"
+    )
+    source = open_source(folder).split("train")
+    store = recorded(tmp_path / "root", recorded_from(source, patches=(1, 3), image_px=(14, 42)), n_examples=3)
+    assert [store.origin(example, 2).key for example in range(3)] == ["sample_0001", "sample_0002", "sample_0003"]
+    (folder / ".nv-meta/split.yaml").write_text("split_parts:\n  train: ['shards/shard_00{0..1}.tar']\nexclude: []\n")
+    with pytest.raises(CorruptShardError, match="n_samples is 4, but was 3"):
+        store.source()
 
 
 def test_a_patch_has_a_box(tmp_path: Path) -> None:

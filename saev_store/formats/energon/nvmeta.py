@@ -28,6 +28,8 @@ MAX_DATASET_YAML_NBYTES = 1 << 20
 #: What `.info.json` says about its writer: the release of Energon whose files ours are like.
 FORMAT_VERSION = "7.4.1"
 MODULE = "megatron.energon"
+#: Where Energon finds a sample type that it lists, but does not export with the others.
+_MODULES = {"VQAOCRSample": f"{MODULE}.flavors.vqa_and_ocr"}
 #: Samples in one shard: more do not fit into any tar we could index.
 _MAX_COUNT = 2**40
 
@@ -235,7 +237,8 @@ def definition_bytes(sample_type: str, field_map: Mapping[str, str]) -> bytes:
     """`dataset.yaml` for one of Energon's sample types."""
     if sample_type == CRUDE:
         return _yaml.dumps({"__module__": MODULE, "__class__": CRUDE})
-    return _yaml.dumps({"sample_type": {"__module__": MODULE, "__class__": sample_type}, "field_map": dict(field_map)})
+    module = _MODULES.get(sample_type, MODULE)
+    return _yaml.dumps({"sample_type": {"__module__": module, "__class__": sample_type}, "field_map": dict(field_map)})
 
 
 def _load(raw: bytes, where: str) -> object:
