@@ -1,0 +1,94 @@
+"""The formats in buckets, on every server that can be had here, through both clients: written, found, read, traced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cloud_servers import gcs_json_bucket, gcs_xml_bucket, swift_bucket  # noqa: F401 (fixtures)
+from energon_tars import sample_files, tar_bytes
+from servers import s3_bucket  # noqa: F401 (a fixture)
+
+from saev_store.errors import NotFoundError, StoreExistsError
+from saev_store.formats import open_source, reopen
+from saev_store.formats.convert import documents_to_batches
+from saev_store.formats.energon.prepare import prepare
+from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_dataset
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.transport import open_transport
+
+pytest.importorskip("obstore")
+
+PLACES = {
+    "moto-obstore": ("s3_bucket", "obstore"),
+    "moto-fsspec": ("s3_bucket", "fsspec"),
+    "swift-obstore": ("swift_bucket", "obstore"),
+    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
+    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
+}
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """(url, storage_options, engine) of an empty folder in a bucket."""
+    fixture, engine = PLACES[request.param]
+    bucket = request.getfixturevalue(fixture)
+    return f"{bucket.url}/lab/data", bucket.options, engine
+
+
+def test_token_formats(place):
+    url, options, engine = place
+    documents = [np.arange(size) + size for size in (5, 0, 300, 1, 40)]
+    with IndexedDatasetBuilder(f"{url}/d", np.uint16, storage_options=options, engine=engine) as builder:
+        for document in documents:
+            builder.add_document(document)
+    with pytest.raises(StoreExistsError):
+        IndexedDatasetBuilder(f"{url}/d", np.uint16, storage_options=options, engine=engine)
+    source = open_source(f"{url}/d", options, engine=engine)
+    assert isinstance(source, IndexedDataset)
+    assert [tokens.tolist() for tokens in source.read_many([2, 4, 1])] == [documents[i].tolist() for i in (2, 4, 1)]
+    assert source.get(2, 100, 3).tolist() == [400, 401, 402]
+    for _ in range(2):  # built, then taken from the bucket
+        samples = TokenSamples(source, 20, num_samples=30, cache=open_transport(f"{url}/cache", options, engine=engine))
+        assert np.array_equal(samples.rows([3])[0], TokenSamples(source, 20, num_samples=30)[3])
+    n = documents_to_batches(
+        source,
+        f"{url}/b.batch",
+        seq_len=10,
+        batch_size=3,
+        max_batches_per_file=4,
+        storage_options=options,
+        engine=engine,
+    )
+    batches = open_source(f"{url}/b.batch", options, engine=engine)
+    assert isinstance(batches, BatchFileReader)
+    run = np.concatenate(documents)
+    assert all(
+        batches.record(int(i)).tolist() == run[i * 10 : i * 10 + 10].tolist() for i in batches.numbers_of([0, 7])
+    )
+    assert len(list(BatchNativeLoader(batches, output="numpy"))) == n == 11
+    assert len(reopen(batches.describe(digest="full"), options, engine=engine)) == 33
+    write_batch_dataset(
+        f"{url}/s.batch", iter(np.eye(4, dtype=np.uint8)), None, 2, storage_options=options, engine=engine
+    )
+    assert BatchFileReader(f"{url}/s.batch", options, engine=engine).read_batch(1).shape == (2, 4)
+
+
+def test_energon(place):
+    url, options, engine = place
+    transport = open_transport(url, options, engine=engine)
+    for shard in range(5):
+        transport.put(f"shards/{shard}.tar", tar_bytes(sample_files(10 * shard, 3, folder="ü/")))
+    with pytest.raises(NotFoundError):
+        open_source(f"{url}/shards/none", options, engine=engine)
+    made = prepare("", transport=transport, split="3,1,1", progress=False)
+    assert (made.n_samples, {name: len(found) for name, found in made.splits.items()}) == (
+        15, {"train": 3, "val": 1, "test": 1},
+    )  # fmt: skip
+    dataset = open_source(url, options, engine=engine)
+    assert dataset.part("ü/s00041", "txt") == b"text 41\n"
+    assert dataset.part_range("ü/s00041", "txt", start=-3, end=None) == b"41\n"
+    val = dataset.split("val")
+    assert [sample.key for batch in val.batches(2) for sample in batch] == [f"ü/s0003{i}" for i in range(3)]
+    assert dataset.validate(deep=True, progress=False).ok
+    again = reopen(val.describe(), options, engine=engine)
+    assert again[1].parts == val[1].parts
