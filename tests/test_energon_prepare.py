@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -194,6 +195,30 @@ class TestResuming:
             prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
         prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
         check(EnergonDataset(tmp_path), truth)
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+    def test_workers_end_quietly_with_their_parent(self, tmp_path, how):
+        """What they have found by then stays, nothing of them goes on, and nobody prints a traceback of theirs."""
+        truth = write_dataset(tmp_path, n_shards=3, odd=False)
+        for i in range(30):
+            (tmp_path / f"{i:02d}.tar").write_bytes(tar_bytes(sample_files(1000 * (i + 1), 300)))
+        code = "import sys; from saev_store.formats.energon.prepare import prepare as p; p(sys.argv[1], split='1,0,0', num_workers=2, progress=False)"
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        receipts = tmp_path / _receipts.WORK_FOLDER / "receipts"
+        with subprocess.Popen(
+            command, stderr=subprocess.PIPE, cwd=Path(__file__).parent.parent, start_new_session=True
+        ) as process:
+            while not receipts.exists() or not list(receipts.iterdir()):
+                time.sleep(0.005)
+            os.kill(process.pid, how) if how == signal.SIGKILL else os.killpg(process.pid, how)
+            # Workers have our pipe too: it ends when the last of them does.
+            said = process.communicate(timeout=60)[1].decode()
+        assert "_worker.py" not in said
+        assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
+        found = {path.name for path in receipts.iterdir() if not path.name.startswith(".")}
+        assert 0 < len(found) < 33
+        made = prepare(tmp_path, split="1,0,0", progress=False)
+        assert made.n_samples == 30 * 300 + len(truth)
 
     def test_killed_at_any_time(self, tmp_path):
         """The whole process is killed while it prepares; what is there afterwards is no data set, or a complete one."""

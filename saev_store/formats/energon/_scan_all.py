@@ -117,8 +117,14 @@ class _Worker:
         with self._lock:
             if self._process is None and not self._stopped:
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+                # A group of its own: Ctrl-C is for us, and we end it.
                 self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=environment,
+                    text=True,
+                    process_group=0,
                 )
             process = self._process
         if process is None or process.stdin is None or process.stdout is None:

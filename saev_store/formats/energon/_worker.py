@@ -7,6 +7,7 @@ clients are left alone, and what was found travels in the receipts.
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from saev_store import errors
@@ -27,8 +28,11 @@ def main(root: str) -> None:
             answer["error"] = [type(error).__name__, error.message, error.where, error.remedy]
         except Exception as error:
             answer["error"] = ["SaevStoreError", f"{type(error).__name__}: {error}", shard, None]
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever asked was killed; the receipt is kept
+            os._exit(1)
 
 
 def rebuild(error: list[str]) -> SaevStoreError:
