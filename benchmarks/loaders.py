@@ -1,6 +1,6 @@
 """How fast the loaders are, next to this machine's limits and to other loaders: one store, the same batches, one table.
 
-    python benchmarks/loaders.py [--gib 1.5] [--rounds 3] [--cold] [--reference PATH] [--only NAME|NAME] [--json]
+    python benchmarks/loaders.py [--gib N] [--rounds 3] [--cold] [--reference PATH] [--only NAME|NAME] [--json]
 
 The store has three layers of which one is read, ViT-B/16's shape, in batches of 16,384 x 768. Rounds are interleaved, so
 that all contenders meet the same machine; medians are shown. Torch's DataLoader, MosaicML Streaming and Hugging Face
@@ -23,11 +23,26 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from _common import forget
 from _loader_limits import Plane
-from _loader_peers import AT_MOST_S, BATCH, CONTENT, D_MODEL, LAYER, LAYERS, TOKENS, VECTOR, Run, has_fio, peers, rate
+from _loader_peers import (
+    AT_MOST_S,
+    BATCH,
+    CONTENT,
+    D_MODEL,
+    LAYER,
+    LAYERS,
+    TOKENS,
+    VECTOR,
+    MemmapRows,
+    Run,
+    has_fio,
+    peers,
+    rate,
+)
 
 from saev_store import ShardStore, new_metadata
 from saev_store.documents import shards_bytes
@@ -59,10 +74,12 @@ def make_store(root: str, n_bytes: int) -> str:
     )  # fmt: skip
     folder = os.path.join(root, "saev", "shards", metadata.hash)
     os.makedirs(folder)
-    rng, layout = np.random.default_rng(17), metadata.layout
+    layout, some = metadata.layout, np.random.default_rng(17).standard_normal(16 << 20, dtype=np.float32).tobytes()
     for shard in range(layout.n_shards):
         path = os.path.join(folder, f"acts{shard:06d}.bin")
-        rng.standard_normal(layout.used_nbytes(shard) // 4, dtype=np.float32).tofile(path)
+        with open(path, "wb") as file:
+            for at in range(0, layout.used_nbytes(shard), len(some)):
+                file.write(some[: layout.used_nbytes(shard) - at])
         os.truncate(path, layout.shard_nbytes)
     documents = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(layout, metadata.count_key)}
     for name, raw in documents.items():
@@ -100,9 +117,9 @@ def indexed(store: ShardStore, *, cold: bool) -> dict[str, Run]:
         from saev_store.torch import IndexedConfig, IndexedDataset
     except ImportError:
         return {}
-    rng = np.random.default_rng(1)
-    flat = np.memmap(os.path.join(store.url, "acts000000.bin"), np.float32, "r").reshape(-1, D_MODEL)
-    picked = rng.integers(0, store.layout.examples_per_shard * CONTENT, (1 if cold else 8, BATCH))
+    # Where it is cached, all in one shard, because a bare gather out of a map can do no more.
+    n = store.layout.n_examples if cold else store.layout.examples_per_shard
+    picked = np.random.default_rng(1).integers(0, n * CONTENT, (1 if cold else 8, BATCH))
     example, token = np.divmod(picked, CONTENT)
     vectors = (example * len(LAYERS) + LAYERS.index(LAYER)) * TOKENS + 1 + token
 
@@ -113,13 +130,18 @@ def indexed(store: ShardStore, *, cold: bool) -> dict[str, Run]:
         dataset.close()
 
     def one_by_one() -> Iterator[int]:
-        for vector in vectors[0]:
-            np.array(flat[vector])
-            yield 1
+        rows = MemmapRows(store)  # made here: the kernel forgets no page that is mapped
+        for number in picked[0]:
+            yield len(rows[number][None])
+
+    def gathers() -> Iterator[int]:
+        flat = np.memmap(os.path.join(store.url, "acts000000.bin"), np.float32, "r").reshape(-1, D_MODEL)
+        for some in vectors:
+            yield len(flat[some])
 
     against: dict[str, Run] = {"memmap, row by row": lambda: rate(one_by_one())}
     if not cold:
-        against = {"memmap gather of a batch": lambda: rate(len(flat[some]) for some in vectors)}
+        against = {"memmap gather of a batch": lambda: rate(gathers())}
     return {"indexed": lambda: rate(batches()), **against}
 
 
@@ -193,7 +215,9 @@ def resident(store: ShardStore, args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=1.5)
+    parser.add_argument(
+        "--gib", type=float, default=None, help="size of the store; 1.5, and 6 with --cold, if not said"
+    )
     parser.add_argument("--folder", default=None, help="where the store is made")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--window-mib", type=int, default=256)
@@ -202,6 +226,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names, separated by |")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    args.gib = args.gib or (6.0 if args.cold else 1.5)
     work = tempfile.mkdtemp(prefix="saev-store-bench", dir=args.folder)
     try:
         store = ShardStore.open(make_store(work, int(args.gib * 2**30)))
@@ -215,7 +240,7 @@ def main() -> None:
                 if number and name in theirs and number > 1:
                     continue  # slow and steady: two rounds are enough
                 if args.cold:
-                    forget(store.url)
+                    forget(Path(store.url))
                 results[name].append(run())
         grown, memory = growth(), resident(store, args)
     finally:

@@ -157,3 +157,16 @@ def test_other_tokens(tokens: str, slots: str, plain: Plain) -> None:
         np.testing.assert_array_equal(one["act"], found[0]["act"])
         np.testing.assert_array_equal(one["act"], plain.acts[one["example_idx"], 1, one["token_idx"] + 1])
         assert len(set(zip(one["example_idx"].tolist(), one["token_idx"].tolist(), strict=True))) == len(rows)
+
+
+@pytest.mark.parametrize("tokens", ["content", "special"])
+@pytest.mark.parametrize("medium", ["flash", "disk", "parallel", "cached", "memory", "remote"])
+def test_whatever_the_shards_are_taken_for(medium: str, tokens: str, plain: Plain) -> None:
+    """Scattered vectors are gathered from a map, merged, or read one by one; they are the same vectors."""
+    for transport in (MmapTransport(plain.path), PreadTransport(plain.path), RangesOnly(in_memory(plain))):
+        rows = ShardStore.open(transport).sel(layer=5, tokens=tokens)
+        for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {}), (ShuffledLoader, {"slots": "row", "window_blocks": 4})):  # fmt: skip
+            with kind(rows, batch_size=24, medium=medium, **more) as loader:
+                found = whole(loader)
+            np.testing.assert_array_equal(found["act"], plain.acts[found["example_idx"], 1, found["token_idx"] + 1])
+            assert len(set(zip(found["example_idx"].tolist(), found["token_idx"].tolist(), strict=True))) == len(rows)

@@ -25,6 +25,7 @@ from saev_store.errors import (
     NotFoundError,
     SelectionError,
 )
+from saev_store.loaders._medium import Medium  # after the check that torch is there
 from saev_store.loaders._memory import Outputs
 from saev_store.torch import (
     ConfigError,
@@ -162,6 +163,28 @@ def test_indexed_batches_are_gathered_by_threads(plain):
     check(plain, batch)
     dataset.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("saev-indexed")]
+
+
+def test_indexed_batches_from_a_disk(plain, monkeypatch):
+    """Scattered vectors are read one by one, without read-ahead, until the shards are in memory."""
+    kinds = iter(["flash", "cached", "cached"])
+    look = IndexedDataset._look_at_medium
+
+    def pretend(self) -> None:
+        look(self)
+        self._medium = Medium(next(kinds), "pretended", str(plain.path))
+
+    monkeypatch.setattr(IndexedDataset, "_look_at_medium", pretend)
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
+    dataset._n_threads = 4
+    rng = np.random.default_rng(0)
+    for number in range(18):
+        picked = rng.integers(0, len(dataset), 3000)
+        batch = dataset.batch(picked)
+        assert torch.equal(batch["act"], torch.from_numpy(plain.acts.reshape(-1, 16)[picked]))
+        assert dataset._medium.kind == ("flash" if number < 15 else "cached")
+        dataset._n_threads = 4
+    dataset.close()
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])

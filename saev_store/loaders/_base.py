@@ -218,7 +218,14 @@ class Loader(ABC):
             advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
             if advice is not None:
                 machinery.on_close = advice.close
-            reads = Reads(self._rows._reader, tally.reads, machinery.stop, task_bytes=self._read_bytes, advice=advice)
+            reads = Reads(
+                self._rows._reader,
+                tally.reads,
+                machinery.stop,
+                task_bytes=self._read_bytes,
+                advice=advice,
+                waits=self._medium.waits,
+            )
             if self._outputs is None:
                 shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
                 self._outputs = Outputs(

@@ -38,6 +38,11 @@ class Medium:
     reason: str
     path: str | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether a fault on a map of a shard would wait for a disk, which then reads far more than what was wanted."""
+        return self.kind in ("flash", "disk", "parallel")
+
 
 def unwrapped(transport: Transport) -> Transport:
     """The innermost transport: the one that moves the bytes."""

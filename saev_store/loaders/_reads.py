@@ -21,9 +21,12 @@ from saev_store.loaders._medium import unwrapped
 from saev_store.loaders._memory import Rows, Target
 from saev_store.reader import FloatArray, Reader, _Piece
 from saev_store.transport import ReadsInto
+from saev_store.transport._base import ReadsRuns
 
 #: A read that failed for a passing reason is tried again after these waits.
 _WAITS_S = (0.05, 0.2, 0.8)
+#: So many reads far apart are handed to a transport in one call, so that whoever stops does not wait for more.
+_RUNS_AT_ONCE = 128
 #: Runs shorter than this are cheaper as one gather than as a request each.
 SMALL_RUN_BYTES = 16 << 10
 
@@ -112,6 +115,7 @@ class Reads:
         stop: Set when nobody wants the data any more.
         task_bytes: About how much one task reads.
         advice: For the system, about local files that are read in extents far apart.
+        waits: Whether the shards lie where a fault on a map waits: scattered vectors are then read one by one.
     """
 
     def __init__(
@@ -122,11 +126,14 @@ class Reads:
         *,
         task_bytes: int,
         advice: Advice | None = None,
+        waits: bool = False,
     ) -> None:
         self.reader, self.layout = reader, reader.layout
         self._tally, self._stop, self._advice = tally, stop, advice
         transport = reader.transport
         self._into = transport if isinstance(transport, ReadsInto) else None
+        self._runs = transport if isinstance(transport, ReadsRuns) else None
+        self._one_by_one = waits and self._runs is not None
         self._resident = np.isinf(transport.cost.max_gap_bytes)
         # Gaps are read into memory that is thrown away; where the source is memory, only a token's worth pays.
         self._max_gap_bytes = int(min(transport.cost.max_gap_bytes, SMALL_RUN_BYTES if self._resident else 1 << 20))
@@ -142,7 +149,7 @@ class Reads:
         runs = runs.take(np.lexsort((runs.vector, runs.shard)))
         gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
         n_far = 1 + np.count_nonzero((gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1]))
-        if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far:
+        if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far and not self._one_by_one:
             yield from self._small(runs, target)
             return
         size = np.cumsum(runs.count * v)
@@ -194,12 +201,15 @@ class Reads:
         # Vectors that are wanted twice are read twice.
         first = [0, *(np.flatnonzero((gap > self._max_gap_bytes) | (gap < 0)) + 1).tolist(), len(starts)]
         raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # whatever the transport handed out
-        nbytes = 0
         if self._advice is not None:
             self._advice.before(shard)
         begins, stops = starts.tolist(), ends.tolist()
         places = (place * v).tolist()
+        alone: list[int] = []
         for lo, hi in pairwise(first):
+            if hi - lo == 1 and self._runs is not None:
+                alone.append(lo)
+                continue
             views: list[memoryview] = []
             at = begins[lo]
             for run in range(lo, hi):
@@ -208,10 +218,31 @@ class Reads:
                 views.append(raw[places[run] : places[run] + stops[run] - begins[run]])
                 at = stops[run]
             self._retried(lambda lo=lo, views=views: self._fill(shard, begins[lo], views))
-            nbytes += at - begins[lo]
-            if self._advice is not None:
-                self._advice.after(shard, begins[lo], at)
+        for at in range(0, len(alone), _RUNS_AT_ONCE):
+            some = alone[at : at + _RUNS_AT_ONCE]
+            buffers = [raw[places[run] : places[run] + stops[run] - begins[run]] for run in some]
+            self._retried(partial(self._fill_runs, shard, [begins[run] for run in some], buffers))
+        nbytes = sum(stops[hi - 1] - begins[lo] for lo, hi in pairwise(first))
+        if self._advice is not None:
+            for lo, hi in pairwise(first):
+                self._advice.after(shard, begins[lo], stops[hi - 1])
         self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
+
+    def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
+        if self._runs is None or len(starts) == 1:
+            for start, buffer in zip(starts, buffers, strict=True):
+                self._fill(shard, start, [buffer])
+            return
+        try:
+            self._runs.read_runs(shard_name(shard), starts=starts, buffers=buffers)
+        except NotFoundError:
+            self._look_again(shard)
+            raise
+
+    def _look_again(self, shard: int) -> None:
+        """A file is gone: say so in words about the store."""
+        self.reader._unchecked.add(shard)
+        self.reader._check_size(shard)
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
         name = shard_name(shard)
@@ -222,8 +253,7 @@ class Reads:
             end = start + sum(view.nbytes for view in views)
             (found,) = self.reader.transport.get_ranges(name, starts=[start], ends=[end])
         except NotFoundError:
-            self.reader._unchecked.add(shard)
-            self.reader._check_size(shard)
+            self._look_again(shard)
             raise
         source, at = memoryview(found).cast("B"), 0
         for view in views:

@@ -16,8 +16,10 @@ from torch.utils.data import Dataset, default_collate
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
 from saev_store.loaders import NO_LABEL
+from saev_store.loaders._advice import Advice, advice_for
 from saev_store.loaders._medium import medium_of
-from saev_store.loaders._memory import Outputs
+from saev_store.loaders._memory import Outputs, Rows
+from saev_store.loaders._reads import Reads, ReadTally, runs_of_planes
 from saev_store.loaders._workers import n_cpus
 from saev_store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
@@ -27,6 +29,10 @@ from saev_store.torch.config import IndexedConfig
 _MIN_ROWS_PER_THREAD = 512
 #: Page faults in flight where the shards are not in memory.
 _N_WAITING = 16
+#: What a task reads of scattered vectors: small, so that all threads have something to wait for.
+_SCATTERED_BYTES = 256 << 10
+#: After so many batches it is looked whether the shards are in memory now.
+_LOOK_EVERY = 16
 #: Batches whose memory is kept for the next ones.
 _N_BUFFERS = 4
 
@@ -56,13 +62,19 @@ class IndexedDataset(Dataset[ExampleBatch]):
         space = self.rows.space
         self._labels = self.store.labels if cfg.tokens != "special" else None
         self._several = len(space.layer_idx) > 1
-        medium = medium_of(self.store.transport, space.layout)
-        self._n_threads = min(4, n_cpus()) if medium.kind in ("memory", "cached") else _N_WAITING
-        # A remote transport is its own crowd: one call merges and fetches all ranges.
-        self._n_threads = 1 if medium.kind == "remote" else self._n_threads
+        self._n_batches = 0
+        self._look_at_medium()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._outputs: Outputs | None = None
+        self._advice: Advice | None = None
         self._lock = threading.Lock()
+
+    def _look_at_medium(self) -> None:
+        """What is read often is in memory after a while, and then better gathered from a map."""
+        self._medium = medium_of(self.store.transport, self.rows.space.layout)
+        # A remote transport is its own crowd: one call merges and fetches all ranges.
+        many = {"remote": 1, "memory": min(4, n_cpus()), "cached": min(4, n_cpus())}
+        self._n_threads = many.get(self._medium.kind, _N_WAITING)
 
     @property
     def metadata(self) -> Metadata:
@@ -130,12 +142,39 @@ class IndexedDataset(Dataset[ExampleBatch]):
         if n_parts < 2:
             self.rows.rows(picked, out=act)
             return
+        self._n_batches += 1
+        if self._n_batches % _LOOK_EVERY == 0 and self._medium.kind != "remote":
+            self._look_at_medium()
+        if self._medium.waits:
+            self._read(picked, act)
+            return
         bounds = [len(picked) * part // n_parts for part in range(n_parts + 1)]
         tasks = [self._executor().submit(self.rows.rows, picked[lo:hi], act[lo:hi]) for lo, hi in pairwise(bounds[1:])]
         try:
             self.rows.rows(picked[: bounds[1]], out=act[: bounds[1]])
         finally:
             wait(tasks)
+        for task in tasks:
+            task.result()
+
+    def _read(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
+        """Scattered vectors from a disk, each with a read of its own and many at a time, without read-ahead."""
+        layout = self.store.layout
+        example, layer, token = self.rows.space.locate(picked)
+        place = np.arange(len(picked), dtype=np.int64)
+        runs = runs_of_planes(layout, example, layer, token, np.ones_like(place), place)
+        if self._advice is None:
+            self._advice = advice_for(self._medium.path, layout, keep_pages=True)
+        reads = Reads(
+            self.rows._reader,
+            ReadTally(),
+            threading.Event(),
+            task_bytes=_SCATTERED_BYTES,
+            advice=self._advice,
+            waits=True,
+        )
+        tasks = [self._executor().submit(task) for task, _ in reads.tasks(runs, Rows(act))]
+        wait(tasks)
         for task in tasks:
             task.result()
 
@@ -165,5 +204,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """End the gathering threads and release files; the dataset can be used again."""
         if self._pool is not None and self._pool[0] == os.getpid():
             self._pool[1].shutdown()
-        self._pool = self._outputs = None
+        if self._advice is not None:
+            self._advice.close()
+        self._pool = self._outputs = self._advice = None
         self.store.close()
