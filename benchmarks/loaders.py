@@ -78,8 +78,8 @@ def make_store(root: str, n_bytes: int) -> str:
     for shard in range(layout.n_shards):
         path = os.path.join(folder, f"acts{shard:06d}.bin")
         with open(path, "wb") as file:
-            for at in range(0, layout.used_nbytes(shard), len(some)):
-                file.write(some[: layout.used_nbytes(shard) - at])
+            left = layout.used_nbytes(shard)
+            file.writelines(some[: left - at] for at in range(0, left, len(some)))
         os.truncate(path, layout.shard_nbytes)
     documents = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(layout, metadata.count_key)}
     for name, raw in documents.items():

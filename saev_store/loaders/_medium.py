@@ -98,6 +98,9 @@ def _mount(path: str) -> tuple[str, str]:
 
 
 def _spins(device: str) -> bool | None:
+    """Whether a device says that it spins; virtual disks say so whatever lies below them, and are not believed."""
+    if any(name in os.path.realpath(f"/sys/dev/block/{device}") for name in ("/virtio", "/vbd-", "/vmbus")):
+        return None
     for name in (f"/sys/dev/block/{device}/queue/rotational", f"/sys/dev/block/{device}/../queue/rotational"):
         try:
             return Path(name).read_text("ascii").strip() == "1"
