@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from ceph_server import ceph_bucket  # noqa: F401 (a fixture)
 from cloud_servers import Fault, Proxy, gcs_json_bucket, swift_bucket  # noqa: F401 (two are fixtures)
 from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
@@ -22,6 +23,8 @@ PLACES = {
     "moto-fsspec": ("s3_bucket", "fsspec"),
     "swift-obstore": ("swift_bucket", "obstore"),
     "swift-fsspec": ("swift_bucket", "fsspec"),
+    "ceph-obstore": ("ceph_bucket", "obstore"),
+    "ceph-fsspec": ("ceph_bucket", "fsspec"),
     "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
 }
 OPTIONS = {"block_bytes": 16 << 10, "on_nonfinite": "allow"}

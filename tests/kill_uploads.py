@@ -1,0 +1,175 @@
+"""Writes stores to a bucket in child processes and kills them, with SIGKILL, at random instants until each is done.
+
+After every kill: nothing opens as complete unless it is right in every byte. At the end: a folder that is identical, file
+by file, to what an uninterrupted write leaves, and no unfinished upload. A script of its own, so that it can fork a warm,
+single-threaded parent that never speaks to the server itself:
+`python tests/kill_uploads.py ENDPOINT KEY SECRET ENGINE --kills 50` prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+# What the children need is imported once, here; nothing is opened.
+import obstore  # noqa: F401 (warms the children)
+import s3fs
+from kill_harness_oracle import Case, case
+
+import saev_store.transport._fsspec
+import saev_store.transport._obstore  # noqa: F401 (warms the children)
+from saev_store.errors import IncompleteStoreError, NotFoundError
+from saev_store.store import ShardStore
+from saev_store.transport import _parts, child, open_transport
+from saev_store.writer import create_store
+
+BLOCK_BYTES = 16 << 10
+_parts.PART_BYTES = 4 * BLOCK_BYTES  # many parts, quick ones
+
+
+def make_case(seed: int) -> Case:
+    """Two or three shards of two to six parts each."""
+    rng = np.random.default_rng(seed)
+    per_shard = int(rng.integers(8, 24))
+    return case(
+        n=int(per_shard * rng.uniform(1.2, 2.8)),
+        per_shard=per_shard,
+        d_model=700,
+        labelled=bool(rng.integers(2)),
+        pad=False,
+        block_bytes=BLOCK_BYTES,
+        seed=seed,
+    )
+
+
+def write(url: str, options: dict, engine: str, this: Case, seed: int) -> None:
+    """What a child does: the same call every time, then the rest of the examples."""
+    rng = np.random.default_rng(seed)
+    with create_store(
+        open_transport(url, options, engine=engine),
+        this.metadata,
+        resume="auto",
+        exist_ok=True,
+        block_bytes=BLOCK_BYTES,
+        checkpoint_bytes=8 * BLOCK_BYTES,
+        on_nonfinite="allow",
+        progress=False,
+    ) as writer:
+        while not writer.complete and writer.next_example < writer.example_range[1]:
+            start = writer.next_example
+            writer.append(*this.rows(start, min(start + int(rng.integers(1, 5)), writer.example_range[1])))
+
+
+def check_now(url: str, options: dict, engine: str, this: Case) -> None:
+    """No store, or the whole store."""
+    try:
+        ShardStore.open(f"{url}/{this.name}", options, engine=engine)
+    except (IncompleteStoreError, NotFoundError):
+        return
+    check_done(url, options, engine, this)
+
+
+def check_done(url: str, options: dict, engine: str, this: Case) -> None:
+    """The store is there, bit for bit."""
+    folder = child(open_transport(url, options, engine=engine), this.name)
+    names = [entry.path for entry in folder.list() if not entry.is_dir]
+    this.check({name: folder.read(name) for name in names})
+
+
+def check_clean(url: str, options: dict) -> None:
+    """Nothing unfinished is left, and nothing hidden."""
+    bucket = url.partition("://")[2]
+    files = s3fs.S3FileSystem(**options)
+    left: object = []
+    for _ in range(50):  # Swift lists what was given up a little longer
+        left = files.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or []
+        if not left:
+            break
+        time.sleep(0.1)
+    hidden = [path for path in files.find(bucket) if "/.saev_store" in path]
+    if left or hidden:
+        raise AssertionError(f"left over: {left} {hidden}")
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The process that carries out `work`; its exit status says whether that went well."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        warnings.simplefilter("ignore")  # a part that was not kept is told in a warning
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int, *, doing: str) -> None:
+    if os.waitpid(pid, 0)[1]:
+        raise AssertionError(f"{doing} failed, see above")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("endpoint")
+    parser.add_argument("key")
+    parser.add_argument("secret")
+    parser.add_argument("engine")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    options = {"key": args.key, "secret": args.secret, "endpoint_url": args.endpoint}
+    url = f"s3://kill-{uuid.uuid4().hex[:12]}"
+    wait(in_child(lambda: s3fs.S3FileSystem(**options).mkdir(url)), doing="making a bucket")
+    rng = np.random.default_rng(args.seed)
+    begun_s, n_kills, n_stores = time.monotonic(), 0, 0
+    this = make_case(args.seed * 10_000)
+    # How long it takes undisturbed decides at what instants it is killed.
+    wait(in_child(lambda: write(f"{url}/undisturbed", options, args.engine, this, 0)), doing="writing")
+    full_s = time.monotonic() - begun_s
+    while n_kills < args.kills:
+        this = make_case(args.seed * 10_000 + n_stores)
+        n_stores += 1
+        n_tries = 0
+        while True:
+            pid = in_child(lambda this=this, n=n_tries: write(url, options, args.engine, this, n))
+            # Later attempts get more time, so that every store is finished on the slowest machine too.
+            time.sleep(float(rng.uniform(0.1, 1.0)) * full_s * (0.6 + 0.1 * n_tries))
+            os.kill(pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if code not in (0, -signal.SIGKILL):
+                raise AssertionError(f"a child failed: {code}")
+            n_tries += 1
+            if code == 0:
+                break
+            n_kills += 1
+            if n_kills % 5 == 0:
+                wait(
+                    in_child(lambda this=this: check_now(url, options, args.engine, this)), doing="looking after a kill"
+                )
+        wait(in_child(lambda this=this: check_done(url, options, args.engine, this)), doing="checking")
+        wait(in_child(lambda: check_clean(url, options)), doing="looking for what is left over")
+    found = {"kills": n_kills, "stores": n_stores, "seconds": round(time.monotonic() - begun_s, 1)}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
