@@ -17,6 +17,12 @@ def copy(
     layers: Annotated[str | None, typer.Option(metavar="2,5", help="Only these layers, as a new store.")] = None,
     tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Only these, as a new store.")] = "all",
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
+    max_mb_per_s: Annotated[
+        float | None, typer.Option(metavar="MB", help="Move no more in a second, read and written together.")
+    ] = None,
+    max_requests_per_s: Annotated[
+        float | None, typer.Option(metavar="N", help="Send no more requests in a second, to both places together.")
+    ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -39,6 +45,8 @@ def copy(
         storage_options=storage_options(options, option),
         dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
         resume=resume,
+        max_mb_per_s=max_mb_per_s,
+        max_requests_per_s=max_requests_per_s,
         progress=progress,
     )
     emit_json({"url": url}) if as_json else emit(url)

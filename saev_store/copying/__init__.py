@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError
-from saev_store.transport import open_transport
+from saev_store.transport import LimitTransport, Rate, Transport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.selection import Tokens
@@ -27,6 +27,8 @@ def copy_store(
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     resume: bool = True,
+    max_mb_per_s: float | None = None,
+    max_requests_per_s: float | None = None,
     progress: bool | None = None,
 ) -> str:
     """The address of a complete, checked copy of a store, made below `dst`.
@@ -40,6 +42,9 @@ def copy_store(
     these tokens, with a hash of its own and a `provenance.json` that names its origin. Only their bytes are read. The
     protocol knows no store without content, so `tokens="special"` takes the first content token along.
 
+    Between two places of one service that are opened with the same options the service copies whole shards by itself, and
+    this machine only reads the copy to compare it with the source's digests (and the source, where it has none).
+
     Either way the same call continues after an interruption, at the next shard.
 
     Args:
@@ -50,6 +55,8 @@ def copy_store(
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
+        max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
+        max_requests_per_s: No more requests than so many in a second, to both places together.
         progress: A bar on standard error; None shows it on a terminal.
 
     Raises:
@@ -58,13 +65,20 @@ def copy_store(
         StoreExistsError: another store, or with `resume=False` this one, lies there already.
         IncompleteStoreError: `resume` is False and an unfinished copy lies there, or something of another program.
         WriterConflictError: another process is copying to there.
+        ArgumentError: a limit is not positive.
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
     from saev_store.copying._layers import copy_layers, kept_tokens, part_of
     from saev_store.copying._whole import copy_whole
     from saev_store.store import ShardStore
 
-    with ShardStore.open(src, storage_options) as store:
+    rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
+
+    def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
+        transport = open_transport(url, options)
+        return transport if max_mb_per_s is None and max_requests_per_s is None else LimitTransport(transport, rate)
+
+    with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
         chosen = _chosen(store, layers)
         kept = kept_tokens(store, tokens)
@@ -72,12 +86,12 @@ def copy_store(
         if chosen == store.layers and kept.count == store.layout.tokens_per_example:
             name = store.name
             root = _without(root, name)
-            copy_whole(store, open_transport(root, dst_storage_options), resume=resume, progress=progress)
+            copy_whole(store, opened(root, dst_storage_options), resume=resume, progress=progress)
         else:
             metadata = part_of(store.metadata, chosen, kept)
             name = metadata.hash
             root = _without(root, name)
-            to = open_transport(root, dst_storage_options)
+            to = opened(root, dst_storage_options)
             copy_layers(store, metadata, to, tokens=kept, resume=resume, progress=progress)
     return f"{root.rstrip('/')}/{name}"
 

@@ -20,7 +20,7 @@ from saev_store.errors import (
 )
 from saev_store.layout import shard_name
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Buffer, Transport
+from saev_store.transport import Buffer, CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._blocks import block_ranges, digest
 from saev_store.writer._folder import Folder, receipt_path
@@ -165,14 +165,17 @@ class _Copier:
         if kept is not None:
             bar.advance(file.used_nbytes)
             return FileDigests(file.used_nbytes, kept)
-        digests = self._transfer(file, bar)
-        self._check_source(file, digests)
+        digests = self._copied_within(file, bar)
+        if digests is None:
+            digests = self._transfer(file, bar)
+            self._check_source(file, digests)
         # A map of what lay there before must not answer for what lies there now.
         self._folder.transport.close()
         for block_idx, block in enumerate(
             _blocks(self._folder.transport, self._folder.path(file.name), file, self._block_bytes)
         ):
             if digest(block) != digests[block_idx]:
+                self._blame_source(file, block_idx, digests[block_idx])
                 raise TransportError(
                     f"block {block_idx} of the copy is not what was sent",
                     where=self._folder.where(file.name),
@@ -202,6 +205,23 @@ class _Copier:
             bar.advance(len(block))
         return receipt.digests
 
+    def _copied_within(self, file: _File, bar: Progress) -> Sequence[str] | None:
+        """The digests that the copy must have, after the service has made it; None where this machine has to."""
+        to = self._folder.transport
+        if not isinstance(to, CopiesWithin) or self._source.size(file.name) != file.file_nbytes:
+            return None
+        if not to.copy_within(self._source, file.name, self._folder.path(file.name)):
+            return None
+        promised = self._promised.files.get(file.name) if self._promised else None
+        if promised is not None and promised.nbytes == file.used_nbytes:
+            bar.advance(file.used_nbytes)
+            return promised.digests
+        digests: list[str] = []
+        for block in _blocks(self._source, file.name, file, self._block_bytes):
+            digests.append(digest(block))
+            bar.advance(len(block))
+        return digests
+
     def _transfer(self, file: _File, bar: Progress) -> list[str]:
         digests: list[str] = []
         sink = self._folder.new_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
@@ -217,6 +237,18 @@ class _Copier:
             sink.abort()
             raise
         return digests
+
+    def _blame_source(self, file: _File, block_idx: int, promise: str) -> None:
+        """Raise if it is the source that is not what it should be."""
+        start = block_idx * self._block_bytes
+        end = min(start + self._block_bytes, file.used_nbytes)
+        block = self._source.get_ranges(file.name, starts=[start], ends=[end])[0]
+        if digest(memoryview(block)) != promise:
+            raise CorruptShardError(
+                f"block {block_idx} of the source is not what its digests.json says",
+                where=f"{self._source.url}/{file.name}",
+                remedy="Run `saev-store validate --deep` on the source; repair it first.",
+            )
 
     def _check_source(self, file: _File, digests: Sequence[str]) -> None:
         promised = self._promised.files.get(file.name) if self._promised else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from saev_store.transport._base import (
     FREE,
     Buffer,
+    CopiesWithin,
     Counters,
     Entry,
     Lists,
@@ -24,6 +25,7 @@ from saev_store.transport._base import (
 )
 from saev_store.transport._counting import CountingTransport
 from saev_store.transport._latency import LatencyTransport
+from saev_store.transport._limit import LimitTransport, Rate
 from saev_store.transport._local import MmapTransport, PreadTransport
 from saev_store.transport._memory import MemoryTransport
 from saev_store.transport._open import Engine, child, open_transport
@@ -32,17 +34,20 @@ from saev_store.transport._retry import RetryTransport
 __all__ = [
     "FREE",
     "Buffer",
+    "CopiesWithin",
     "Counters",
     "CountingTransport",
     "Engine",
     "Entry",
     "LatencyTransport",
+    "LimitTransport",
     "Lists",
     "MemoryTransport",
     "MmapTransport",
     "Moves",
     "Nests",
     "PreadTransport",
+    "Rate",
     "ReadCost",
     "ReadsInto",
     "ReadsRuns",

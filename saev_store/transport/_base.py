@@ -269,6 +269,18 @@ class Uploads(Protocol):
 
 
 @runtime_checkable
+class CopiesWithin(Protocol):
+    """Copies files inside its service, without a byte passing through this machine."""
+
+    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
+        """Make `path` a copy of another transport's file; False, and nothing done, where only this machine can.
+
+        That is the case where `source` is another service, or is opened with other options.
+        """
+        ...
+
+
+@runtime_checkable
 class Moves(Protocol):
     """Renames files atomically; object stores cannot, but there a large file appears only when it is complete anyway."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._base import Buffer, Counters, Entry, Upload, far_cost
+from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from saev_store.transport._fsspec import FsspecTransport
 
 #: Longer ranges are fetched in pieces of this size, side by side.
+#: S3 copies larger objects in parts only.
+_MOST_COPIED_AT_ONCE = 5 << 30
 _PIECE_BYTES = 8 << 20
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=_PIECE_BYTES)
 _BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -354,6 +356,36 @@ class ObstoreTransport:
             return self._forked().drop_uploads(path)
         uploader = self._uploader()
         return 0 if uploader is None else len(uploader.drop(below, self._uploads_key(below)))
+
+    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
+        """Let the service copy a file; False from another bucket unless s3fs is there, or with other options."""
+        if not isinstance(source, ObstoreTransport) or is_forked():
+            return False
+        ours, theirs, below = self._client, source._client, self._below(path)
+        if ours.place.kind != theirs.place.kind or ours.options.all != theirs.options.all or ours.place.kind == "http":
+            return False
+        size, from_below = source.size(source_path), source._below(source_path)
+        self._pins.forget(below)
+        if ours.place.bucket == theirs.place.bucket and size <= _MOST_COPIED_AT_ONCE:
+            import obstore
+
+            ours.tally.add("copy_within")
+            ours.call(
+                "copy",
+                self._where(below),
+                lambda: ours.slot(lambda: obstore.copy_async(ours.store, source._key(from_below), self._key(below))),
+                nbytes=size // 16,
+            )
+            return True
+        uploader = self._uploader()
+        if uploader is None:
+            return False
+        client = uploader.client
+        with client.errors("copy", below):
+            ours.tally.add("copy_within")
+            limit = client.deadline(size // 16)
+            client.fs().cp_file(source._uploads_key(from_below), self._uploads_key(below), **limit)
+        return True
 
     def _may_upload(self, path: str, *, new: bool) -> str:
         below = self._below(path)

@@ -9,6 +9,7 @@ from typing import Self, TypeVar, cast
 
 from saev_store.transport._base import (
     Buffer,
+    CopiesWithin,
     Counters,
     Entry,
     Lists,
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `Lists`, `Writes`, `Uploads`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
+    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `Lists`, `Writes`, `Uploads`, `CopiesWithin`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
     override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
@@ -173,6 +174,14 @@ class _Uploading(Wrapper):
         return self._around("drop_uploads", 0, lambda: inner.drop_uploads(path))
 
 
+class _Copying(Wrapper):
+    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
+        inner = cast("CopiesWithin", self._inner)
+        while isinstance(source, Wrapper):
+            source = source.inner
+        return self._around("copy_within", 0, lambda: inner.copy_within(source, source_path, path))
+
+
 class _Moving(Wrapper):
     def move(self, source: str, target: str) -> None:
         inner = cast("Moves", self._inner)
@@ -224,6 +233,7 @@ _ABILITIES: dict[type, type[Wrapper]] = {
     Nests: _Nesting,
     Writes: _Writing,
     Uploads: _Uploading,
+    CopiesWithin: _Copying,
     Moves: _Moving,
 }
 
