@@ -82,6 +82,18 @@ def test_what_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: py
         texts_to_documents(source, tmp_path / "other", ids)
 
 
+def test_texts_inside_json(tmp_path: Path) -> None:
+    source = open_source(DATA)
+    assert isinstance(source, EnergonDataset)
+    n = texts_to_documents(source, tmp_path / "a", ids, part="none,detail.json[caption]")
+    with IndexedDataset(tmp_path / "a") as documents:
+        assert [tokens.tolist() for tokens in documents] == [ids(f"c{i}") for i in range(n)]
+    for wrong in ("detail.json[i]", "detail.json[none]", "detail.json["):
+        with pytest.raises(DocumentError):
+            texts_to_documents(source, tmp_path / "b", ids, part=wrong)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}
+
+
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: object) -> tuple[int, str, str]:
         code = main([*map(str, arguments)])

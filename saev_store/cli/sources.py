@@ -104,7 +104,7 @@ def convert(
         str | None,
         typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for the bytes of their UTF-8."),
     ] = None,
-    part: Annotated[str, typer.Option(help="The part of a sample that holds its text.")] = "txt",
+    part: Annotated[str, typer.Option(help="The part of a sample that holds its text: txt, or json[caption].")] = "txt",
     split: Annotated[str, typer.Option(help="The samples of one split.")] = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of these names.")] = False,
     verify: Annotated[bool, typer.Option(help="Read everything back and compare it.")] = True,

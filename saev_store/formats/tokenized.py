@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
 from saev_store.formats._address import Url
 from saev_store.formats._source import check_count
 from saev_store.formats.mmididx.reader import IndexedDataset
@@ -49,10 +49,10 @@ def texts_to_documents(
         source: The samples.
         output_path: As in `IndexedDatasetBuilder`.
         tokenizer: Called once for each text, such as `tokenizers.Tokenizer.from_file(...).encode(text).ids`.
-        part: Name of the part that holds the text.
+        part: Name of the part that holds the text, or a path as in a field map: `"json[caption],txt"`.
         dtype: Type of a token in the new data set.
         end_token: Put this behind every document.
-        encoding: Of the text's bytes.
+        encoding: Of the text's bytes, where `part` is a name; texts inside JSON are UTF-8.
         overwrite: Replace a data set of that name.
         storage_options: What fsspec hands to the file system that is written to.
         engine: As in `open_transport`.
@@ -65,7 +65,7 @@ def texts_to_documents(
 
     Raises:
         SelectionError: a sample has no such part.
-        DocumentError: a text is not in `encoding`.
+        DocumentError: a text is not in `encoding`, or there is none at that path.
         ArgumentError: the tokenizer gave something that `dtype` does not hold. Nothing is published in all these cases.
         StoreExistsError: a file of that name is there, and `overwrite` is false.
         CorruptShardError: what was read back is not what was written.
@@ -99,8 +99,18 @@ def texts_to_documents(
 
 
 def _texts(source: EnergonDataset, part: str, encoding: str) -> Iterator[str]:
+    from saev_store.formats.energon.field_map import FieldPath, resolve
+
+    path = FieldPath.parse(part, where="part") if {"[", ","} & set(part) else None
     for batch in source.batches(_BATCH):
         for sample in batch:
+            if path is not None:
+                where = f"{source.url}/{sample.shard}/{sample.key}"
+                text = resolve(path, sample.parts, where=where, images="bytes")
+                if not isinstance(text, str):
+                    raise DocumentError(f"{part!r} is {brief(text)}, which is no text", where=where)
+                yield text
+                continue
             raw = sample[part]
             try:
                 yield raw.decode(encoding)
