@@ -27,7 +27,7 @@ from typing import Self
 from urllib.parse import quote, unquote, urlsplit
 
 import pytest
-from servers import Bucket, s3_endpoint
+from servers import Bucket, new_bucket, s3_endpoint
 
 
 def free_port() -> int:
@@ -340,7 +340,8 @@ def swift_endpoint() -> str:
     venv = os.environ.get("SAEV_STORE_SWIFT_VENV")
     if not venv:
         pytest.skip("SAEV_STORE_SWIFT_VENV names no environment with Swift; .ci/run makes one")
-    root = Path(tempfile.mkdtemp(prefix="saev-store-swift-"))
+    # In memory where there is some: it syncs every write, and waits for whoever else uses the disk.
+    root = Path(tempfile.mkdtemp(prefix="saev-store-swift-", dir=_in_memory()))
     environment = {"PATH": f"{venv}/bin:{os.environ['PATH']}", "SWIFT_CONFIG_DIR": str(root), "HOME": str(root)}
     (root / "node/d1").mkdir(parents=True)
     ports = {name: free_port() for name in ("object", "container", "account", "proxy")}
@@ -386,6 +387,17 @@ def swift_endpoint() -> str:
     return endpoint
 
 
+def _in_memory() -> str | None:
+    """A folder in memory whose files can have the attributes that Swift needs; None for the usual one."""
+    folder = "/dev/shm"
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            os.setxattr(probe.name, "user.swift.metadata", b"1")
+    except (OSError, AttributeError):
+        return None
+    return folder
+
+
 def _user() -> str:
     import getpass
 
@@ -400,14 +412,15 @@ def _wait_for(url: str) -> None:
     pytest.fail(f"{url} does not answer")
 
 
+def new_swift_bucket() -> Bucket:
+    """A fresh bucket on Swift."""
+    return new_bucket({"key": SWIFT_KEY, "secret": SWIFT_SECRET, "endpoint_url": swift_endpoint()})
+
+
 @pytest.fixture
 def swift_bucket() -> Bucket:
     """A fresh bucket on Swift."""
-    s3fs = pytest.importorskip("s3fs")
-    options = {"key": SWIFT_KEY, "secret": SWIFT_SECRET, "endpoint_url": swift_endpoint()}
-    name = f"lab-{uuid.uuid4().hex[:12]}"
-    s3fs.S3FileSystem(**options).mkdir(name)
-    return Bucket(f"s3://{name}", options)
+    return new_swift_bucket()
 
 
 # -- stand-ins for Google Cloud Storage --------------------------------------------------------------------------------
@@ -432,13 +445,18 @@ def gcs_xml_endpoint() -> str:
     return proxy.url
 
 
-@pytest.fixture
-def gcs_xml_bucket() -> Bucket:
+def new_gcs_xml_bucket() -> Bucket:
     """A fresh bucket for obstore's GCS store."""
     s3fs = pytest.importorskip("s3fs")
     name = f"lab-{uuid.uuid4().hex[:12]}"
     s3fs.S3FileSystem(key="k", secret="s", endpoint_url=s3_endpoint()).mkdir(name)
     return Bucket(f"gs://{name}", {"bearer_token": "x", "base_url": gcs_xml_endpoint()})
+
+
+@pytest.fixture
+def gcs_xml_bucket() -> Bucket:
+    """A fresh bucket for obstore's GCS store."""
+    return new_gcs_xml_bucket()
 
 
 @functools.cache
@@ -457,8 +475,7 @@ def gcs_json_endpoint() -> str:
     return server.url
 
 
-@pytest.fixture
-def gcs_json_bucket() -> Bucket:
+def new_gcs_json_bucket() -> Bucket:
     """A fresh bucket for gcsfs."""
     # Not imported here: the package has something to settle before gcsfs is.
     if find_spec("gcsfs") is None:
@@ -472,3 +489,9 @@ def gcs_json_bucket() -> Bucket:
     with urllib.request.urlopen(request, timeout=10):
         pass
     return Bucket(f"gs://{name}", {"token": "anon", "endpoint_url": endpoint, "project": "p"})
+
+
+@pytest.fixture
+def gcs_json_bucket() -> Bucket:
+    """A fresh bucket for gcsfs."""
+    return new_gcs_json_bucket()

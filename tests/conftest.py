@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Sizes are chosen so that the whole suite stays quick; `deadline=None` because the machine may be shared, and no test
@@ -18,3 +19,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 # A shell that runs a job in the background makes it ignore Ctrl-C, and its children inherit that. Tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--place", default="", help="folders on disk become folders of a bucket, see tests/places.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if place := request.config.getoption("--place"):
+        from places import take_place
+
+        take_place(place, tmp_path_factory.getbasetemp())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--place"):
+        from places import leave_out
+
+        leave_out(config, items)

@@ -27,12 +27,20 @@ def s3_endpoint() -> str:
     return f"http://{host}:{port}"
 
 
+def new_bucket(options: dict) -> Bucket:
+    """A fresh bucket of an S3 server."""
+    s3fs = pytest.importorskip("s3fs")
+    name = f"lab-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem(**options).mkdir(name)
+    return Bucket(f"s3://{name}", options)
+
+
+def new_moto_bucket() -> Bucket:
+    """A fresh bucket of the server in this process."""
+    return new_bucket({"key": "AKIDTESTKEY", "secret": "very-secret-key", "endpoint_url": s3_endpoint()})
+
+
 @pytest.fixture
 def s3_bucket():
     """A fresh bucket."""
-    s3fs = pytest.importorskip("s3fs")
-    options = {"key": "AKIDTESTKEY", "secret": "very-secret-key", "endpoint_url": s3_endpoint()}
-    name = f"lab-{uuid.uuid4().hex[:12]}"
-    files = s3fs.S3FileSystem(**options)
-    files.mkdir(name)
-    return Bucket(f"s3://{name}", options)
+    return new_moto_bucket()

@@ -1,0 +1,186 @@
+"""The suites of stores, writers, Zarr views and loaders over a bucket: `pytest --place swift+obstore tests/test_store.py …`.
+
+What a test does with a folder on disk it then does with a bucket: every transport of a local folder below pytest's temporary
+folder (or of a sample) becomes one of the bucket, files that a test puts or damages on disk are sent before the next
+operation, and what is written to the bucket is fetched to where the test looks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from cloud_servers import new_gcs_json_bucket, new_gcs_xml_bucket, new_swift_bucket
+from servers import Bucket, new_moto_bucket
+
+from saev_store.transport import Buffer, Entry, Sink, Transport, _open, open_transport
+from saev_store.transport._wrap import Wrapper
+
+PLACES = {
+    "moto+obstore": (new_moto_bucket, "obstore"),
+    "moto+fsspec": (new_moto_bucket, "fsspec"),
+    "swift+obstore": (new_swift_bucket, "obstore"),
+    "swift+fsspec": (new_swift_bucket, "fsspec"),
+    "gcs+obstore": (new_gcs_xml_bucket, "obstore"),
+    "gcs+fsspec": (new_gcs_json_bucket, "fsspec"),
+}
+SAMPLES = Path(__file__).parent / "data"
+
+#: What is about files of this machine, and why; all other tests of the suites have to pass.
+LOCAL_ONLY: dict[str, str] = {}
+
+#: What was last known to be the same here and there, by absolute path.
+_KNOWN: dict[str, tuple[int, int, int]] = {}
+#: What a test does to files behind the package's back goes another way than what the package does.
+_BACK: list[Transport] = []
+
+
+def _seen(path: str) -> tuple[int, int, int] | None:
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_ino, status.st_mtime_ns, status.st_size
+    return None
+
+
+class Placed(Wrapper):
+    """A folder of a bucket that stands for a local one."""
+
+    def __init__(self, inner: Transport, folder: str) -> None:
+        super().__init__(inner)
+        self._local = folder
+
+    def _arguments(self) -> tuple[object, ...]:
+        return (self._local,)
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def _send(self) -> None:
+        there: set[str] = set()
+        for folder, _, names in os.walk(self._local, followlinks=True):
+            for name in names:
+                path = f"{folder}/{name}"
+                if ".saev_store.tmp-" in name or (seen := _seen(path)) is None:
+                    continue
+                there.add(path)
+                if _KNOWN.get(path) != seen:
+                    _BACK[0].put(path.lstrip("/"), Path(path).read_bytes())
+                    _KNOWN[path] = seen
+        for path in [path for path in _KNOWN if path.startswith(f"{self._local}/") and path not in there]:
+            _BACK[0].delete(path.lstrip("/"))
+            del _KNOWN[path]
+
+    def _fetch(self, path: str) -> None:
+        local = f"{self._local}/{path}"
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        Path(local).write_bytes(self._inner.read(path))
+        _KNOWN[local] = _seen(local)
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        self._send()
+        return self._inner.read(path, max_bytes=max_bytes)
+
+    def size(self, path: str) -> int:
+        self._send()
+        return self._inner.size(path)
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        self._send()
+        return self._inner.get_ranges(path, starts=starts, ends=ends)
+
+    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+        self._send()
+        self._inner.readinto(path, start=start, buffers=buffers)
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        self._send()
+        return self._inner.list(path)
+
+    def at(self, path: str) -> Placed:
+        return Placed(self._inner.at(path), f"{self._local}/{path}" if path else self._local)
+
+    def put(self, path: str, data: Buffer) -> None:
+        self._send()
+        self._inner.put(path, data)
+        self._fetch(path)
+
+    def create(self, path: str, data: Buffer) -> None:
+        self._send()
+        self._inner.create(path, data)
+        self._fetch(path)
+
+    def delete(self, path: str) -> None:
+        self._send()
+        self._inner.delete(path)
+        local = f"{self._local}/{path}"
+        for folder, _, names in os.walk(local, topdown=False):
+            for name in names:
+                os.unlink(f"{folder}/{name}")
+                _KNOWN.pop(f"{folder}/{name}", None)
+            os.rmdir(folder)
+        if os.path.lexists(local):
+            os.unlink(local)
+        _KNOWN.pop(local, None)
+        folder = os.path.dirname(local)  # buckets have no empty folders
+        while folder != self._local and os.path.isdir(folder) and not os.listdir(folder):
+            os.rmdir(folder)
+            folder = os.path.dirname(folder)
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+        self._send()
+        inner = self._inner.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        return PlacedSink(inner, self, path)
+
+    def lock(self, path: str) -> contextlib.AbstractContextManager[object]:
+        return self._inner.lock(path)
+
+    @property
+    def pads(self) -> bool:
+        return self._inner.pads
+
+
+class PlacedSink:
+    """A sink whose file is fetched when it is committed."""
+
+    def __init__(self, inner: Sink, transport: Placed, path: str) -> None:
+        self._inner, self._transport, self._path = inner, transport, path
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def commit(self) -> None:
+        self._inner.commit()
+        self._transport._fetch(self._path)
+
+
+def take_place(name: str, temporary: Path) -> None:
+    """From now on local folders are folders of a bucket."""
+    make, engine = PLACES[name]
+    bucket: Bucket = make()
+    _BACK.append(open_transport(bucket.url, bucket.options, engine=engine))
+    roots = (f"{temporary}/", f"{SAMPLES}/")
+
+    def replaced(local: type) -> object:
+        def opened(path: str) -> object:
+            where = os.path.abspath(path)
+            if where.startswith(roots):  # the same path in the bucket, so that messages name it
+                return Placed(open_transport(bucket.url + where, bucket.options, engine=engine), where)
+            return local(path)
+
+        return opened
+
+    _open.MmapTransport = replaced(_open.MmapTransport)
+    _open.PreadTransport = replaced(_open.PreadTransport)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is about files of this machine."""
+    left = [item for item in items if item.nodeid.partition("[")[0].removeprefix("tests/") in LOCAL_ONLY]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
