@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,22 @@ class TestOlderReleases:
         idx.write_bytes(idx.read_bytes()[:-8])
         with pytest.raises(SaevStoreError, match="samples need"):
             EnergonDataset(folder)
+
+    @pytest.mark.parametrize("release", ["5.2.0", "6.0.1"])
+    def test_written_by_those_releases(self, release):
+        """What their own `prepare` made of a tar with a global PAX header."""
+        folder = DATA.parent / "energon_generations" / release
+        dataset = EnergonDataset(folder)
+        with tarfile.open(folder / "a.tar") as tar:
+            truth = {member.name: tar.extractfile(member).read() for member in tar}
+        found = {
+            f"{sample.key}.{part}": data for sample in dataset.rows(range(3)) for part, data in sample.parts.items()
+        }
+        assert found == truth
+        assert len(dataset.split("test")) == 3
+        assert dataset.validate(deep=True, progress=False).ok
+        if release != "5.2.0":
+            assert {name: dataset.file(name) for name in truth} == truth
 
     def test_7_0_may_have_a_key_twice(self, tmp_path):
         folder = Path(shutil.copytree(DATA / "old_7_0_0/dataset", tmp_path / "d"))
