@@ -140,6 +140,72 @@ def test_the_budget_is_kept(plain, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
+def most_hits(reads: list[str], capacity: int) -> int:
+    """Hits of the best cache there can be: all reads are known, and what is read last of all goes, or is not kept."""
+    kept: set[str] = set()
+    following: dict[str, list[int]] = {}
+    for at, name in reversed(list(enumerate(reads))):
+        following.setdefault(name, []).append(at)
+    hits = 0
+    for name in reads:
+        following[name].pop()
+        hits += name in kept
+        kept.add(name)
+        if len(kept) > capacity:
+            kept.remove(max(kept, key=lambda one: following[one][-1] if following[one] else len(reads)))
+    return hits
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_no_other_rule_has_more_hits(tmp_path, kind, share):
+    """Also when the folder is full of what another training read."""
+    plain = plain_store(tmp_path / "far", n=120, layers=(2, 5), tokens=7, per_shard=50, d_model=640)
+    extent, capacity = 7 * 640 * 4 + 16, int(120 * share)
+    reads: list[str] = []
+
+    class Noted(CachedTransport):
+        def readinto(self, path, *, start, buffers):
+            reads.append(f"{path} {start}")
+            super().readinto(path, start=start, buffers=buffers)
+
+    near = Noted(PreadTransport(plain.path), tmp_path / "cache", capacity * extent)
+    store = ShardStore.open(near)
+    more = {"window_blocks": 2, "n_partitions": 1, "examples_per_block": 1} if kind is ShuffledLoader else {}
+    for layer in (2, 5):
+        # One thread, and one block per read, so that what happened first is known.
+        loader = kind(
+            store.sel(layer=layer, tokens="content"), batch_size=7, n_threads=1, read_bytes=7 * 640 * 4, **more
+        )
+        reads.clear()
+        hits = near.hits
+        for _ in range(4):
+            acts(loader)
+            assert near.kept_bytes <= capacity * extent
+        assert len(reads) == 4 * 120
+        assert near.hits - hits == most_hits(reads, capacity) == 3 * capacity
+
+
+def test_several_processes_share_the_budget(plain, tmp_path):
+    """Each with a transport of its own, as ranks of one machine have."""
+    extent = 7 * 640 * 4 + 16
+    budget = 10 * extent
+    transports = [CachedTransport(PreadTransport(plain.path), tmp_path / "cache", budget, b"key") for _ in range(3)]
+    options = {"batch_size": 8, "n_partitions": 4, "examples_per_block": 1}
+    loaders = [
+        ShuffledLoader(ShardStore.open(near).sel(layer=5, tokens="content"), seed=seed, **options)
+        for seed, near in enumerate(transports)
+    ]
+    for _ in range(3):
+        for batches in zip(*loaders, strict=True):
+            del batches
+        on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
+        assert on_disk == transports[0].kept_bytes <= budget
+    assert sum(near.hits for near in transports) > 0
+    truth = np.sort(plain.acts[:, 1, 1:].reshape(-1, 640)[:, 0])
+    np.testing.assert_array_equal(np.sort(acts(loaders[0])[:, 0]), truth)
+
+
 def test_a_folder_that_cannot_be_used_is_said(plain, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArgumentError, match="cannot be used"):

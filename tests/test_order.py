@@ -85,6 +85,25 @@ def test_every_row_exactly_once(order: ShuffledOrder):
 
 
 @given(orders(), st.data())
+def test_blocks_are_found_by_what_they_hold(order: ShuffledOrder, data: st.DataObject):
+    """From a block to its examples and layer, and back; nothing else is in any block."""
+    blocks, space = order.blocks, order.blocks.space
+    numbers = np.arange(len(blocks), dtype=np.int64)
+    places = blocks.places(numbers)
+    layer = np.asarray(space.layer_idx, dtype=np.int64)[places.layer]
+    for within in range(blocks.examples_per_block):
+        there = within < places.n_examples
+        example = blocks.examples(places.first[there] + within)
+        np.testing.assert_array_equal(blocks.numbers_of(example, layer[there]), numbers[there])
+    held = {(int(e), int(la)) for e, la, _ in expected_rows(space)} if len(space) else set()
+    every = np.arange(space.layout.n_examples)
+    for one in range(space.layout.n_layers):
+        found = blocks.numbers_of(every, np.full_like(every, one))
+        if blocks.examples_per_block == 1:
+            assert {(int(e), one) for e in every[found >= 0]} == {pair for pair in held if pair[1] == one}
+
+
+@given(orders(), st.data())
 def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject):
     """Starting in the middle gives what going through from the beginning gives: a tick is a closed form."""
     part = order.partition(data.draw(st.integers(0, order.n_partitions - 1)))

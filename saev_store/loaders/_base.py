@@ -12,10 +12,12 @@ from types import TracebackType
 from typing import Self, TypedDict, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store.cost import Estimate, estimate, price_of
 from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
+from saev_store.layout import IntArray
 from saev_store.loaders._advice import Advice, advice_for
 from saev_store.loaders._batches import Dressing, Equipment
 from saev_store.loaders._explain import Explanation, Plan
@@ -26,7 +28,8 @@ from saev_store.loaders._reads import PlannedReads, Reads, Runs
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
 from saev_store.loaders._scale import norm_scale
 from saev_store.loaders._workers import n_cpus
-from saev_store.order import Batching
+from saev_store.loaders.cache import CachedTransport
+from saev_store.order import Batching, Blocks
 from saev_store.selected import Selection
 from saev_store.selection import Labels, RowSpace
 
@@ -218,6 +221,7 @@ class Loader(ABC):
             advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
             if advice is not None:
                 machinery.on_close = advice.close
+            self._tell_caches()
             reads = Reads(
                 self._rows._reader,
                 tally.reads,
@@ -244,6 +248,21 @@ class Loader(ABC):
 
     def _new_window(self, outputs: Outputs) -> WindowMemory:
         return HostWindow(outputs)
+
+    def _tell_caches(self) -> None:
+        """What will be read, for those who decide what to keep."""
+        layout, blocks = self._space.layout, Blocks(self._space)
+
+        def wanted(shard: IntArray, vector: IntArray) -> npt.NDArray[np.bool_]:
+            in_shard, within = np.divmod(vector, np.int64(layout.vectors_per_example))
+            example = shard * layout.examples_per_shard + in_shard
+            return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
+
+        transport: object = self._rows._reader.transport
+        while transport is not None:
+            if isinstance(transport, CachedTransport):
+                transport.expect(wanted, layout)
+            transport = getattr(transport, "inner", None)
 
     #: Output buffers in use besides those that are ready and the consumer's.
     _n_extra_buffers = 1

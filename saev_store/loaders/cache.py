@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import re
 import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from saev_store.errors import ArgumentError
+from saev_store.layout import IntArray, Layout
 from saev_store.transport import Buffer, Counters, ReadCost, ReadsInto, Transport
 
+#: Whether vectors will be read, given their shards and their numbers in these.
+Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
+
 _DIGEST_BYTES = 16
+_NAME = re.compile(r"acts(\d{6,})\.bin\.(\d+)-\d+")
+#: A file that is half written for so long belongs to nobody any more.
+_ABANDONED_S = 3600.0
 
 
 class CachedTransport:
     """Keeps every extent that was read, up to a number of bytes, and reads it from there the next time.
 
     An extent is one file, written under another name and then renamed, with its digest at the end: a torn or damaged file
-    is read anew, never handed out. Several processes may share a folder. What was kept first stays: an epoch reads
-    everything once, in an order that is new each time, so whatever would be thrown away is as likely to be next as what
-    would replace it.
+    is read anew, never handed out. Several processes may share a folder and its budget.
+
+    A loader tells what it reads. Where there is no more room, extents of anything else go. Of what it reads, what was kept
+    first stays: an epoch reads everything once, so the hits of an epoch are among what is kept when it begins, and no rule
+    can have more of them than there is room for.
 
     Args:
         inner: The remote store.
@@ -43,13 +57,43 @@ class CachedTransport:
         digest = hashlib.sha256(inner.url.encode() + b"\0" + key).hexdigest()[:16]
         self._folder = os.path.join(os.path.abspath(folder), digest)
         self._lock = threading.Lock()
+        self._unwanted: list[str] = []
         try:
             os.makedirs(self._folder, exist_ok=True)
-            with os.scandir(self._folder) as found:
-                self._kept_bytes = sum(item.stat().st_size for item in found)
+            self._ledger = Ledger(os.path.join(self._folder, ".bytes"))
+            self._ledger.set(sum(size for _, size in self._listed()))
         except OSError as error:
             raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
         self.hits = self.misses = 0
+
+    def _listed(self) -> list[tuple[str, int]]:
+        """(name, bytes) of every extent; what somebody left half written long ago is removed."""
+        listed: list[tuple[str, int]] = []
+        with os.scandir(self._folder) as found:
+            for item in found:
+                with contextlib.suppress(FileNotFoundError):  # somebody else has made room meanwhile
+                    status = item.stat()
+                    if item.name.endswith(".tmp") and time.time() - status.st_mtime > _ABANDONED_S:
+                        os.unlink(item.path)
+                    elif not item.name.startswith("."):
+                        listed.append((item.name, status.st_size))
+        return listed
+
+    def expect(self, wanted: Wanted, layout: Layout) -> None:
+        """Say which vectors will be read: extents of other ones make room where there is no more.
+
+        Args:
+            wanted: Whether vectors are, given the shards they lie in and their numbers there.
+            layout: Of the store.
+        """
+        places = [place for place in (_place(name) for name, _ in self._listed()) if place is not None]
+        shard = np.array([shard for _, shard, _ in places], dtype=np.int64)
+        first = np.array([start for *_, start in places], dtype=np.int64) // layout.vector_nbytes
+        inside = shard < layout.n_shards
+        stays = np.zeros(len(places), dtype=np.bool_)
+        stays[inside] = wanted(shard[inside], first[inside])
+        with self._lock:
+            self._unwanted = [name for (name, *_), stay in zip(places, stays.tolist(), strict=True) if not stay]
 
     @property
     def inner(self) -> Transport:
@@ -75,7 +119,7 @@ class CachedTransport:
     @property
     def kept_bytes(self) -> int:
         """Bytes in the folder."""
-        return self._kept_bytes
+        return self._ledger.get()
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file; never cached."""
@@ -143,11 +187,10 @@ class CachedTransport:
     def _keep(self, path: str, start: int, views: Sequence[memoryview]) -> None:
         """A cache that cannot be written to is no reason to stop training."""
         nbytes = sum(view.nbytes for view in views)
-        with self._lock:
-            if self._kept_bytes + nbytes + _DIGEST_BYTES > self._max_bytes:
-                return
-            self._kept_bytes += nbytes + _DIGEST_BYTES
         final = self._file(path, start, start + nbytes)
+        with contextlib.suppress(OSError):
+            if not self._made_room(os.path.basename(final), nbytes + _DIGEST_BYTES):
+                return
         temporary = f"{final}.{uuid.uuid4().hex}.tmp"
         digest = xxhash.xxh3_128()
         try:
@@ -160,3 +203,72 @@ class CachedTransport:
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+            with contextlib.suppress(OSError):
+                self._ledger.add(-nbytes - _DIGEST_BYTES, self._max_bytes)
+
+    def _made_room(self, name: str, nbytes: int) -> bool:
+        """Whether an extent may be kept; others, which nobody reads, have gone then."""
+        with self._lock:
+            self._remove(name)  # one that is there was damaged
+            while not self._ledger.add(nbytes, self._max_bytes):
+                if not self._unwanted:
+                    return False
+                self._remove(self._unwanted.pop())
+            return True
+
+    def _remove(self, name: str) -> None:
+        path = os.path.join(self._folder, name)
+        with contextlib.suppress(FileNotFoundError):  # not there, or another process was faster
+            size = os.path.getsize(path)
+            os.unlink(path)
+            self._ledger.add(-size, self._max_bytes)
+
+
+class Ledger:
+    """A number of bytes in a file, shared by all processes of a machine.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[int]:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # goes with the descriptor
+            yield fd
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _number(fd: int) -> int:
+        raw = os.pread(fd, 32, 0).strip()
+        return int(raw) if raw.isdigit() else 0
+
+    def get(self) -> int:
+        """The number."""
+        with self._open() as fd:
+            return self._number(fd)
+
+    def set(self, number: int) -> None:
+        """Another number."""
+        with self._open() as fd:
+            os.pwrite(fd, b"%-20d" % number, 0)
+
+    def add(self, nbytes: int, limit: int) -> bool:
+        """Add to the number, unless it would be above a limit then; taking away always works."""
+        with self._open() as fd:
+            number = max(self._number(fd) + nbytes, 0)
+            if nbytes > 0 and number > limit:
+                return False
+            os.pwrite(fd, b"%-20d" % number, 0)
+            return True
+
+
+def _place(name: str) -> tuple[str, int, int] | None:
+    """(name, shard, first byte) of an extent's file; None for any other file."""
+    found = _NAME.fullmatch(name)
+    return (name, int(found[1]), int(found[2])) if found else None

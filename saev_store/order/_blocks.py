@@ -112,6 +112,36 @@ class Blocks:
         first = group * self.examples_per_block
         return Places(first, np.minimum(self.examples_per_block, self.space.n_examples - first), layer)
 
+    def numbers_of(self, example: IntArray, layer_idx: IntArray) -> IntArray:
+        """The blocks that hold examples and layers, both by position on their axes; -1 where none does."""
+        layers = np.full(self.space.layout.n_layers, -1, dtype=np.int64)
+        layers[list(self.space.layer_idx)] = np.arange(self.n_layers)
+        layer, ordinal = layers[layer_idx], self._ordinals(example)
+        group = ordinal // self.examples_per_block
+        known = (layer >= 0) & (ordinal >= 0)
+        if self._groups is not None:
+            found = np.minimum(np.searchsorted(self._groups, group), max(len(self._groups) - 1, 0))
+            known &= self._groups[found] == group if len(self._groups) else False
+            group = found
+        return np.where(known, group * self.n_layers + layer, -1)
+
+    def _ordinals(self, example: IntArray) -> IntArray:
+        """Which of the chosen examples these are; the first one where it was chosen repeatedly; -1 if it was not."""
+        chosen = self.space.examples
+        if isinstance(chosen, Progression):
+            ordinal, rest = np.divmod(example - chosen.start, chosen.step or 1)
+            return np.where((rest == 0) & (ordinal >= 0) & (ordinal < chosen.count), ordinal, -1)
+        order, ascending = self._sorted_examples
+        found = np.minimum(np.searchsorted(ascending, example), max(len(order) - 1, 0))
+        return np.where(ascending[found] == example, order[found], -1) if len(order) else np.full_like(example, -1)
+
+    @cached_property
+    def _sorted_examples(self) -> tuple[IntArray, IntArray]:
+        """Chosen one by one: which of them, and the examples, by rising example."""
+        chosen = self.examples(np.arange(self.space.n_examples, dtype=np.int64))
+        order = np.argsort(chosen, kind="stable")
+        return order, chosen[order]
+
     def kept_cells(self, numbers: IntArray) -> IntArray | None:
         """The cell of every row: (blocks, cells), each line beginning with the kept cells in order; None if all are kept."""
         labels, kept = self.space.labels, self.space.kept
