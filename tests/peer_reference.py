@@ -18,14 +18,6 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore, new_metadata
-from saev_store.torch import (
-    IndexedConfig,
-    IndexedDataset,
-    OrderedConfig,
-    OrderedDataLoader,
-    ShuffledConfig,
-    ShuffledDataLoader,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +86,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: theirs")
     pytest.helpers = Helpers
     import saev  # the checkout's, for what is not `saev.data`
+
+    # Here, because this file is looked at for doctests where there is no torch.
+    from saev_store.torch import (
+        IndexedConfig,
+        IndexedDataset,
+        OrderedConfig,
+        OrderedDataLoader,
+        ShuffledConfig,
+        ShuffledDataLoader,
+    )
 
     data = types.ModuleType("saev.data")
     names = (

@@ -20,7 +20,7 @@ from saev_store.layout import Layout
 from saev_store.loaders import NO_LABEL, OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader
 from saev_store.loaders._memory import Outputs, allocate
-from saev_store.loaders.quality import shuffle_quality
+from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, ShuffledOrder
 from saev_store.reader import Reader
 from saev_store.selected import Selection
@@ -239,6 +239,21 @@ def test_class_sorted_data_is_mixed():
     assert 0.95 < quality.entropy_share < 1.05  # a window shares out more evenly than chance
 
 
+def test_the_entropy_of_a_batch():
+    rng = np.random.default_rng(0)
+    even = batch_entropy(np.repeat(np.arange(50), 3), 50)
+    assert (even.normalized, even.coverage) == (pytest.approx(1), 1)
+    one = batch_entropy([7] * 20, 50)
+    assert (one.nats, one.coverage) == (0, 0.02)
+    drawn = rng.integers(0, 50, 200)
+    share = np.array([np.mean(drawn == value) for value in range(50) if (drawn == value).any()])
+    assert batch_entropy(drawn, 50).nats == pytest.approx(-sum(part * np.log(part) for part in share.tolist()))
+    assert batch_entropy([0, 0], 1).normalized == 1
+    for bad in (([], 5), ([0], 0)):
+        with pytest.raises(ArgumentError, match="at least one"):
+            batch_entropy(*bad)
+
+
 def effective(values: np.ndarray) -> float:
     """Inverse Simpson index: how many equally frequent classes would be as mixed."""
     share = np.unique(values, return_counts=True)[1] / len(values)
@@ -268,7 +283,7 @@ class Synthetic:
 
 def test_ten_thousand_million_rows_cost_what_a_million_do():
     """Order, memory and start do not depend on the size of the data."""
-    peaks, spent = [], []
+    peaks, spent, n_requests = [], [], []
     for n_examples in (5_100, 51_000_000):
         layout = Layout(n_examples, (1, 2, 3), 196, True, 4, 3000)
         rows = Selection(Reader(Synthetic(), layout), row_space(layout, layer=2, tokens="content"))
@@ -283,6 +298,7 @@ def test_ten_thousand_million_rows_cost_what_a_million_do():
             example = batch["act"][:, 0].astype(int) * 3000 + vector // (3 * 197)
             np.testing.assert_array_equal(example, batch["example_idx"])
             np.testing.assert_array_equal(vector % 197 - 1, batch["token_idx"])
+        n_requests.append(loader.metrics().n_requests)
         loader.explain()
         loader.close()
         del iterator, batch
@@ -290,6 +306,7 @@ def test_ten_thousand_million_rows_cost_what_a_million_do():
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0] + 4e6
+    assert 0 < n_requests[1] < 1.2 * n_requests[0] + 20  # a window's worth, wherever it is
     assert spent[1] < 5 * spent[0] + 2  # not a judgement of speed: 10^10 of anything would be hours
 
 

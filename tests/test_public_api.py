@@ -20,6 +20,7 @@ PUBLIC = {
     ],
     "saev_store.loaders": [
         "Batch",
+        "BatchEntropy",
         "BatchIterator",
         "CachedTransport",
         "Explanation",
@@ -29,6 +30,7 @@ PUBLIC = {
         "OrderedLoader",
         "ShuffleQuality",
         "ShuffledLoader",
+        "batch_entropy",
         "shuffle_quality",
         "stage",
         "stage_in_background",

@@ -11,7 +11,7 @@ from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._run import Batch, BatchIterator
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.ordered import OrderedLoader
-from saev_store.loaders.quality import ShuffleQuality, shuffle_quality
+from saev_store.loaders.quality import BatchEntropy, ShuffleQuality, batch_entropy, shuffle_quality
 from saev_store.loaders.shuffled import ShuffledLoader
 from saev_store.loaders.staging import stage, stage_in_background
 from saev_store.order import Mixing
@@ -19,6 +19,7 @@ from saev_store.order import Mixing
 __all__ = [
     "NO_LABEL",
     "Batch",
+    "BatchEntropy",
     "BatchIterator",
     "CachedTransport",
     "Explanation",
@@ -27,6 +28,7 @@ __all__ = [
     "OrderedLoader",
     "ShuffleQuality",
     "ShuffledLoader",
+    "batch_entropy",
     "shuffle_quality",
     "stage",
     "stage_in_background",

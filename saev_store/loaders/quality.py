@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store.errors import ArgumentError
 from saev_store.order import Mixing
@@ -33,6 +35,42 @@ class ShuffleQuality:
     entropy_bits: float
     entropy_share: float
     expected: Mixing
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntropy:
+    """How evenly a batch is spread over examples, or over tokens.
+
+    Attributes:
+        nats: Entropy of the batch's distribution, natural logarithm.
+        normalized: That, as a share of the entropy of a uniform distribution over everything there is.
+        coverage: Different ones in the batch, as a share of everything there is.
+    """
+
+    nats: float
+    normalized: float
+    coverage: float
+
+
+def batch_entropy(indices: npt.ArrayLike, n: int) -> BatchEntropy:
+    """The entropy of one batch: of its `example_idx` with all examples, or of its `token_idx` with all content tokens.
+
+    Args:
+        indices: Of the rows of the batch, integers from 0 to `n - 1`.
+        n: How many there are.
+
+    Raises:
+        ArgumentError: the batch is empty, or `n` is below 1.
+
+    >>> batch_entropy([0, 0, 1, 1], n=4)
+    BatchEntropy(nats=0.6931471805599453, normalized=0.5, coverage=0.5)
+    """
+    found = np.asarray(indices).reshape(-1)
+    if not len(found) or n < 1:
+        raise ArgumentError(f"{len(found)} rows out of {n}: there must be at least one of each", where="indices, n")
+    distinct, _, bits = _measures(found)
+    nats = bits * math.log(2)
+    return BatchEntropy(nats, nats / math.log(n) if n > 1 else 1.0, distinct / n)
 
 
 def shuffle_quality(loader: ShuffledLoader, *, n_batches: int = 10) -> ShuffleQuality:
