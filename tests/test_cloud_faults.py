@@ -163,3 +163,24 @@ def test_nothing_is_left_open(s3_bucket):
             seen.append((threading.active_count(), proxy.open_now))
         assert seen[2][0] <= seen[0][0] + 2
         assert seen[2][1] <= 64
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("nbytes", [1000, 9 << 20], ids=["one request", "parts"])
+def test_a_commit_that_failed_is_tried_again_with_the_same_bytes(s3_bucket, engine, nbytes):
+    """Found by the campaign: the second attempt sent zeros."""
+    truth = np.random.default_rng(0).bytes(nbytes)
+    with through(s3_endpoint(), s3_bucket, engine, Kind(), 1) as (proxy, transport):
+        sink = transport.open_sink("acts.bin", used_nbytes=nbytes, file_nbytes=nbytes, resume=True)
+        sink.write(0, [memoryview(truth)])
+        proxy.faults[:] = [Fault(path="acts", lose_request=True, times=-1)]
+        with pytest.raises(SaevStoreError):
+            sink.commit()
+        proxy.faults.clear()
+        try:
+            sink.commit()
+        except SaevStoreError:  # it may also have given up
+            with pytest.raises(NotFoundError):
+                direct(s3_bucket).size("acts.bin")
+        else:
+            assert direct(s3_bucket).read("acts.bin") == truth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._base import Buffer, Counters, Entry, ReadCost, Transport, far_cost
@@ -92,9 +92,7 @@ class FsspecTransport:
         end = None if max_bytes is None else max_bytes + 1
         try:
             with self._client.errors("read", below), self._client.turn():
-                data = self._client.fs().cat_file(
-                    self._full(below), start=0, end=end, **self._client.deadline(end or 0)
-                )
+                data = cast("bytes", self._client.ask("cat_file", self._full(below), start=0, end=end, nbytes=end or 0))
         except DeadlineError:
             raise
         except TransportError:
@@ -113,7 +111,7 @@ class FsspecTransport:
         below = self._below(path)
         with self._client.errors("look at it", below):
             self._client.tally.add("size")
-            info = self._client.fs().info(self._full(below), **self._client.deadline())
+            info = cast("Mapping[str, object]", self._client.ask("info", self._full(below)))
         size = info.get("size")
         if info.get("type") == "directory":
             raise TransportError("this is a folder, but a file is needed", where=self._where(below))
@@ -169,7 +167,9 @@ class FsspecTransport:
                 found = [data for data, _ in answers]
                 versions = [version for _, version in answers]
             elif client.is_async:
-                found = fs.cat_ranges([full] * len(starts), starts, ends, on_error="raise", **client.deadline(nbytes))
+                paths = [full] * len(starts)
+                found = client.ask("cat_ranges", paths, starts, ends, on_error="raise", nbytes=nbytes)
+                found = cast("list[bytes]", found)
                 # Older releases of fsspec return errors as data whatever `on_error` says.
                 for part in found:
                     if isinstance(part, OSError):
@@ -203,7 +203,7 @@ class FsspecTransport:
             fs = self._client.fs()
             fs.invalidate_cache(full)
             self._client.tally.add("list")
-            found = fs.ls(full, detail=True, **self._client.deadline())
+            found = cast("list[Mapping[str, object]]", self._client.ask("ls", full, detail=True))
             if not found and path:
                 fs.info(full)  # archives of older releases list a folder that is not there as empty
         entries: dict[str, Entry] = {}
@@ -234,7 +234,7 @@ class FsspecTransport:
             self._make_parent(below)
             self._client.tally.add("put", written=len(data))
             self._pins.forget(below)
-            self._client.fs().pipe_file(self._full(below), bytes(data), **self._client.deadline(len(data)))
+            self._client.ask("pipe_file", self._full(below), bytes(data), nbytes=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken.
@@ -257,10 +257,10 @@ class FsspecTransport:
                 with contextlib.suppress(NotFoundError):
                     self.size(path)
                     raise StoreExistsError("somebody has created this already", where=self._where(below))
-                fs.pipe_file(full, bytes(data), **self._client.deadline(len(data)))
+                self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
                 return
             try:
-                fs.pipe_file(full, bytes(data), mode="create", **self._client.deadline(len(data)))
+                self._client.ask("pipe_file", full, bytes(data), mode="create", nbytes=len(data))
             except Exception as error:
                 if means_exists(error):
                     raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
@@ -274,7 +274,7 @@ class FsspecTransport:
             fs.invalidate_cache(self._full(below))
             self._client.tally.add("delete")
             self._pins.forget(below)
-            fs.rm(self._full(below), recursive=True, **self._client.deadline())
+            self._client.ask("rm", self._full(below), recursive=True)
 
     def open_sink(
         self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False
@@ -320,8 +320,8 @@ class FsspecTransport:
         with ours.errors("copy", below):
             ours.tally.add("copy_within")
             # As long as a minute for each GiB: services copy much faster, but answer only when they are done.
-            limit = ours.deadline(source.size(source_path) // 16)
-            ours.fs().cp_file(source._full(from_below), self._full(below), **limit)
+            nbytes = source.size(source_path) // 16
+            ours.ask("cp_file", source._full(from_below), self._full(below), nbytes=nbytes)
         return True
 
     def _sink(

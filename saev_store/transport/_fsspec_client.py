@@ -161,9 +161,23 @@ class Client:
         """Longest wait for an operation that moves that many bytes."""
         return self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
 
-    def deadline(self, nbytes: int = 0) -> dict[str, object]:
-        """The keyword that gives an operation its deadline: only asynchronous file systems can be given up on."""
-        return {"timeout": self.timeout(nbytes)} if self.is_async else {}
+    def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> object:
+        """What an operation of the file system gives, waited for no longer than is allowed for `nbytes`.
+
+        An asynchronous one that is late is cancelled: one that went on by itself could still change the object after
+        somebody else has written it. The others cannot be given up on.
+        """
+        fs = self.fs()
+        if not self.is_async:
+            return getattr(fs, operation)(*arguments, **options)
+        begin = getattr(fs, f"_{operation}")
+        future = self.submit(lambda: begin(*arguments, **options), nbytes=nbytes)
+        try:
+            # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
+            return future.result(self.timeout(nbytes) + 10)
+        finally:
+            if not future.done():
+                future.cancel()
 
     def submit(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> Future[T]:
         """Begin `work()` in the loop of an asynchronous file system; its errors are the library's own."""

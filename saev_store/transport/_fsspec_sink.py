@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
+from typing import cast
 
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.transport._checks import check_ranges, os_errors
@@ -68,9 +70,9 @@ class SpooledSink(FdSink):
             if not self._client.is_async:
                 fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
             self._client.tally.add("sink.write", written=self._file)
-            fs.put_file(f"/dev/fd/{fd}", self._full, **self._client.deadline(self._file))
+            self._client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file)
             fs.invalidate_cache(self._full)
-            size = fs.info(self._full, **self._client.deadline()).get("size")
+            size = cast("Mapping[str, object]", self._client.ask("info", self._full)).get("size")
         if size != self._file:
             raise TransportError(f"{size} bytes arrived of {self._file:,}", where=self._where, transient=True)
         self.abort()

@@ -383,8 +383,7 @@ class ObstoreTransport:
         client = uploader.client
         with client.errors("copy", below):
             ours.tally.add("copy_within")
-            limit = client.deadline(size // 16)
-            client.fs().cp_file(source._uploads_key(from_below), self._uploads_key(below), **limit)
+            client.ask("cp_file", source._uploads_key(from_below), self._uploads_key(below), nbytes=size // 16)
         return True
 
     def _may_upload(self, path: str, *, new: bool) -> str:

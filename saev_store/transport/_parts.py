@@ -213,10 +213,13 @@ class PartedSink:
             self._sent += self._part_bytes
 
     def _rest(self) -> list[bytearray]:
-        """The parts that are left when all is written, zeros up to the file's length included."""
+        """The parts that are left when all is written, zeros up to the file's length included.
+
+        They stay here as well: a `commit` that failed for a passing reason is tried again, and needs them again.
+        """
         rest: list[bytearray] = []
         for start in range(self._sent, max(self._file_nbytes, self._sent + 1), self._part_bytes):
             end = min(start + self._part_bytes, self._file_nbytes)
-            block = self._blocks.pop(start // self._part_bytes, bytearray())
+            block = self._blocks.get(start // self._part_bytes, bytearray())
             rest.append(block if len(block) == end - start else block + bytes(end - start - len(block)))
         return rest
