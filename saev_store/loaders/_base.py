@@ -40,9 +40,10 @@ _N_PLANNED = 64
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
-#: What one task reads: small enough to share the work, large enough for the medium.
+#: What one task reads: small enough to share the work, large enough for the medium, and for Python, which only one thread
+#: runs at a time.
 _TASK_BYTES = {
-    "memory": 1 << 20, "cached": 1 << 20, "flash": 2 << 20, "disk": 8 << 20, "parallel": 8 << 20, "remote": 8 << 20,
+    "memory": 4 << 20, "cached": 4 << 20, "flash": 2 << 20, "disk": 8 << 20, "parallel": 8 << 20, "remote": 8 << 20,
 }  # fmt: skip
 
 
