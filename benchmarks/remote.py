@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import resource
 import socket
 import statistics
@@ -159,7 +160,7 @@ def compare(endpoint: str, latency: str, nbytes: int, rounds: int) -> tuple[list
                 Line(f"{n} ranges of {size >> 20} MiB, {latency}", ours, theirs, "MB/s", against, goal, ours / theirs)
             )
         facts |= {f"CPU s/GB {name} {size >> 20} MiB {latency}": round(value[1], 2) for name, value in found.items()}
-    data = bytes(nbytes)
+    data = os.urandom(nbytes)  # zeros would be one page of memory, which nobody has to fetch
 
     def upload() -> None:
         sink = transport.open_sink("k", used_nbytes=nbytes, file_nbytes=nbytes, resume=True)

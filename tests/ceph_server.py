@@ -111,10 +111,18 @@ def ceph_endpoint() -> str:
         )
     run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap)
     start("ceph-mon", "-i", "a")
-    run("ceph", "osd", "create")
-    run("ceph-osd", "-i", "0", "--mkfs")
+    osd = str(uuid.uuid4())
+    run("ceph", "osd", "create", osd)
+    run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
     run("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=lab", "root=default", check=False)
     start("ceph-osd", "-i", "0")
+    for _ in range(60):
+        stat = subprocess.run(["ceph", "-c", str(config), "osd", "stat"], capture_output=True, text=True, check=False)
+        if "1 up" in stat.stdout:
+            break
+        time.sleep(1)
+    else:
+        pytest.fail((root / "osd.0.log").read_text()[-2000:])
     start("radosgw", "-n", "client.rgw")
     user = ("user", "create", "--uid=lab", "--display-name=lab", f"--access-key={KEY}", f"--secret-key={SECRET}")
     for _ in range(60):

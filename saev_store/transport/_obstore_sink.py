@@ -138,6 +138,8 @@ class StreamedSink(PartedSink):
 
         size = self._call("upload", finish, nbytes=self._file_nbytes)
         self._writer, self._open = None, False
+        for part in rest:
+            self._buffers.give_back(part)
         self._committed()
         client.tally.add("size")
         client.tally.add(

@@ -199,7 +199,7 @@ class PartedSink:
             size = min(self._part_bytes, self._used - number * self._part_bytes)
             block = self._blocks[number] = self._buffers.borrow(size)
         n_taken = min(len(memory), len(block) - at)
-        block[at : at + n_taken] = memory[:n_taken]
+        memoryview(block)[at : at + n_taken] = memory[:n_taken]  # a bytearray by itself would copy twice
         self._written.add(start, start + n_taken)
         self._send_complete()
         return n_taken
