@@ -132,8 +132,8 @@ def publish(
         if published_already(folder, metadata):
             remove_hidden(folder)
             raise _lost(folder) from None
-        if entered:
-            with contextlib.suppress(SaevStoreError):
+        with contextlib.suppress(SaevStoreError):
+            if entered and _is_ours(folder, attempt):  # not that of somebody who has taken over
                 folder.delete(PUBLISHER)
         raise
     if not folder.create(METADATA, metadata.to_bytes()):
@@ -172,13 +172,17 @@ def _enter(folder: Folder, attempt: str, *, takeover: bool) -> None:
     folder.put(PUBLISHER, document)
 
 
-def _check_still_ours(folder: Folder, attempt: str) -> None:
+def _is_ours(folder: Folder, attempt: str) -> bool:
     raw = folder.read_or_none(PUBLISHER)
     try:
         document = cast("dict[str, object]", json.loads(raw)) if raw is not None else {}
     except ValueError:
         document = {}
-    if document.get("attempt") != attempt:
+    return document.get("attempt") == attempt
+
+
+def _check_still_ours(folder: Folder, attempt: str) -> None:
+    if not _is_ours(folder, attempt):
         raise WriterConflictError(
             "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
         )
