@@ -24,6 +24,8 @@ from saev_store.errors import (
 )
 from saev_store.transport import Transport, open_transport
 from saev_store.writer import create_store, finalize_store
+from saev_store.writer._claim import Claim, read_claim
+from saev_store.writer._folder import Folder
 
 
 def write_part(transport: Transport, this: Case, rank: int, world: int, **options: object) -> tuple[int, int]:
@@ -115,6 +117,21 @@ def race(publishers: list[Transport], this: Case) -> list[object]:
     for thread in threads:
         thread.join()
     return results
+
+
+def test_a_store_that_is_published_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    this, disk = case(n=6, per_shard=2), Disk(posix=False)
+    for rank in range(2):
+        write_part(disk, this, rank, 2)
+
+    def slow_look(folder: Folder) -> Claim | None:
+        monkeypatch.undo()
+        assert finalize_store(disk, this.metadata)
+        return read_claim(folder)
+
+    monkeypatch.setattr("saev_store.writer._publish.read_claim", slow_look)
+    assert finalize_store(disk, this.metadata) is False
+    this.check(disk.content(this.name))
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket", "local"])

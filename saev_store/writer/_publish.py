@@ -80,6 +80,8 @@ def finalize_store(
         return False
     claim = read_claim(folder)
     if claim is None:
+        if published_already(folder, metadata):  # since the line above
+            return False
         raise IncompleteStoreError(
             "nothing has been written there by this package", where=folder.url, remedy="Create the store first."
         )
@@ -253,7 +255,8 @@ def _check_shards(
 
 def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
     nbytes = layout.n_examples * layout.content_tokens_per_example
-    sink = folder.new_sink(LABELS, used_nbytes=nbytes, file_nbytes=nbytes)
+    # Replaced in one step, never deleted first: a publisher that took over may have published with it meanwhile.
+    sink = folder.resumed_sink(LABELS, used_nbytes=nbytes, file_nbytes=nbytes)
     try:
         digester = BlockDigester(claim.options.block_bytes)
         for rows in _label_parts(folder, layout, receipts):
