@@ -110,7 +110,11 @@ def test_two_publishers_of_one_store(request, server, engine):
             with create_store(transport, this.metadata, part=(rank, 2), **OPTIONS) as writer:
                 writer.append(*this.rows(*writer.example_range))
         outcomes = together([partial(finalize_store, transport, this.metadata) for transport in transports])
-        double += check_outcomes(outcomes, atomic=server != "swift") - 1
+        if server == "swift" and True not in outcomes:  # each may see that the other has taken over
+            assert all(isinstance(outcome, TOLD) for outcome in outcomes), outcomes
+            finalize_store(transports[0], this.metadata, takeover=True)
+        else:
+            double += check_outcomes(outcomes, atomic=server != "swift") - 1
         check_store(bucket.url, bucket.options, engine, this)
     print(f"{server} through {engine}: {double} double winners")  # noqa: T201 (`.ci/long` shows it)
 

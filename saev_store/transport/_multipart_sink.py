@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
-from saev_store.errors import ArgumentError, DeadlineError, NotFoundError, SaevStoreError, TransportError
+from saev_store.errors import (
+    ArgumentError,
+    DeadlineError,
+    NotFoundError,
+    SaevStoreError,
+    TransportError,
+    WriterConflictError,
+)
 from saev_store.transport._fsspec_client import Client
 from saev_store.transport._parts import (
     PARTS_IN_FLIGHT,
@@ -200,6 +207,7 @@ class MultipartSink(PartedSink):
         Raises:
             ArgumentError: not all of `used_nbytes` were written.
             TransportError: the upload failed, nothing appears; or another length arrived.
+            WriterConflictError: what lies there now is another writer's.
         """
         self._written.check_complete(self._used, where=self._where)
         self._check_open()
@@ -209,12 +217,11 @@ class MultipartSink(PartedSink):
         size, token = self._client.run("look at it", self._path, lambda: self._service.look(self._key))
         self._open = False
         self._blocks.clear()
-        if size != self._file_nbytes or token != self._token:
-            raise TransportError(
-                f"{size} bytes arrived of {self._file_nbytes:,}"
-                if size != self._file_nbytes
-                else "another writer has uploaded this file meanwhile",
-                where=self._where,
+        if size != self._file_nbytes:
+            raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where)
+        if token != self._token:
+            raise WriterConflictError(
+                "another writer has uploaded this file meanwhile", where=self._where, remedy="Let only one writer live."
             )
 
     def _finish(self) -> None:
