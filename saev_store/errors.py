@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from types import GetSetDescriptorType
+from typing import TYPE_CHECKING, ClassVar, cast
 
 if TYPE_CHECKING:
     from saev_store.problems import Problem
@@ -82,6 +83,16 @@ class SaevStoreError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), dict(self.__dict__)))
+
+
+def _shown_context(error: SaevStoreError) -> BaseException | None:
+    return None if error.__suppress_context__ else cast("BaseException | None", _CONTEXT.__get__(error))
+
+
+# `raise … from None` hides a client's error because it may quote a request with its credentials. Tools that pickle an error
+# with all that hangs on it (dask's workers do) must not find it either.
+_CONTEXT = cast("GetSetDescriptorType", BaseException.__dict__["__context__"])
+setattr(SaevStoreError, "__context__", property(_shown_context, _CONTEXT.__set__))  # noqa: B010  # known to type checkers
 
 
 def _rebuild(cls: type[SaevStoreError], state: dict[str, object]) -> SaevStoreError:

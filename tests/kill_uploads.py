@@ -37,7 +37,6 @@ from saev_store.transport import _parts, child, open_transport
 from saev_store.writer import create_store
 
 BLOCK_BYTES = 16 << 10
-_parts.PART_BYTES = 4 * BLOCK_BYTES  # many parts, quick ones
 
 
 def make_case(seed: int) -> Case:
@@ -136,6 +135,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    _parts.PART_BYTES = 4 * BLOCK_BYTES  # many parts, quick ones
     options = {"key": args.key, "secret": args.secret, "endpoint_url": args.endpoint}
     url = f"s3://kill-{uuid.uuid4().hex[:12]}"
     wait(in_child(lambda: s3fs.S3FileSystem(**options).mkdir(url)), doing="making a bucket")

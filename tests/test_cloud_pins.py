@@ -175,3 +175,26 @@ def test_credentials_are_told_to_nobody(s3_bucket: Bucket, engine: str, fault: F
     seen += [caplog.text, *capfd.readouterr()]
     for secret in SECRETS[1:]:
         assert not [text for text in seen if secret in text]
+
+
+def test_what_an_error_hides_is_hidden_from_picklers_too():
+    """Tools that pickle an error with its context, as dask's workers do, find none where `raise … from None` hid it."""
+    with pytest.raises(SaevStoreError) as hidden:
+        try:
+            raise OSError("token=hush")
+        except OSError:
+            raise TransportError("could not read", where="x") from None
+    assert hidden.value.__context__ is None
+    with pytest.raises(SaevStoreError) as shown:
+        try:
+            raise OSError("plain")
+        except OSError as error:
+            raise TransportError("could not read", where="x") from error
+    assert isinstance(shown.value.__cause__, OSError)
+    try:
+        raise OSError("first")
+    except OSError as first:
+        try:
+            raise TransportError("while handling it")  # what is tested
+        except TransportError as second:
+            assert second.__context__ is first

@@ -62,6 +62,13 @@ def test_both_spellings_of_large_floats_are_known_names():
     assert content_hashes(document)["field-order"] == sha256(newer)
 
 
+def test_where_recipes_agree_the_first_one_is_named():
+    document = {"a": 1, "b": [2.5]}  # in order, ASCII, no large float: the same bytes by two recipes
+    hashes = content_hashes(document)
+    assert hashes["sorted-ascii"] == hashes["field-order"]
+    assert known_names(document) == {hashes["sorted-ascii"]: "sorted-ascii", hashes["field-order-8"]: "field-order-8"}
+
+
 def test_a_real_dataclass_hashes_the_same():
     import dataclasses
 

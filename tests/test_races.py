@@ -1,6 +1,7 @@
 """Writers that race for one store, and writers that are killed, on real servers and through both clients.
 
-`SAEV_STORE_LONG=1` makes the rounds many, and adds Ceph; `bash .ci/long` is the command for that.
+A few rounds run everywhere. `SAEV_STORE_RACES=1` races for a hundred stores on moto and kills fifty writers there: once in
+each `.ci/run`. `SAEV_STORE_LONG=1` makes it many more, and adds Ceph; `bash .ci/long` is the command for that.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ pytest.importorskip("obstore")
 pytest.importorskip("s3fs")
 
 LONG = bool(os.environ.get("SAEV_STORE_LONG"))
+#: Rounds of each race, and writers that are killed, through each client.
+QUICK_ROUNDS = {"moto": 25 if os.environ.get("SAEV_STORE_RACES") else 3, "swift": 5, "ceph": 0}
+QUICK_KILLS = {"moto": 25 if os.environ.get("SAEV_STORE_RACES") else 4, "swift": 5, "ceph": 0}
 #: What a loser is told.
 TOLD = (WriterConflictError, StoreExistsError, IncompleteStoreError)
 FIXTURES = {"moto": "s3_bucket", "swift": "swift_bucket", "ceph": "ceph_bucket"}
@@ -75,8 +79,8 @@ def write(transport, this):
     return True
 
 
-def rounds(server, quick):
-    return {"moto": 100, "swift": 30, "ceph": 100}[server] if LONG else quick
+def rounds(server):
+    return {"moto": 100, "swift": 30, "ceph": 100}[server] if LONG else QUICK_ROUNDS[server]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -84,7 +88,7 @@ def rounds(server, quick):
 def test_two_writers_of_one_store(request, server, engine):
     """Both write all of it and publish."""
     bucket, double = request.getfixturevalue(FIXTURES[server]), 0
-    for seed in range(rounds(server, {"moto": 25, "swift": 5}.get(server, 0))):
+    for seed in range(rounds(server)):
         this = case(n=3, per_shard=3, pad=False, seed=seed)
         transports = [open_transport(bucket.url, bucket.options, engine=engine) for _ in range(2)]
         outcomes = together([partial(write, transport, this) for transport in transports])
@@ -103,7 +107,7 @@ def test_two_writers_of_one_store(request, server, engine):
 def test_two_publishers_of_one_store(request, server, engine):
     """Two parts are written; two processes finalize at the same time."""
     bucket, double = request.getfixturevalue(FIXTURES[server]), 0
-    for seed in range(rounds(server, {"moto": 25, "swift": 5}.get(server, 0))):
+    for seed in range(rounds(server)):
         this = case(n=4, per_shard=2, pad=False, seed=1000 + seed)
         transports = [open_transport(bucket.url, bucket.options, engine=engine) for _ in range(2)]
         for rank, transport in enumerate(transports):
@@ -119,15 +123,12 @@ def test_two_publishers_of_one_store(request, server, engine):
     print(f"{server} through {engine}: {double} double winners")  # noqa: T201 (`.ci/long` shows it)
 
 
-KILLS = {("moto", "obstore"): 30, ("moto", "fsspec"): 20, ("swift", "obstore"): 5, ("swift", "fsspec"): 5}
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("server", FIXTURES)
 def test_writers_that_are_killed(request, server, engine):
     """SIGKILL at random instants: bit-identical in the end, never half published, and no upload left over."""
     options = request.getfixturevalue(FIXTURES[server]).options
-    n_kills = 50 if LONG else KILLS[server, engine]
+    n_kills = 50 if LONG else QUICK_KILLS[server]
     seed = int(np.random.SeedSequence().entropy % 1000) if LONG else 0
     found = subprocess.run(
         [sys.executable, Path(__file__).with_name("kill_uploads.py"), options["endpoint_url"], options["key"],

@@ -53,13 +53,16 @@ def known_names(document: Mapping[str, object]) -> dict[str, Recipe]:
     Raises:
         ArgumentError: something in it has no JSON form.
 
-    >>> sorted(len(name) for name in known_names({"protocol": "2.1", "scale": 1e16}))
+    >>> sorted(len(name) for name in known_names({"scale": 1e16, "protocol": "2.1"}))
     [8, 8, 64, 64, 64]
     """
-    names: dict[str, Recipe] = {name: recipe for recipe, name in content_hashes(document).items()}
+    hashes = content_hashes(document)
+    # Where recipes agree, the first one is named.
+    names: dict[str, Recipe] = {hashes[recipe]: recipe for recipe in reversed(RECIPES)}
     _, field_form = _forms(document)
     older = hashlib.sha256(_STRING_OR_EXPONENT.sub(_without_plus, field_form)).hexdigest()
-    names[older], names[older[:8]] = "field-order", "field-order-8"
+    names.setdefault(older, "field-order")
+    names.setdefault(older[:8], "field-order-8")
     return names
 
 

@@ -218,9 +218,13 @@ class Client:
         except SaevStoreError:
             raise
         except Exception as error:
+            # A traceback shows the cause as well, and tools that pickle errors take all that hangs on it: one that tells a
+            # secret anywhere is left out; so is one that hangs on a thousand frames (s3fs, sent in circles by a server).
             text = str(error)
-            # A traceback shows the cause as well, so one that tells a secret is left out.
-            cause = error if self.redact(text) == text[:400] else None
+            hangs_on_it = "".join(f"{link!s} {link.args!r} {vars(link)!r}" for link in _chain(error))
+            is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
+            is_harmless &= not isinstance(error, RecursionError)
+            cause = error if is_harmless else None
             raise self._translate(
                 error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url
             ) from cause
@@ -252,6 +256,17 @@ class Client:
             status is None or status >= 500 or status in {408, 429}
         )
         return TransportError(message, where=where, transient=transient)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and all that it came from."""
+    found, todo = list[BaseException](), [error]
+    while todo:
+        link = todo.pop()
+        if not any(link is known for known in found):
+            found.append(link)
+            todo += [other for other in (link.__cause__, link.__context__) if other is not None]
+    return found
 
 
 def means_exists(error: Exception) -> bool:
