@@ -121,8 +121,10 @@ def building_indices(sizes: np.ndarray, rounds: int) -> list[Line]:
             state = np.random.RandomState(1234)
             before = ((epochs - 1) * total - 1) // seq
             separate = epochs > 1 and num - before < int(0.8 * ((total - 1) // seq))
-            docs = _build_document_index(np.arange(n, dtype=np.int32), epochs, state, separate)
-            found = helpers.build_sample_idx(sizes, docs, seq, epochs, total)
+            docs = np.arange(n, dtype=np.int32)
+            per_epoch = int(np.sum(sizes[docs]))  # as GPTDataset does, and as `build_indices` has to
+            docs = _build_document_index(docs, epochs, state, separate)
+            found = helpers.build_sample_idx(sizes, docs, seq, epochs, per_epoch)
             rows = found.shape[0] - 1
             _build_shuffle_index(before if separate else rows, rows, state)
 
