@@ -22,6 +22,7 @@ FILE = np.random.default_rng(5).integers(0, 256, 100_000, dtype=np.uint8).tobyte
 def spread(tmp_path, monkeypatch):
     """A file below a transport that shares out parts of 1,000 bytes among five threads, wherever the tests run."""
     monkeypatch.setattr(_spread, "PART_BYTES", 1000)
+    monkeypatch.setattr(_spread, "WORTH_BYTES", 1000)
     monkeypatch.setattr(_threads, "n_cores", lambda: 5)
     (tmp_path / "acts000000.bin").write_bytes(FILE)
     transport = MmapTransport(tmp_path)

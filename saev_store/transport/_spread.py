@@ -19,8 +19,10 @@ from saev_store.transport._checks import too_short
 Run: TypeAlias = tuple[int, list[memoryview]]
 
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
-#: What one thread reads at a time; less is not worth a thread.
-PART_BYTES = 4 << 20
+#: What a read must have for each thread.
+WORTH_BYTES = 3 << 20
+#: What one thread reads at a time: less than its whole share, so that a thread without a core holds up the others little.
+PART_BYTES = 2 << 20
 #: Linux: read what is in memory, and come back with less rather than wait for a disk.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
@@ -29,8 +31,10 @@ class SpreadReader:
     """Fills memory from files with several threads; shared by all threads that read through one transport."""
 
     def __init__(self) -> None:
-        #: Whether the last read had to wait for a disk: then the next one asks in one thread what is in memory.
-        self._waited = False
+        # Asking in vain costs a cold scan some percent, so the more reads had to wait for the disk in a row, the more go
+        # there unasked, up to 16. The counts are hints: threads may miss each other's.
+        self._n_waited = 0
+        self._n_unasked = 0
 
     def fill(self, fd: int, runs: Sequence[Run], *, nbytes: int, where: str, end: int) -> None:
         """Fill memory from a file.
@@ -46,15 +50,19 @@ class SpreadReader:
             OSError: the system cannot read.
             CorruptShardError: the file ends before `end`.
         """
-        n = n_threads(nbytes, part_bytes=PART_BYTES)
+        n = n_threads(nbytes, part_bytes=WORTH_BYTES)
         if n < 2:
             left = list(runs)
-        elif self._waited:
-            left = _read_cached(fd, runs, where=where, end=end)
-            self._waited = bool(left)
+        elif self._n_unasked > 0:
+            self._n_unasked -= 1
+            left = list(runs)
         else:
-            left = _share_out(fd, runs, n, where=where, end=end)
-            self._waited = bool(left)
+            if self._n_waited:
+                left = _read_cached(fd, runs, where=where, end=end)
+            else:
+                left = _share_out(fd, runs, n, where=where, end=end)
+            self._n_waited = self._n_waited + 1 if left else 0
+            self._n_unasked = 1 << min(self._n_waited, 4) if left else 0
         for at, views in left:
             preadv_all(fd, views, at, where=where, end=end)
 

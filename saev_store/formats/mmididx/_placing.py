@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._threads import n_threads, share
+
 #: Documents that are looked at together: what is in between stays in the processor's cache.
-PIECE = 1 << 15
+PIECE = 1 << 16
+#: Documents whose lengths are fetched together, in parts by several threads: most of the time goes into these fetches from
+#: all over memory.
+_BLOCK = 1 << 21
+_PART = 1 << 17
+_PART_BYTES = 1 << 20
 _MAX_I32 = 2**31 - 1
 _Int = npt.NDArray[np.signedinteger]
 
@@ -35,12 +44,13 @@ def place_samples(
     """
     # Within a piece, 32 bits suffice as a rule.
     dtype = np.dtype(np.int32 if longest * PIECE <= _MAX_I32 - step else np.int64)
-    at, before, extra = 0, 0, int(extra_token)
+    at, before, extra, block = 0, 0, int(extra_token), lengths[:0]
     for start in range(0, len(entries), PIECE):
         if at == len(found):
             break
-        # In range already, so nothing is clipped: this mode is only several times as fast.
-        sizes = lengths.take(entries[start : start + PIECE], mode="clip").astype(dtype, copy=False)
+        if start % _BLOCK == 0:
+            block = _fetched(lengths, entries[start : start + _BLOCK])
+        sizes = block[start % _BLOCK :][:PIECE].astype(dtype, copy=False)
         # Where documents end, counted so that whole steps are the tokens that are looked for: a division tells how many
         # of them come before each end, and costs less than a search for each of them.
         shift = step - (at * step - before) - extra
@@ -67,3 +77,15 @@ def place_samples(
         at += n
     found[0] = 0
     return max(at, 1)
+
+
+def _fetched(lengths: npt.NDArray[np.integer], entries: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    """The lengths of some documents, whose numbers are known to be in range."""
+    found = np.empty(len(entries), lengths.dtype)
+
+    def fetch(start: int) -> None:
+        # In range already, so nothing is clipped: this mode is only several times as fast.
+        lengths.take(entries[start : start + _PART], out=found[start : start + _PART], mode="clip")
+
+    share(fetch, deque(range(0, len(entries), _PART)), n_threads(found.nbytes, part_bytes=_PART_BYTES))
+    return found
