@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from waiting import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -20,9 +22,9 @@ def serving(*arguments: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     try:
         url = process.stdout.readline().strip()
         if not url:
-            raise RuntimeError(process.communicate(timeout=30)[1])
+            raise RuntimeError(process.communicate(timeout=HANG_S)[1])
         yield url, process
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG_S)

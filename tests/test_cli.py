@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
+from waiting import HANG_S
 
 from saev_store import ShardStore, __version__
 from saev_store.cli import main
@@ -29,7 +30,7 @@ COMMANDS = ("info", "ls", "head", "validate", "copy", "convert", "prepare", "exp
 def shell(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "saev_store", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False, **options)
 
 
 @pytest.fixture
@@ -369,7 +370,9 @@ def test_a_closed_pipe_is_quiet(store):
     script = f'"{sys.executable}" -m saev_store head "{store.path}" -n 28 --json | head -n 1; echo "${{PIPESTATUS[0]}}"'
     slow_reader = f'"{sys.executable}" -m saev_store head "{store.path}" --json | true; echo "${{PIPESTATUS[0]}}"'
     for text in (script, slow_reader):
-        result = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+        result = subprocess.run(
+            ["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S
+        )
         assert result.stderr == ""
         assert result.stdout.splitlines()[-1] in {"0", "141"}
     assert result.stdout == "141\n"
@@ -392,7 +395,7 @@ def test_interrupt(tmp_path):
             assert process.stdout.readline() == "hangs\n"
             started = time.monotonic()
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
     assert process.returncode == 130

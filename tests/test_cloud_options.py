@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from waiting import HANG_S
 
 from saev_store.transport import open_transport
 from saev_store.transport._fsspec_options import tuned
@@ -55,7 +56,7 @@ def test_only_what_cannot_be_a_secret_travels(options, travels):
     assert "hush-hush" not in repr(Options(options))
     assert pickle.loads(data).all == options  # in this process
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).all)"
-    done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=HANG_S, check=False)
     assert (done.returncode == 0) == travels
     if not travels:
         assert b"AccessError" in done.stderr

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dense_stores import PlainStore, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import ForkError
@@ -61,8 +62,8 @@ def test_other_processes(store: ShardStore, plain: PlainStore, engine: str, how:
         queue = multiprocessing.get_context(how).Queue()
         process = multiprocessing.get_context(how).Process(target=tell, args=(store, queue))
         process.start()
-        found = queue.get(timeout=90)
-        process.join(30)
+        found = queue.get(timeout=HANG_S)
+        process.join(HANG_S)
     assert process.exitcode == 0
     assert found == plain.dense.tobytes() or (how == "fork" and engine == "obstore" and found == "ForkError")
     assert store[...].tobytes() == plain.dense.tobytes()  # and the parent goes on
@@ -118,7 +119,7 @@ def test_torch_workers(store: ShardStore, plain: PlainStore, engine: str, how: s
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         loader = torch.utils.data.DataLoader(
-            Examples(store), batch_size=None, num_workers=2, multiprocessing_context=how, timeout=90
+            Examples(store), batch_size=None, num_workers=2, multiprocessing_context=how, timeout=HANG_S
         )
         found = np.stack([example.numpy() for example in loader])
     assert found.tobytes() == plain.dense.tobytes()

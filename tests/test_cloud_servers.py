@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cloud_servers import gcs_json_bucket, gcs_xml_bucket, swift_bucket  # noqa: F401 (fixtures)
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import NotFoundError, SaevStoreError, StoreExistsError
@@ -172,7 +173,7 @@ def test_publishers_that_race_have_one_winner(s3_bucket, engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert outcomes.count(True) == 1
     assert set(outcomes) <= {True, False, "WriterConflictError"}
     assert np.array_equal(reopen(place, metadata)[...], truth_of(metadata))

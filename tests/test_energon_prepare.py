@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from energon_tars import FORMATS, odd_files, sample_files, tar_bytes, write_dataset
 from servers import s3_bucket  # noqa: F401 - a fixture
+from waiting import HANG_S
 
 from saev_store.errors import (
     ArgumentError,
@@ -212,7 +213,7 @@ class TestResuming:
                 time.sleep(0.005)
             os.kill(process.pid, how) if how == signal.SIGKILL else os.killpg(process.pid, how)
             # Workers have our pipe too: it ends when the last of them does.
-            said = process.communicate(timeout=60)[1].decode()
+            said = process.communicate(timeout=HANG_S)[1].decode()
         assert "_worker.py" not in said
         assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
         assert 0 < len(list(receipts.glob("[!.]*"))) < 33

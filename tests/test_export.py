@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from dense_stores import PlainStore, plain_store
 from servers import s3_bucket  # noqa: F401  # a fixture
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.cli import main
@@ -83,7 +84,7 @@ def test_the_reader_really_cannot_import_the_package(tmp_path: Path):
     code = f"import runpy; runpy.run_path({str(Path(__file__).with_name('export_reader.py'))!r}); import saev_store"
     root = Path(__file__).resolve().parent.parent
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert "saev_store is blocked" in ran.stderr
 

@@ -10,6 +10,7 @@ import pytest
 from cloud_servers import gcs_json_bucket, gcs_xml_bucket  # noqa: F401 (fixtures)
 from gcs_model import Answer, GcsModel, GcsModelTransport
 from kill_harness_oracle import case
+from waiting import HANG_S
 
 from saev_store.errors import (
     IncompleteStoreError,
@@ -79,7 +80,7 @@ class Turns:
             if me not in self._alive:
                 return
             self._next()
-            assert self._changed.wait_for(lambda: self._turn == me, timeout=30)
+            assert self._changed.wait_for(lambda: self._turn == me, timeout=HANG_S)
 
     def _next(self) -> None:
         self._turn = self._random.choice(sorted(self._alive)) if self._alive else None
@@ -106,7 +107,7 @@ class Turns:
             thread.start()
         ready.wait()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_S)
         assert not any(thread.is_alive() for thread in threads)
         return outcomes
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "tests/data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 
@@ -19,7 +21,7 @@ def loaded_by(code: str) -> set[str]:
     """Top-level names in `sys.modules` of a fresh interpreter after `code`."""
     script = f"{code}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S
     )
     return set(result.stdout.split())
 

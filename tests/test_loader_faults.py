@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from range_server import serving
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import (
@@ -184,7 +185,7 @@ def test_a_read_that_hangs_is_a_time_out(plain, kind):
     finally:
         transport.release.set()
     for thread in strays:
-        thread.join(20)
+        thread.join(HANG_S)
     assert our_threads() == []
     check_layer(plain, batches)
 
@@ -305,7 +306,7 @@ def test_ctrl_c_ends_within_a_second(plain, tmp_path):
         time.sleep(0.4)
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=HANG_S)
         assert b"KeyboardInterrupt" in errors
         assert process.returncode != 0
         assert time.monotonic() - began < 15  # a busy machine; a read that hangs does so for a minute
@@ -353,7 +354,7 @@ def test_loaders_work_in_children(plain, method):
     child.start()
     assert ours.poll(60)
     assert ours.recv() == n
-    child.join(20)
+    child.join(HANG_S)
     assert child.exitcode == 0
 
 

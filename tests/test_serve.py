@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from dense_stores import plain_store
 from served import serving
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.cli import main
@@ -50,7 +51,7 @@ def url(folder):
 class Answer:
     def __init__(self, url: str, path: str, method: str = "GET", **headers: str):
         parts = urlsplit(url)
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=HANG_S)
         connection.request(
             method, f"/{path}", headers={name.replace("_", "-"): value for name, value in headers.items()}
         )
@@ -317,7 +318,7 @@ def test_ctrl_c_ends_it_cleanly(folder):
         parts = urlsplit(address)
         kept_alive = socket.create_connection((parts.hostname, parts.port))
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=HANG_S)
         kept_alive.close()
     assert (process.returncode, out, err) == (0, "", "")
 

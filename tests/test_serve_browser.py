@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from dense_stores import plain_store
 from served import serving
+from waiting import HANG_S
 
 from saev_store.layout import Layout
 from saev_store.zarr._open import _CAN_READ_SHARDS
@@ -112,7 +113,7 @@ def test_zarrita_in_a_browser(tmp_path: Path):
                     stdout=output, stderr=output, start_new_session=True,
                 )  # fmt: skip
                 try:
-                    result = found.get(timeout=90)
+                    result = found.get(timeout=HANG_S)
                 except queue.Empty:
                     pytest.fail(f"the page said nothing:\n{log.read_text(errors='replace')[-3000:]}")
                 finally:

@@ -17,6 +17,7 @@ from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
 from test_indexing import component
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import (
@@ -353,7 +354,7 @@ def test_stores_work_in_other_processes(engine: str, method: str, tmp_path: Path
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of fork beside threads; that is the point
         process = context.Process(target=_answer, args=(store, queue), daemon=True)
         process.start()
-    process.join(60)
+    process.join(HANG_S)
     assert process.exitcode == 0
     one, two = queue.get()
     assert one == plain.dense[4, 1].tobytes()

@@ -19,6 +19,7 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from waiting import HANG_S
 
 from saev_store.errors import (
     AccessError,
@@ -388,13 +389,13 @@ def read_part(transport):
 
 
 def in_process(method, transport):
-    """The answer of another process, or a failure after 60 seconds, never a hang."""
+    """The answer of another process, or a failure, never a hang."""
     context = multiprocessing.get_context(method)
     answers = context.SimpleQueue()
     process = context.Process(target=answer, args=(transport, answers))
     process.start()
     try:
-        process.join(60)
+        process.join(HANG_S)
         assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
         return answers.get()
     finally:
@@ -435,7 +436,7 @@ def test_s3_in_a_child_that_forks_in_the_middle_of_reads(s3_bucket):
     finally:
         stop.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_S)
     assert found == {b"34560"}
 
 
@@ -462,7 +463,7 @@ def in_process_read(method, transport):
     process = context.Process(target=answer_whole, args=(transport, answers))
     process.start()
     try:
-        process.join(60)
+        process.join(HANG_S)
         assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
         return answers.get()
     finally:

@@ -19,6 +19,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from saev_store.errors import (
     AccessError,
@@ -703,7 +704,7 @@ def test_a_killed_writer_leaves_what_it_has_synced(tmp_path):
         assert sink.sync() == 5
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=HANG_S, check=False)
     assert done.returncode == -signal.SIGKILL
     sink = open_transport(tmp_path).open_sink("a.bin", used_nbytes=10, file_nbytes=20, resume=True)
     assert sink.read_back(0, 10) == b"01234" + bytes(5)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from test_transport_contract import RangeHandler, fill_folder
+from waiting import HANG_S
 
 from saev_store.errors import (
     AccessError,
@@ -356,13 +357,13 @@ def answer(transport, answers):
 
 
 def in_process(method, transport):
-    """The answer of another process, or a failure after 30 seconds, never a hang."""
+    """The answer of another process, or a failure, never a hang."""
     context = multiprocessing.get_context(method)
     answers = context.SimpleQueue()
     process = context.Process(target=answer, args=(transport, answers))
     process.start()
     try:
-        process.join(30)
+        process.join(HANG_S)
         assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
         return answers.get()
     finally:
@@ -405,7 +406,7 @@ def test_a_pickle_holds_no_credentials(s3_bucket):
         "import pickle, sys\nfrom saev_store.errors import AccessError\n"
         "try:\n    pickle.load(sys.stdin.buffer)\nexcept AccessError as error:\n    print(error)"
     )
-    told = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=60, check=True)
+    told = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=HANG_S, check=True)
     assert b"credentials do not travel in a pickle" in told.stdout
 
 

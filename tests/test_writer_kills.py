@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kill_harness_oracle import case
+from waiting import HANG_S
 
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
@@ -68,7 +69,7 @@ def test_ctrl_c_ends_quickly_and_loses_little(tmp_path: Path) -> None:
         assert run.stdout.readline() == "going\n"
         time.sleep(0.05)
         run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=HANG_S)
     assert run.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in errors
     with (

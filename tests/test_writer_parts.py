@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
+from waiting import HANG_S
 
 from saev_store.errors import (
     ArgumentError,
@@ -175,7 +176,7 @@ def test_of_racing_processes_one_wins(tmp_path: Path) -> None:
     racers = [context.Process(target=_publish, args=(str(tmp_path), 3, barrier, results)) for _ in range(3)]
     for racer in racers:
         racer.start()
-    found = [results.get(timeout=60) for _ in racers]
+    found = [results.get(timeout=HANG_S) for _ in racers]
     for racer in racers:
         racer.join()
     assert found.count(True) == 1, found

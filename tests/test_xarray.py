@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dense_stores import PlainStore, plain_store
+from waiting import HANG_S
 
 from saev_store import SaevStoreWarning, ShardStore
 from saev_store.errors import ArgumentError, CorruptShardError, LayerNotFoundError, NotFoundError
@@ -228,5 +229,5 @@ def test_what_is_not_installed_is_named(missing: str, call: str, folder: Path):
         "except MissingDependencyError as error: print(error)"
     )
     command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == f"as_{missing}: {missing} is not installed. pip install 'saev_store[xarray]'\n"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zarr
 from dense_stores import PlainStore, plain_store
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.layout import Layout
@@ -75,7 +76,7 @@ for array in arrays:
 def test_a_forked_child_reads_the_same(engine: str, folder: Path, plain: PlainStore, tmp_path: Path):
     np.save(tmp_path / "truth.npy", plain.dense)
     command = [sys.executable, "-c", FORKED, str(folder), engine, str(tmp_path / "truth.npy")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 import zarr
 from dense_stores import PlainStore, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
+from waiting import HANG_S
 from zarr.abc.store import Store
 
 from saev_store import ShardStore
@@ -103,5 +104,5 @@ def test_a_forked_child_reads_or_says_why_not(
     np.save(tmp_path / "truth.npy", plain.dense)
     arguments = [url, engine, json.dumps(s3_bucket.options), str(tmp_path / "truth.npy")]
     command = [sys.executable, "-c", FORKED, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode in ({0} if engine == "fsspec" else {0, 7}), done.stderr

@@ -272,7 +272,7 @@ class ReadContract:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(200)
         assert not errors
 
 
@@ -337,7 +337,7 @@ class WriteContract(ReadContract):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(200)
         winners = [rank for rank, outcome in outcomes if outcome == "won"]
         assert 1 <= len(winners) <= self.max_winners
         assert {outcome for _, outcome in outcomes} == {"won", "StoreExistsError"}
