@@ -159,6 +159,7 @@ class TestDamage:
     def test_missing_tar(self, folder):
         (folder / "shards/shard_001.tar").unlink()
         self.refused(folder, "shard_001.tar: the shard is missing")
+        assert "shard_001.tar: the shard is missing" in repr(EnergonDataset(folder, damaged_ok=True))
 
     def test_cut_tar(self, folder):
         data = (folder / "shards/shard_001.tar").read_bytes()

@@ -201,6 +201,14 @@ def steps(n: int, batch_size: int, *, start: int, drop_last: bool) -> Iterator[t
 def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Problem]) -> str:
     """What a source's `repr` shows."""
     rows = [(name, str(value)) for name, value in facts.items()]
-    rows += [("problem", problem.message) for problem in problems[:5]]
+    rows += [("problem", _placed(problem)) for problem in problems[:5]]
+    if len(problems) > 5:
+        rows.append(("problems", f"{len(problems) - 5} more"))
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)])
+
+
+def _placed(problem: Problem) -> str:
+    """What is wrong, and with which file where the words do not say so."""
+    name = problem.where.rsplit("/", 1)[-1]
+    return problem.message if name in problem.message else f"{name}: {problem.message}"
