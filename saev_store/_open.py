@@ -48,6 +48,7 @@ class Opened:
         sizes_checked: Whether files were compared with the documents already (local stores).
         has_labels: Whether `labels.bin` is there; None when nobody has looked yet.
         readable: For damaged shards, how many leading examples can be read.
+        damaged_ok: What is not lost shall be read, whatever is found to be damaged later.
     """
 
     transport: Transport
@@ -58,6 +59,7 @@ class Opened:
     sizes_checked: bool
     has_labels: bool | None
     readable: dict[int, int] = field(default_factory=dict)
+    damaged_ok: bool = False
 
 
 def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
@@ -86,7 +88,9 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
     if not getattr(transport, "is_local", False):
         problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
-        return Opened(transport, name, metadata, index, problems, sizes_checked=False, has_labels=None)
+        return Opened(
+            transport, name, metadata, index, problems, sizes_checked=False, has_labels=None, damaged_ok=damaged_ok
+        )
     problems = tuple(quick_checks(transport, metadata, index, dirname=name))
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:

@@ -69,6 +69,7 @@ class Reader:
         readable: For shards known to be damaged: how many leading examples can still be read.
         check_sizes: Ask for the size of a shard when it is first touched (remote stores, whose sizes were not checked
             when they were opened).
+        damaged_ok: Of a shard that turns out to be short, read what is there.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Reader:
         *,
         readable: Mapping[int, int] | None = None,
         check_sizes: bool = False,
+        damaged_ok: bool = False,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -85,6 +87,7 @@ class Reader:
         self._resident = math.isinf(transport.cost.max_gap_bytes)
         self._direct = transport if self._resident and isinstance(transport, ReadsRuns) else None
         self._unchecked = set(range(layout.n_shards)) if check_sizes else set[int]()
+        self._damaged_ok = damaged_ok
         self._maps: dict[int, FloatArray] = {}
 
     # -- whole requests ------------------------------------------------------------------------------------------------
@@ -222,7 +225,9 @@ class Reader:
             size = self.transport.size(name)
         except NotFoundError:
             size = None
-        if size is not None and size >= needed:
+        if size is not None and size < needed and self._damaged_ok:
+            self._readable[shard_idx] = size // self.layout.example_nbytes
+        if size is not None and (size >= needed or self._damaged_ok):
             self._unchecked.discard(shard_idx)
             return
         start, end = self.layout.example_range(shard_idx)
@@ -230,7 +235,8 @@ class Reader:
         raise (MissingShardError if size is None else CorruptShardError)(
             f"the shard of examples {start} to {end - 1} {found}",
             where=f"{self.transport.url}/{name}",
-            remedy="Copy it again from where it is whole, or open with damaged_ok=True to read the rest.",
+            remedy="Copy it again from where it is whole"
+            + ("." if self._damaged_ok else ", or open with damaged_ok=True to read the rest."),
         )
 
     def _mapped(self, shard_idx: int) -> FloatArray:

@@ -54,11 +54,19 @@ class ShardStore(Faces):
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
         self._layout = opened.metadata.layout
-        self._reader = Reader(
-            opened.transport, self._layout, readable=opened.readable, check_sizes=not opened.sizes_checked
-        )
+        self._reader = self._new_reader()
         self._labels: Labels | None = None
         self._has_labels = opened.has_labels
+
+    def _new_reader(self) -> Reader:
+        opened = self._opened
+        return Reader(
+            opened.transport,
+            self._layout,
+            readable=opened.readable,
+            check_sizes=not opened.sizes_checked,
+            damaged_ok=opened.damaged_ok,
+        )
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
@@ -402,9 +410,7 @@ class ShardStore(Faces):
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
-        self._reader = Reader(
-            self.transport, self._layout, readable=self._opened.readable, check_sizes=not self._opened.sizes_checked
-        )
+        self._reader = self._new_reader()
         self._labels = None
         self.transport.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
-import importlib
+import os
+import subprocess
+import sys
 import uuid
 from typing import NamedTuple
 
@@ -15,16 +18,41 @@ class Bucket(NamedTuple):
     options: dict
 
 
+#: In a process of its own, so that it neither competes with clients for one interpreter nor fills this one's memory.
+_MOTO = """
+import sys
+import moto.s3.models
+from moto.server import ThreadedMotoServer
+from werkzeug.serving import BaseWSGIServer
+moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = 1  # uploads of many parts that are quick
+BaseWSGIServer.request_queue_size = 1024  # every request is a connection, and many come at once
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print("http://%s:%d" % server.get_host_and_port(), flush=True)
+sys.stdin.read()
+"""
+
+
 @functools.cache
 def s3_endpoint() -> str:
-    """An S3 server in this process; it ends with it."""
-    server_module = pytest.importorskip("moto.server")
-    models = importlib.import_module("moto.s3.models")
-    models.S3_UPLOAD_PART_MIN_SIZE = 1  # uploads of many parts that are quick
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    return f"http://{host}:{port}"
+    """An S3 server; it ends with this process."""
+    for needed in ("moto", "flask", "s3fs"):
+        pytest.importorskip(needed)
+    server = subprocess.Popen(
+        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )  # fmt: skip
+
+    maker = os.getpid()
+
+    def stop() -> None:
+        if os.getpid() == maker:
+            server.kill()
+            server.communicate()
+
+    atexit.register(stop)
+    endpoint = server.stdout.readline().strip() if server.stdout else ""
+    assert endpoint, "moto's server did not start"
+    return endpoint
 
 
 def new_bucket(options: dict) -> Bucket:

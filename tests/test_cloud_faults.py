@@ -26,7 +26,8 @@ from servers import s3_bucket, s3_endpoint  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore, new_metadata
 from saev_store.copying import copy_store
-from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError
+from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError, TransportError
+from saev_store.transport import open_transport
 from saev_store.transport._obstore import ObstoreTransport
 from saev_store.writer import create_store
 
@@ -184,3 +185,20 @@ def test_a_commit_that_failed_is_tried_again_with_the_same_bytes(s3_bucket, engi
                 direct(s3_bucket).size("acts.bin")
         else:
             assert direct(s3_bucket).read("acts.bin") == truth
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_bucket_that_is_somewhere_else(s3_bucket, engine):
+    """s3fs goes on asking until Python's stack is full; what is said is what to do."""
+    with Proxy(s3_endpoint(), [Fault(status=301, code="PermanentRedirect", times=-1)]) as proxy:
+        transport = open_transport(s3_bucket.url, {**s3_bucket.options, "endpoint_url": proxy.url}, engine=engine)
+        for call in (
+            lambda: transport.get_ranges("a.bin", starts=[0], ends=[3]),
+            lambda: transport.read("a.bin"),
+            lambda: transport.size("a.bin"),
+            lambda: transport.put("a.bin", b"x"),
+        ):
+            with pytest.raises(TransportError, match="region") as caught:
+                call()
+            assert not caught.value.transient
+            assert "recursion" not in str(caught.value)

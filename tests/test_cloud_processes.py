@@ -16,7 +16,7 @@ from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
 from waiting import HANG_S
 
 from saev_store import ShardStore
-from saev_store.errors import ForkError
+from saev_store.errors import AccessError, ForkError
 from saev_store.layout import Layout
 from saev_store.transport import open_transport
 
@@ -104,6 +104,28 @@ def test_dask_workers(store: ShardStore, plain: PlainStore, engine: str):
             assert "credentials do not travel in a pickle" in str(error)
         else:
             assert found.tobytes() == plain.dense.tobytes()
+
+
+def test_a_dask_cluster(s3_bucket: Bucket, plain: PlainStore, monkeypatch: pytest.MonkeyPatch):
+    """Its workers hear only what the scheduler passes on: right data, or a named error at once."""
+    distributed = pytest.importorskip("distributed")
+    pytest.importorskip("obstore")
+    url, options = f"{s3_bucket.url}/{plain.name}", s3_bucket.options
+    transport = open_transport(url, options)
+    for name, data in plain.files.items():
+        transport.put(name, data)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+    ):
+        for engine in ("obstore", "fsspec"):
+            told = ShardStore.open(url, options, engine=engine).as_dask()
+            with pytest.raises(AccessError, match="credentials do not travel in a pickle"):
+                told.compute()
+            silent = ShardStore.open(url, {"endpoint_url": options["endpoint_url"]}, engine=engine).as_dask()
+            assert np.asarray(silent.compute()).tobytes() == plain.dense.tobytes()
 
 
 def _credentials(options: dict) -> None:

@@ -116,6 +116,18 @@ def test_a_store_in_a_bucket(place):
         write(place, metadata)
 
 
+def test_large_documents_and_parts(place):
+    """Of more than a megabyte, which aiohttp does not like to get raw."""
+    url, storage_options, engine = place
+    transport, data = open_transport(url, storage_options, engine=engine), bytes(range(256)) * 12_000
+    transport.put("ä b/digests%20.json", data)
+    assert transport.read("ä b/digests%20.json") == data
+    sink = transport.open_sink("ä b/acts.bin", used_nbytes=len(data), file_nbytes=len(data))
+    sink.write(0, [memoryview(data)])
+    sink.commit()
+    assert transport.read("ä b/acts.bin") == data
+
+
 def open_list(place):
     from saev_store.listing import list_stores
 

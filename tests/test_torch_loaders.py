@@ -366,7 +366,7 @@ def test_what_is_wrong_is_said(plain, kind, tmp_path):
     broken = plain_store(tmp_path, n=9)
     broken.shard(1).unlink()
     with pytest.raises(CorruptShardError, match="acts000001"):
-        make(broken, kind)
+        list(make(broken, kind))  # far away, sizes are looked at when a shard is first read
 
 
 @every_loader

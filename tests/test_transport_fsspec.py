@@ -110,6 +110,14 @@ class ReadTimeoutError(Exception):
     pass
 
 
+class ClientPayloadError(Exception):
+    """The shape of aiohttp's, for a body that broke off: its cause has a code that no server answered."""
+
+    def __init__(self) -> None:
+        super().__init__("Response payload is not completed")
+        self.__cause__ = HttpError(400, "Not enough data to satisfy content length header")
+
+
 class NoCredentialsError(Exception):
     pass
 
@@ -132,6 +140,7 @@ def caused_by(error, cause):
         (TimeoutError(), DeadlineError, True),
         (ReadTimeoutError("x"), DeadlineError, True),
         (HttpError(503), TransportError, True),
+        (ClientPayloadError(), TransportError, True),
         (HttpError(429), TransportError, True),
         (ClientError("SlowDown", 503), TransportError, True),
         (caused_by(OSError(5, "translated"), ClientError("InternalError", 500)), TransportError, True),

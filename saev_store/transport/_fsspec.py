@@ -12,7 +12,7 @@ from saev_store.transport._checks import byte_views, check_path, check_ranges, t
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_ranges import getter, ranges
 from saev_store.transport._fsspec_sink import SpooledSink
-from saev_store.transport._fsspec_uploads import uploader_of
+from saev_store.transport._fsspec_uploads import gcs_service_of, uploader_of
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._parts import Bookmark
@@ -21,6 +21,8 @@ from saev_store.transport._pins import Pins, Version
 #: A request through fsspec's clients is about a millisecond of Python.
 _FAR = far_cost(cpu_s=1e-3)
 _NEAR = ReadCost(256 << 10, 64 << 20)
+#: gcsfs sends more than this at once in a way that aiohttp warns of.
+_MOST_RAW_NBYTES = 1_000_000
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()
 
@@ -234,7 +236,11 @@ class FsspecTransport:
             self._make_parent(below)
             self._client.tally.add("put", written=len(data))
             self._pins.forget(below)
-            self._client.ask("pipe_file", self._full(below), bytes(data), nbytes=len(data))
+            full, service = self._full(below), gcs_service_of(self._client)
+            if service is not None and len(data) > _MOST_RAW_NBYTES:
+                self._client.run("write", below, lambda: service.put(full, "", data), nbytes=len(data))
+            else:
+                self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken.

@@ -27,7 +27,7 @@ from saev_store.errors import (
 from saev_store.transport._checks import from_os_error
 from saev_store.transport._fsspec_options import tuned
 from saev_store.transport._locks import ForkSafeLock
-from saev_store.transport._secrets import Options
+from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
@@ -246,6 +246,15 @@ class Client:
             )
         if isinstance(error, FileExistsError):
             return StoreExistsError(message, where=where)
+        if isinstance(
+            error, RecursionError
+        ):  # s3fs, which follows a redirection to the same place until the stack is full
+            return TransportError(
+                f"could not {doing}: the server goes on answering that the bucket is elsewhere",
+                where=where,
+                remedy='Name its region and end point: storage_options={"endpoint_url": …, "client_kwargs": '
+                '{"region_name": …}}.',
+            )
         if isinstance(error, TimeoutError) or "Timeout" in kind:
             return DeadlineError(message, where=where, transient=True)
         if isinstance(error, NotImplementedError):
@@ -320,5 +329,9 @@ def _is_absence(error: Exception) -> bool:
     return not (isinstance(error, OSError) or _status(error) or type(error).__module__.startswith("aiohttp"))
 
 
-def _reopen(url: str, options: Options, timeout_s: float) -> Client:
-    return Client(url, options, timeout_s=timeout_s)
+def _reopen(url: str, options: Options, timeout_s: float) -> Client | LeftBehind:
+    try:
+        return Client(url, options, timeout_s=timeout_s)
+    except AccessError as error:
+        protocols = tuple(_protocol(link) for link in url.split("::"))
+        return LeftBehind(_reopen, (url, options, timeout_s), error, protocols=protocols, safe_url=safe_url(url))

@@ -22,3 +22,9 @@ def uploader_of(client: Client) -> Uploader | None:
         service: Service = _SERVICES[client.protocols[0]](client)
         client.kept["uploader"] = Uploader(client, service)
     return cast("Uploader", client.kept["uploader"])
+
+
+def gcs_service_of(client: Client) -> GcsService | None:
+    """What speaks to Google for a client; None if the client speaks to somebody else."""
+    uploader = uploader_of(client)
+    return uploader.service if uploader is not None and isinstance(uploader.service, GcsService) else None

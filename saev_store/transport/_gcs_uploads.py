@@ -10,10 +10,16 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import hashlib
+import io
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
+from urllib.parse import quote
 
+from saev_store.errors import TransportError
+from saev_store.transport._base import Buffer
 from saev_store.transport._fsspec_client import Client
 from saev_store.transport._parts import Part
 from saev_store.transport._s3_uploads import TOKEN
@@ -25,15 +31,16 @@ _MOST_SOURCES = 32
 class _Gcs(Protocol):
     """The part of gcsfs that we call; it has no types."""
 
+    @property
+    def _location(self) -> str: ...
     def split_path(self, path: str) -> tuple[str, str, str | None]: ...
     def invalidate_cache(self, path: str | None = None) -> None: ...
     async def _call(self, method: str, path: str, *args: str, **options: object) -> Mapping[str, object]: ...
-    async def _pipe_file(self, path: str, data: bytes, **options: object) -> object: ...
     async def _rm_file(self, path: str) -> object: ...
 
 
 class GcsService:
-    """Parts as objects, composed in the end; gcsfs compares each part's checksum with Google's answer.
+    """Parts as objects, composed in the end; each part's checksum is compared with Google's answer.
 
     Args:
         client: A client of a `gs://` address.
@@ -50,8 +57,7 @@ class GcsService:
 
     async def send(self, key: str, upload: str, number: int, data: bytearray) -> str:
         name = f"{_folder(key)}{upload}/{number:05d}"
-        # In one request, so that the part is there as a whole or not at all.
-        await self._fs()._pipe_file(name, bytes(data), consistency="md5", chunksize=len(data) + 1)  # pyright: ignore[reportPrivateUsage] (its coroutines)
+        await self._send(name, data)
         return (await self._info(name))[1]
 
     async def parts(self, key: str, upload: str) -> list[Part]:
@@ -114,10 +120,35 @@ class GcsService:
         size, _, metadata = await self._info(key)
         return size, metadata.get(TOKEN, "")
 
-    async def put(self, key: str, token: str, data: bytearray) -> None:
-        await self._fs()._pipe_file(  # pyright: ignore[reportPrivateUsage] (its coroutines)
-            key, bytes(data), consistency="md5", metadata={TOKEN: token}, chunksize=len(data) + 1
+    async def put(self, key: str, token: str, data: Buffer) -> None:
+        await self._send(key, data, token)
+        self._fs().invalidate_cache(key)
+
+    async def _send(self, key: str, data: Buffer, token: str = "") -> None:
+        """One object in one request, so that it is there as a whole or not at all.
+
+        gcsfs's own `pipe_file` hands aiohttp raw bytes, which it warns of when they are many.
+        """
+        fs = self._fs()
+        bucket, name, _ = fs.split_path(key)
+        about = {"name": name, **({"metadata": {TOKEN: token}} if token else {})}
+        border = f"=={secrets.token_hex(16)}==".encode()
+        body = _Body()
+        body.write(b"--%b\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n" % border)
+        body.write(json.dumps(about).encode())
+        body.write(b"\r\n--%b\r\nContent-Type: application/octet-stream\r\n\r\n" % border)
+        body.write(data)
+        body.write(b"\r\n--%b--" % border)
+        answer = await fs._call(  # pyright: ignore[reportPrivateUsage] (its coroutines)
+            "POST",
+            f"{fs._location}/upload/storage/v1/b/{quote(bucket)}/o",  # pyright: ignore[reportPrivateUsage] (where it asks)
+            uploadType="multipart",
+            headers={"Content-Type": f'multipart/related; boundary="{border.decode()}"'},
+            data=body,
+            json_out=True,
         )
+        if "md5Hash" in answer and _hex(answer) != hashlib.md5(data, usedforsecurity=False).hexdigest():
+            raise TransportError("the server has stored other bytes than were sent", where=key, transient=True)
 
     async def _info(self, key: str) -> tuple[int, str, Mapping[str, str]]:
         bucket, name, _ = self._fs().split_path(key)
@@ -136,6 +167,13 @@ class GcsService:
             if not answer.get("nextPageToken"):
                 return found
             page = {"pageToken": answer["nextPageToken"]}
+
+
+class _Body(io.BytesIO):
+    """A body that can be sent again: aiohttp closes what it has sent."""
+
+    def close(self) -> None:
+        self.seek(0)
 
 
 def _folder(key: str) -> str:

@@ -18,6 +18,7 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.transport._base import Buffer
 from saev_store.transport._fsspec_client import Client
 from saev_store.transport._parts import (
     PARTS_IN_FLIGHT,
@@ -64,8 +65,8 @@ class Service(Protocol):
         """The size and the token of an object; `FileNotFoundError` where there is none."""
         ...
 
-    async def put(self, key: str, token: str, data: bytearray) -> None:
-        """A small object in one request."""
+    async def put(self, key: str, token: str, data: Buffer) -> None:
+        """A small object in one request; an empty `token` is not kept."""
         ...
 
 

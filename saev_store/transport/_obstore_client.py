@@ -26,7 +26,7 @@ from saev_store.errors import (
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
 from saev_store.transport._parts import Buffers
-from saev_store.transport._secrets import Options
+from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
 
 if TYPE_CHECKING:
@@ -183,10 +183,10 @@ class Client:
             )
         if isinstance(error, TimeoutError) or re.search(r"timed? ?out", text.partition("\n")[0], re.IGNORECASE):
             return DeadlineError(message, where=where, transient=True)
-        remedy = None
-        if status in {301, 307, 308, 400} and self.place.kind == "s3":
+        remedy, elsewhere = None, "Received redirect without LOCATION" in text
+        if (elsewhere or status in {301, 307, 308, 400}) and self.place.kind == "s3":
             remedy = 'Check the region: storage_options={"client_kwargs": {"region_name": …}}.'
-        passing = status is None or status >= 500 or status in {408, 409, 429}
+        passing = (status is None and not elsewhere) or (status or 0) >= 500 or status in {408, 409, 429}
         transient = passing and not isinstance(error, (TypeError, ValueError))
         return TransportError(message, where=where, remedy=remedy, transient=transient)
 
@@ -268,5 +268,8 @@ def _brief(text: str, code: str | None, status: int | None) -> str:
     return f"{head} ({code})" if code and (status or code) else head
 
 
-def _reopen(url: str, options: Options, timeout_s: float) -> Client:
-    return Client(url, options, timeout_s=timeout_s)
+def _reopen(url: str, options: Options, timeout_s: float) -> Client | LeftBehind:
+    try:
+        return Client(url, options, timeout_s=timeout_s)
+    except AccessError as error:
+        return LeftBehind(_reopen, (url, options, timeout_s), error, url=url.rstrip("/"))

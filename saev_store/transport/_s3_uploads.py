@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
+from saev_store.transport._base import Buffer
 from saev_store.transport._fsspec_client import Client
 from saev_store.transport._parts import Part
 
@@ -89,6 +90,6 @@ class S3Service:
         metadata = cast("Mapping[str, str]", found.get("Metadata") or {})
         return cast("int", found["ContentLength"]), metadata.get(TOKEN, "")
 
-    async def put(self, key: str, token: str, data: bytearray) -> None:
+    async def put(self, key: str, token: str, data: Buffer) -> None:
         await self._call("put_object", key, Body=bytes(data), Metadata={TOKEN: token})
         cast("_S3", self._client.fs()).invalidate_cache(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import cast
 
@@ -72,6 +72,33 @@ class Options:
         for secret in sorted(_strings(self._all or {}), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
+
+
+class LeftBehind:
+    """Stands for a client whose credentials did not travel with it: whoever uses it hears so.
+
+    Unpickling itself must not fail: dask's connections break on an error there, and everybody waits.
+
+    Args:
+        make: What makes the client.
+        arguments: Of `make`.
+        error: What is raised.
+        known: Attributes of the client that need no credentials.
+    """
+
+    def __init__(
+        self, make: Callable[..., object], arguments: tuple[object, ...], error: AccessError, **known: object
+    ) -> None:
+        self._make, self._arguments, self._error = make, arguments, error
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") or "_error" not in vars(self):
+            raise AttributeError(name)
+        raise type(self._error)(self._error.message, where=self._error.where, remedy=self._error.remedy)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._make, self._arguments
 
 
 def _restore(name: str, harmless: Mapping[str, object], everything: Mapping[str, object] | None) -> Options:

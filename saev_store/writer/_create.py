@@ -110,8 +110,10 @@ def create_store(
                 return False
             owner.check()
             with folder.lock("publish"):
-                takeover = resume is not False or folder.lock_is_real("publish")
-                return publish(folder, metadata, claim, verify="sizes", takeover=takeover, progress=progress)
+                locked, takeover = folder.lock_is_real("publish"), resume is not False
+                return publish(
+                    folder, metadata, claim, verify="sizes", takeover=takeover, locked=locked, progress=progress
+                )
 
         return ShardWriter(
             plan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.layout import shard_name
@@ -109,10 +110,14 @@ class Folder:
         self.writes.put(self.path(path), data)
 
     def create(self, path: str, data: Buffer) -> bool:
-        """Create a small file; False where somebody else has it, or might have it, under that name already.
+        """Create a small file; False where something else lies under that name already. See `creation`."""
+        return self.creation(path, data) != "taken"
 
-        A lost response must not count as a defeat: where creating fails, what lies there is read back, and our own
-        bytes mean that it was us. Callers put an attempt's identity into `data` where that matters.
+    def creation(self, path: str, data: Buffer) -> Literal["ours", "same", "taken"]:
+        """Create a small file, and say what came of it.
+
+        A lost response must not count as a defeat: where creating fails, what lies there is read back. The same bytes
+        are ours if they carry an attempt's identity; otherwise somebody else may have created them.
         """
         try:
             self.writes.create(self.path(path), data)
@@ -120,8 +125,8 @@ class Folder:
             found = self.read_or_none(path)
             if found is None:
                 raise
-            return found == bytes(data)
-        return True
+            return "same" if found == bytes(data) else "taken"
+        return "ours"
 
     def delete(self, path: str) -> None:
         self.writes.delete(self.path(path))

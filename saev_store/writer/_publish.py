@@ -88,7 +88,7 @@ def finalize_store(
     check_claim(folder, claim, Claim.of(metadata, claim.options))
     with folder.lock("publish"):
         locked = folder.lock_is_real("publish")
-        return publish(folder, metadata, claim, verify=verify, takeover=takeover or locked, progress=progress)
+        return publish(folder, metadata, claim, verify=verify, takeover=takeover, locked=locked, progress=progress)
 
 
 def published_already(folder: Folder, metadata: Metadata) -> bool:
@@ -114,14 +114,15 @@ def publish(
     *,
     verify: str,
     takeover: bool,
+    locked: bool,
     progress: bool | None,
 ) -> bool:
-    """Publish what all receipts together say is whole. See `finalize_store`."""
+    """Publish what all receipts together say is whole. See `finalize_store`; `locked` is that nobody else can be at work."""
     attempt = new_attempt()
-    entered = False
+    entered = alone = False
     try:
         receipts = _receipts(folder, metadata.layout, claim)
-        _enter(folder, attempt, takeover=takeover)
+        alone = _enter(folder, attempt, takeover=takeover or locked) or locked
         entered = True
         # Whoever published between our first look and the line above has removed its traces: ours must go as well.
         if published_already(folder, metadata):
@@ -138,10 +139,12 @@ def publish(
             if entered and _is_ours(folder, attempt):  # not that of somebody who has taken over
                 folder.delete(PUBLISHER)
         raise
-    if not folder.create(METADATA, metadata.to_bytes()):
+    found = folder.creation(METADATA, metadata.to_bytes())
+    if found == "taken" or (found == "same" and not (alone and _is_ours(folder, attempt))):
+        # Equal bytes may be another's where somebody was overtaken, who can have published without knowing it.
         raise _lost(folder)
-    # Equal bytes may also be another's, if both took over: the publisher's document says whose they are.
-    _check_still_ours(folder, attempt)
+    if found == "ours" and _has_entered_too(folder, attempt):
+        raise _overtaken(folder)
     remove_hidden(folder)
     return True
 
@@ -161,33 +164,50 @@ def _lost(folder: Folder) -> WriterConflictError:
     )
 
 
-def _enter(folder: Folder, attempt: str, *, takeover: bool) -> None:
-    document = json.dumps({"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}).encode()
-    if folder.create(PUBLISHER, document):
-        return
+def _enter(folder: Folder, attempt: str, *, takeover: bool) -> bool:
+    """Become the publisher; False if another one was overtaken, who may still be at work."""
+    about = {"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}
+    if folder.create(PUBLISHER, json.dumps(about).encode()):
+        return True
     if not takeover:
         raise WriterConflictError(
             "another process has begun to publish this store",
             where=folder.where(PUBLISHER),
             remedy="Wait for it; if it has crashed, finalize with takeover=True.",
         )
-    folder.put(PUBLISHER, document)
+    folder.put(PUBLISHER, json.dumps({**about, "has_overtaken": True}).encode())
+    return False
+
+
+def _publisher(folder: Folder) -> dict[str, object]:
+    """What the publisher's document says; nothing where there is none."""
+    raw = folder.read_or_none(PUBLISHER)
+    try:
+        document = cast("object", json.loads(raw)) if raw is not None else None
+    except ValueError:
+        document = None
+    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
 
 
 def _is_ours(folder: Folder, attempt: str) -> bool:
-    raw = folder.read_or_none(PUBLISHER)
-    try:
-        document = cast("dict[str, object]", json.loads(raw)) if raw is not None else {}
-    except ValueError:
-        document = {}
-    return document.get("attempt") == attempt
+    return _publisher(folder).get("attempt") == attempt
+
+
+def _has_entered_too(folder: Folder, attempt: str) -> bool:
+    """Whether the service let two create the publisher's document: it is not atomic, and the other one goes on."""
+    document = _publisher(folder)
+    return document.get("attempt", attempt) != attempt and not document.get("has_overtaken")
+
+
+def _overtaken(folder: Folder) -> WriterConflictError:
+    return WriterConflictError(
+        "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
+    )
 
 
 def _check_still_ours(folder: Folder, attempt: str) -> None:
     if not _is_ours(folder, attempt):
-        raise WriterConflictError(
-            "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
-        )
+        raise _overtaken(folder)
 
 
 def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
