@@ -61,11 +61,11 @@ def test_only_the_tokens_that_are_trained_on_are_staged(plain, tmp_path, tokens,
 def test_several_processes_stage_once(plain, tmp_path):
     """Everybody asks, everybody gets the same copy; asking again costs nothing."""
     futures = [stage_in_background(plain.path, tmp_path / "near", layers=[2, 11]) for _ in range(3)]
-    assert len({future.result(60) for future in futures}) == 1
+    assert len({future.result(180) for future in futures}) == 1
     again = stage(plain.path, tmp_path / "near", layers=[2, 11])
     np.testing.assert_array_equal(ShardStore.open(again)[:, 1], plain.acts[:, 2])
     with pytest.raises(LayerNotFoundError):
-        stage_in_background(plain.path, tmp_path / "near", layers=3).result(60)
+        stage_in_background(plain.path, tmp_path / "near", layers=3).result(180)
 
 
 def test_tmpdir(plain, tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_tmpdir(plain, tmp_path, monkeypatch):
     monkeypatch.delenv("TMPDIR", raising=False)
     assert open_for_training(str(plain.path), None, **options).url == ShardStore.open(plain.path).url
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    assert open_for_training(str(plain.path), None, **options).url.startswith(str(tmp_path / "scratch"))
+    assert str(tmp_path / "scratch") in open_for_training(str(plain.path), None, **options).url
 
 
 def cached(plain: Plain, folder, max_bytes: int = 1 << 30):

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cloud_servers import gcs_xml_bucket  # noqa: F401 (a fixture)
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from test_transport_contract import RangeHandler, fill_folder
 from waiting import HANG_S
@@ -392,6 +393,15 @@ def test_a_forked_child_without_fsspec_is_told_so_at_once(s3_bucket, monkeypatch
     error = in_process("fork", transport)
     assert isinstance(error, ForkError)
     assert "spawn" in str(error)
+
+
+def test_fsspec_takes_over_only_with_options_that_it_understands(gcs_xml_bucket):
+    """gcsfs would take `bearer_token` without a word, and look for credentials elsewhere."""
+    transport = ObstoreTransport(gcs_xml_bucket.url, gcs_xml_bucket.options)
+    transport.put("a.bin", b"0123456789")
+    error = in_process("fork", transport)
+    assert isinstance(error, ForkError)
+    assert "base_url, bearer_token" in str(error)
 
 
 def test_a_pickle_holds_no_credentials(s3_bucket):

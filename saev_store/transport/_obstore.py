@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from saev_store.errors import ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
+from saev_store.transport._obstore_options import own_names
 from saev_store.transport._obstore_sink import StreamedSink
 from saev_store.transport._obstore_uploads import uploader_of
 from saev_store.transport._parts import Bookmark
@@ -440,6 +441,8 @@ class ObstoreTransport:
 
             client = self._client
             try:
+                if own := own_names(client.place.kind, client.options.all):
+                    raise ArgumentError(f"only obstore understands {', '.join(own)}", where="storage_options")
                 found = FsspecTransport(client.url, client.options.all, timeout_s=client.timeout_s)
             except SaevStoreError as error:
                 raise ForkError(

@@ -213,6 +213,11 @@ def _rest(kind: Kind, options: dict[str, object], config: dict[str, object], **n
         raise _unknown(*unknown)
 
 
+def own_names(kind: Kind, options: Mapping[str, object]) -> list[str]:
+    """The options that only obstore understands: fsspec's clients would take them and do something else."""
+    return sorted(_OWN[kind].intersection(options))
+
+
 def _mapping(value: object, name: str) -> dict[str, object]:
     if value is None:
         return {}
