@@ -118,6 +118,8 @@ class Planner(Reader):
         self._unchecked = set(reader._unchecked)
         self._maps = dict(reader._maps)
         self.requests = self.bytes_read = 0
+        #: Lengths of the maps that would be made, by shard: once each, however much is read through them.
+        self.mapped: dict[int, int] = {}
 
     def plan(self, request: Block | Points) -> None:
         """Count what `read_block` or `read_points` would ask for."""
@@ -139,8 +141,9 @@ class Planner(Reader):
         found = self._maps.get(shard_idx)
         if found is None:
             n = self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
-            self.count(n * self.layout.example_nbytes)
             found = self._maps[shard_idx] = nowhere((n, *self.layout.shape[1:]))
+            self.mapped[shard_idx] = found.nbytes
+            self.count(found.nbytes)
         return found
 
     def _copy_mapped(self, shard_idx: int, box: Box, target: FloatArray) -> None:

@@ -187,6 +187,26 @@ def test_an_epoch_costs_what_the_loader_says(slots: str | None, layer: object, t
             assert expected.bytes_wanted == rows.nbytes
 
 
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("tokens", ["content", "special"])
+def test_a_shard_is_mapped_once_however_long_the_epoch(tmp_path: Path, kind: type, tokens: str):
+    """Blocks of a few kilobytes are gathered from maps, which cost what they cost once."""
+    layout = Layout(
+        n_examples=2000, layers=(3, 7), content_tokens_per_example=4, cls_token=True, d_model=16, examples_per_shard=300
+    )
+    for name, data in plain_store(layout).files.items():
+        (tmp_path / name).write_bytes(data)
+    store = opened(MmapTransport(tmp_path))
+    rows, more = store.sel(layer=3, tokens=tokens), {} if kind is OrderedLoader else {"window_blocks": 4}
+    with kind(rows, batch_size=16, n_threads=1, **more) as loader:  # several might map a shard at the same time
+        for _ in range(2):  # the second time they are there
+            expected, before = loader.explain().cost, store.transport.counters
+            assert sum(len(batch["act"]) for batch in loader) == len(rows)
+            after = store.transport.counters
+            assert expected.bytes_read == after.bytes_read - before.bytes_read
+            assert expected.requests == after.requests - before.requests
+
+
 def test_of_a_long_epoch_some_is_planned():
     layout = Layout(
         n_examples=100_000,

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.loaders._workers import JOIN_S, SLICE_S
+from saev_store.loaders._workers import JOIN_S, SLICE_S, Handoff
 from saev_store.transport import PreadTransport
 from saev_store.transport._wrap import Wrapper
 
@@ -188,6 +189,18 @@ def test_a_read_that_hangs_is_a_time_out(plain, kind):
         thread.join(HANG_S)
     assert our_threads() == []
     check_layer(plain, batches)
+
+
+def test_a_stopped_process_has_not_waited(monkeypatch):
+    """Ctrl-Z for an hour, or a machine that was suspended, is no time-out: only time in which a batch could be made is."""
+    clock = iter(range(0, 10**9, 3600))
+    handoff = Handoff(1, threading.Event())
+    monkeypatch.setattr("saev_store.loaders._workers.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    threading.Timer(0.3, handoff.put, ("batch",)).start()
+    assert handoff.get(30, lambda: "nothing") == "batch"
+    monkeypatch.undo()
+    with pytest.raises(DeadlineError, match=r"no batch within 0.3 s"):
+        handoff.get(0.3, lambda: "nothing")
 
 
 def check_layer(plain: Plain, batches) -> None:

@@ -40,6 +40,8 @@ _N_PLANNED = 64
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
+#: Copying out of memory takes a core: more threads than cores would take it from a thread that gathers.
+_BUSY = ("memory", "cached")
 #: What one task reads: small enough to share the work, large enough for the medium, and for Python, which only one thread
 #: runs at a time.
 _TASK_BYTES = {
@@ -112,7 +114,8 @@ class Loader(ABC):
             raise ArgumentError(f"medium is {medium!r}; it must be one of {', '.join(get_args(Kind))}", where="medium")
         self._medium = medium_of(rows._reader.transport, space.layout, medium)
         self._keep_pages = keep_pages
-        self._n_threads = int(n_threads or _N_THREADS[self._medium.kind])
+        most = max(1, n_cpus() - self._n_busy) if self._medium.kind in _BUSY and self._n_busy else 64
+        self._n_threads = int(n_threads or min(_N_THREADS[self._medium.kind], most))
         self._read_bytes = int(read_bytes or _TASK_BYTES[self._medium.kind])
         # A core is left to the thread that makes batches, and one to the consumer.
         self._n_gather = min(3, max(0, n_cpus() - 2))
@@ -265,6 +268,8 @@ class Loader(ABC):
                 transport.expect(wanted, layout)
             transport = getattr(transport, "inner", None)
 
+    #: Threads, besides those that read, that have a core's worth to do.
+    _n_busy = 0
     #: Output buffers in use besides those that are ready and the consumer's.
     _n_extra_buffers = 1
 

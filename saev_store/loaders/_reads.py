@@ -307,14 +307,24 @@ class PlannedReads(Reads):
 
     def total(self, share: float, examples: Axis) -> tuple[int, int]:
         """(requests, bytes) of everything, of which `share` was counted, in the shards of these examples."""
-        capacity = self.layout.examples_per_shard
+        capacity, planner = self.layout.examples_per_shard, self._planner
+        shards: range | list[int]
         if isinstance(examples, Progression) and abs(examples.step) <= capacity:
-            low, high = examples.lowest // capacity, examples.highest // capacity
-            sizes = sum(low <= shard <= high for shard in self.sizes) if examples.count else 0
+            shards = (
+                range(examples.lowest // capacity, examples.highest // capacity + 1) if examples.count else range(0)
+            )
         else:
             chosen = examples.positions() if isinstance(examples, Progression) else examples
-            sizes = len(self.sizes.intersection(np.unique(chosen // capacity).tolist()))
-        return round(self._planner.requests / share) + sizes, round(self._planner.bytes_read / share)
+            shards = np.unique(chosen // capacity).tolist()
+        sizes = len(self.sizes.intersection(shards))
+        # A shard is mapped once, and where some are, all are in the end; everything else grows with what is read.
+        n_maps, map_bytes = len(planner.mapped), sum(planner.mapped.values())
+        requests, n_bytes = (planner.requests - n_maps) / share, (planner.bytes_read - map_bytes) / share
+        if n_maps and share < 1:
+            for shard in shards:
+                planner._mapped(shard)
+            n_maps, map_bytes = len(planner.mapped), sum(planner.mapped.values())
+        return round(requests) + n_maps + sizes, round(n_bytes) + map_bytes
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
         del shard, start

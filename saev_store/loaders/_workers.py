@@ -177,21 +177,23 @@ class Handoff(Generic[T]):
             DeadlineError: none came within `timeout_s`.
             Exception: what the other side ended with.
         """
-        deadline = time.monotonic() + timeout_s
+        # Slices are counted, not the clock: a process that was stopped (Ctrl-Z, a suspended machine) goes on where it was.
+        left = timeout_s
         with self._changed:
             while not self._items:
                 if self._ended or self._stop.is_set():
                     if self._error is not None:
                         raise self._error
                     return None
-                left = deadline - time.monotonic()
                 if left <= 0:
                     raise DeadlineError(
                         f"no batch within {timeout_s:g} s; reading threads are busy with: {waiting_for()}",
                         where="batch_timeout_s",
                         remedy="Allow more time, or look at loader.explain() and loader.metrics().",
                     )
-                self._changed.wait(min(SLICE_S, left))
+                started, slice_s = time.monotonic(), min(SLICE_S, left)
+                self._changed.wait(slice_s)
+                left -= min(time.monotonic() - started, slice_s)
             item = self._items.popleft()
             self._changed.notify_all()
             return item

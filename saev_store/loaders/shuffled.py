@@ -77,6 +77,7 @@ class ShuffledLoader(Loader):
     """
 
     kind = "shuffled"
+    _n_busy = 1
 
     def __init__(
         self,
