@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from saev_store.loaders._batches import NO_LABEL
+from saev_store.loaders._dressing import NO_LABEL
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._run import Batch, BatchIterator

@@ -19,7 +19,8 @@ from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
 from saev_store.layout import IntArray
 from saev_store.loaders._advice import Advice, advice_for
-from saev_store.loaders._batches import Dressing, Equipment
+from saev_store.loaders._batches import Equipment
+from saev_store.loaders._dressing import Dressing
 from saev_store.loaders._explain import Explanation, Plan
 from saev_store.loaders._medium import Kind, medium_of, unwrapped
 from saev_store.loaders._memory import Allocate, HostWindow, Outputs, WindowMemory, allocate

@@ -6,71 +6,27 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 
+from saev_store.errors import SaevStoreError
 from saev_store.layout import IntArray
-from saev_store.loaders._lane import Lane
+from saev_store.loaders._dressing import Coordinates, Dressing
+from saev_store.loaders._lanes import Lanes
 from saev_store.loaders._memory import Outputs, Rows, WindowMemory
 from saev_store.loaders._reads import Reads, Runs, merged, runs_of_planes
 from saev_store.loaders._run import Batch, Machinery
-from saev_store.loaders._slots import BlockSlots, RowSlots
+from saev_store.loaders._slots import n_rows_of
 from saev_store.loaders._workers import Group
 from saev_store.order import Batching, ShuffledOrder
 from saev_store.reader import FloatArray
-from saev_store.selection import Labels, RowSpace
-
-#: The label of special tokens, which have none.
-NO_LABEL = 255
-
-
-class Coordinates(NamedTuple):
-    """Where the rows of a batch come from: positions on the axes, int64."""
-
-    example: IntArray
-    layer: IntArray
-    token: IntArray
-
-
-@dataclass(frozen=True)
-class Dressing:
-    """Turns gathered rows and their coordinates into what a batch holds.
-
-    Attributes:
-        space: The row space.
-        labels: The store's labels, or None where batches carry none.
-        scale: Factor for all activations, or None.
-    """
-
-    space: RowSpace
-    labels: Labels | None
-    scale: float | None
-
-    def batch(self, act: FloatArray, where: Coordinates) -> Batch:
-        """The finished batch."""
-        layout = self.space.layout
-        token = where.token - layout.n_special_tokens
-        batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
-        if len(self.space.layer_idx) > 1:
-            batch["layer"] = np.asarray(layout.layers, dtype=np.int64)[where.layer]
-        if self.labels is not None:
-            # Special tokens have no label; 255 stands for "none" where they are mixed with content.
-            found = self.labels[where.example, np.maximum(token, 0)]
-            batch["token_labels"] = np.where(token < 0, np.uint8(NO_LABEL), found) if layout.cls_token else found
-        return batch
+from saev_store.selection import RowSpace
 
 
 def n_window_rows(order: ShuffledOrder, partitions: range, n_ahead: int, *, rows_apart: bool) -> int:
     """Rows of memory that the window of some partitions needs."""
-    kind = RowSlots if rows_apart else BlockSlots
-    return sum(kind.n_rows(order.partition(number), _ahead(order, number, n_ahead)) for number in partitions)
-
-
-def _ahead(order: ShuffledOrder, number: int, n_ahead: int) -> int:
-    """A window that holds everything has nothing to read ahead."""
-    part = order.partition(number)
-    return min(n_ahead, max(part.n_cohorts - part.window_ticks, 0))
+    return sum(n_rows_of(order.partition(number), n_ahead, rows_apart=rows_apart) for number in partitions)
 
 
 @dataclass(frozen=True)
@@ -119,97 +75,73 @@ class ShuffledBatches:
 
     def batches(self, first: int, stop: int) -> Iterator[Batch]:
         """The batches `first` to `stop`, counted from the epoch's beginning."""
-        lanes = self._lanes(first)
+        parts = [self._order.partition(number) for number in self._partitions]
+        lanes = Lanes(
+            parts,
+            [min(first * self._order.rows_per_tick, part.n_rows) for part in parts],
+            self._n_ahead,
+            rows_apart=self._rows_apart,
+            memory=self._eq.window,
+            reads=self._eq.reads,
+            machinery=self._eq.machinery,
+        )
+        lanes.pump()
         for number in range(first, stop):
             yield self._batch(number, lanes)
 
-    def _lanes(self, first: int) -> list[Lane]:
-        order, kind = self._order, RowSlots if self._rows_apart else BlockSlots
-        parts = [order.partition(number) for number in self._partitions]
-        aheads = [_ahead(order, part.number, self._n_ahead) for part in parts]
-        needs = [kind.n_rows(part, ahead) for part, ahead in zip(parts, aheads, strict=True)]
-        window = self._eq.window
-        window.reserve(sum(needs), self._eq.reads.layout.d_model)
-        lanes, base = list[Lane](), 0
-        for part, ahead, n_rows in zip(parts, aheads, needs, strict=True):
-            position = min(first * order.rows_per_tick, part.n_rows)
-            rows = range(base, base + n_rows)
-            lanes.append(Lane(part, ahead, window, rows, rows_apart=self._rows_apart, position=position))
-            base += n_rows
-        for lane in lanes:
-            lane.pump(self._eq.reads, self._eq.machinery.readers)
-        return lanes
-
-    def _batch(self, number: int, lanes: list[Lane]) -> Batch:
-        machinery, window, share = self._eq.machinery, self._eq.window, self._order.rows_per_tick
-        longest, start = self._order.longest(), number * share
-        ends = [min(start + share, longest if self._fill_up else lane.partition.n_rows) for lane in lanes]
-        shares = [_Share(lane, max(end - start, 0), start) for lane, end in zip(lanes, ends, strict=True)]
-        total = sum(part.n for part in shares)
-        at = 0
-        for part in shares:
-            part.first = part.copied = at
-            at += part.n
-        act = window.batch(total)
-        row, cell, block = (np.empty(total, dtype=np.int64) for _ in range(3))
+    def _batch(self, number: int, lanes: Lanes) -> Batch:
+        share, longest = self._order.rows_per_tick, self._order.longest()
+        start = number * share
+        have = [part.n_rows for part in lanes.partitions]
+        n = [max(min(start + share, longest if self._fill_up else rows) - start, 0) for rows in have]
+        real = [min(rows, max(all_rows - start, 0)) for rows, all_rows in zip(n, have, strict=True)]
+        bounds = [0, *accumulate(n)]
+        total, filled = bounds[-1], [0] * len(n)
+        act = self._eq.window.batch(total)
+        where = Coordinates(*np.empty((3, total), dtype=np.int64))
         while True:
-            for part in shares:
-                part.take(self._eq.reads, machinery, row, cell, block)
-            pending = [part.pending() for part in shares]
-            if pending[0].start == 0 and pending[-1].stop == total:
-                pending = [slice(0, total)]
-            started = time.perf_counter()
-            for some in pending:
-                window.gather(row[some], act[some], machinery)
-            machinery.tally.gather_s += time.perf_counter() - started
-            for part in shares:
-                part.copied = part.first + part.filled
-                part.lane.release()
-                part.lane.pump(self._eq.reads, machinery.readers)
-            if all(part.filled == part.n for part in shares):
+            found = lanes.take([rows - done for rows, done in zip(real, filled, strict=True)])
+            for lane, done in enumerate(filled):
+                if done == real[lane]:
+                    found[lane] = lanes.padding(lane, n[lane] - done)
+            entries = np.concatenate(found)
+            if not len(entries) and total:
+                raise _no_room()
+            rows, coordinates = lanes.rows(entries), lanes.coordinates(entries)
+            if len(entries) == total:
+                where = coordinates
+                self._gather(rows, act)
+                filled = n
+            else:
+                at = 0
+                for lane, count in enumerate(map(len, found)):
+                    to, some = bounds[lane] + filled[lane], slice(at, at + count)
+                    for column, values in zip(where, coordinates, strict=True):
+                        column[to : to + count] = values[some]
+                    self._gather(rows[some], act[to : to + count])
+                    filled[lane] += count
+                    at += count
+            lanes.release()
+            lanes.pump()
+            if filled == n:
                 break
-        machinery.tally.window_fill = sum(lane.fill for lane in lanes) / len(lanes)
+        self._eq.machinery.tally.window_fill = lanes.fill
         if self._eq.dressing.scale is not None:
-            window.scale(act, self._eq.dressing.scale)
-        return self._eq.dressing.batch(act, self._coordinates(block, cell))
+            self._eq.window.scale(act, self._eq.dressing.scale)
+        return self._eq.dressing.batch(act, where)
 
-    def _coordinates(self, block: IntArray, cell: IntArray) -> Coordinates:
-        blocks = self._order.blocks
-        places = blocks.places(block)
-        within, token = (0, cell) if blocks.examples_per_block == 1 else np.divmod(cell, blocks.space.tokens.count)
-        layer = np.asarray(blocks.space.layer_idx, dtype=np.int64)[places.layer]
-        return Coordinates(blocks.examples(places.first + within), layer, token + blocks.space.tokens.start)
+    def _gather(self, rows: IntArray, act: FloatArray) -> None:
+        machinery, started = self._eq.machinery, time.perf_counter()
+        self._eq.window.gather(rows, act, machinery)
+        machinery.tally.gather_s += time.perf_counter() - started
 
 
-@dataclass
-class _Share:
-    """One lane's part of a batch while it is filled."""
-
-    lane: Lane
-    n: int
-    start: int
-    first: int = 0
-    filled: int = 0
-    copied: int = 0
-
-    def pending(self) -> slice:
-        """Rows of the batch that were taken and not yet copied."""
-        return slice(self.copied, self.first + self.filled)
-
-    def take(self, reads: Reads, machinery: Machinery, row: IntArray, cell: IntArray, block: IntArray) -> None:
-        """As many rows as the lane has without a release."""
-        lane = self.lane
-        left = lane.partition.n_rows - self.start - self.filled
-        real = min(self.n - self.filled, max(left, 0))
-        if real:
-            entries = lane.take(real, reads, machinery.readers, machinery.stop)
-        else:
-            entries = lane.padding(self.n - self.filled, reads, machinery.readers, machinery.stop)
-        part = slice(self.first + self.filled, self.first + self.filled + len(entries))
-        row[part] = lane.rows(entries, padding=not real)
-        emitted = lane.window.emitted(entries)
-        block[part], cell[part] = emitted.block, emitted.cell
-        self.filled += len(entries)
+def _no_room() -> SaevStoreError:
+    return SaevStoreError(
+        "the window's memory has no room for the rows that come next, although it was planned for them",
+        where="slots",
+        remedy="Please report this. slots='block' plans in another way.",
+    )
 
 
 class OrderedBatches:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, Unpack
 
 import numpy as np
@@ -190,18 +188,16 @@ class ShuffledLoader(Loader):
         plane_bytes = space.tokens.count * layout.vector_nbytes
         joined = order.blocks.examples_per_block if layout.n_layers == 1 else 1
         parts = [order.partition(number) for number in self._partitions()]
-        n_cohorts = [part.n_cohorts for part in parts]
-        ends = list(accumulate(n_cohorts))
 
         def runs(number: int) -> Runs:
-            which = bisect_right(ends, number)
-            found = parts[which].block_numbers(number - ends[which] + n_cohorts[which])
+            # Cohorts of the same number are read together, as long as no lane gets ahead of the others.
+            found = np.concatenate([part.block_numbers(number) for part in parts if number < part.n_cohorts])
             return runs_of_blocks(order.blocks, found, np.zeros_like(found))
 
         rows = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart)
         return Plan(
             extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),
-            n_parts=ends[-1],
+            n_parts=max(part.n_cohorts for part in parts),
             runs=runs,
             n_vectors=sum(part.n_blocks for part in parts) * order.blocks.cells_per_block,
             n_buffers=self._prefetch + 3,

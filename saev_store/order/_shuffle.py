@@ -21,7 +21,7 @@ from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray
 from saev_store.order._blocks import Blocks
 from saev_store.order._permutation import Permutation
-from saev_store.order._words import derive, shuffled, shuffled_rows, words
+from saev_store.order._words import derive
 
 #: Changes whenever the same arguments would give another order; part of every saved state.
 ORDER_VERSION = 1
@@ -37,17 +37,21 @@ class Emitted(NamedTuple):
 
 
 class Cohort(NamedTuple):
-    """Blocks that enter and leave the window together.
+    """Blocks that enter the window together, of one partition or of several, one after the other.
 
     Attributes:
         numbers: Which blocks, int64 (n,).
-        counts: How many of each block's rows belong to this partition, int64 (n,).
-        cells: (n, max(counts)): the cells of those rows, in the order in which they will be handed out.
+        counts: How many of each block's rows belong to the partition, int64 (n,).
+        cells: (n, longest block): the cells of those rows, in the order in which they will be handed out.
+        slots: Where each stands in the window's tables, int64 (n,).
+        n_blocks: How many of the blocks are of each partition, int64 (partitions,).
     """
 
     numbers: IntArray
     counts: IntArray
     cells: IntArray
+    slots: IntArray
+    n_blocks: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +113,11 @@ class ShuffledOrder:
 
     def block_numbers(self, start: int, stop: int) -> IntArray:
         """The blocks at positions `start` to `stop` of the permutation."""
-        return self._permutation.at(np.arange(start, stop, dtype=np.int64))
+        return self.blocks_at(np.arange(start, stop, dtype=np.int64))
+
+    def blocks_at(self, positions: IntArray) -> IntArray:
+        """The blocks at some positions of the permutation."""
+        return self._permutation.at(positions)
 
     def rows_before(self, position: int) -> int:
         """Rows in all permuted blocks before a position."""
@@ -229,30 +237,35 @@ class Partition:
         age = min(max(tick - self.first_tick(cohort), 0), self.life_ticks(cohort))
         return age * counts // self.life_ticks(cohort)
 
-    def _pieces(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
-        """(numbers, rows skipped at the front, rows) of blocks, counted from this partition's first."""
+    def trim(self, start: int, stop: int, counts: IntArray) -> int:
+        """Take the neighbours' rows off the rows of this partition's blocks `start` to `stop`, in place.
+
+        Returns:
+            How many rows of the first of them come before this partition's.
+        """
+        if start == stop:
+            return 0
+        if stop == self.n_blocks:
+            counts[-1] -= self.order.rows_before(self.first_position + self.n_blocks) - self.end_row
+        if start > 0:
+            return 0
+        skipped = self.first_row - self.order.rows_before(self.first_position)
+        counts[0] -= skipped
+        return skipped
+
+    def _counts(self, start: int, stop: int) -> IntArray:
+        """Rows of blocks, counted from this partition's first."""
         numbers = self.order.block_numbers(self.first_position + start, self.first_position + stop)
         counts = self.order.blocks.sizes(numbers)
-        skipped = np.zeros(len(numbers), dtype=np.int64)
-        if stop == self.n_blocks and len(numbers):
-            counts[-1] -= self.order.rows_before(self.first_position + self.n_blocks) - self.end_row
-        if start == 0 and len(numbers):
-            skipped[0] = self.first_row - self.order.rows_before(self.first_position)
-            counts[0] -= skipped[0]
-        return numbers, skipped, counts
+        self.trim(start, stop, counts)
+        return counts
 
-    def cohort(self, cohort: int) -> Cohort:
-        """The blocks of a cohort, and the order in which each hands out its rows."""
-        start, stop = self.first_block(cohort), self.first_block(cohort + 1)
-        numbers, skipped, counts = self._pieces(start, stop)
-        blocks = self.order.blocks
-        ranks = shuffled_rows(words(self.order.row_key, numbers), blocks.sizes(numbers))
-        kept = blocks.kept_cells(numbers)
-        if kept is not None:
-            ranks = np.take_along_axis(kept, ranks, axis=1)
-        if skipped.any():
-            ranks[0, : counts[0]] = ranks[0, skipped[0] : skipped[0] + counts[0]].copy()
-        return Cohort(numbers, counts, ranks)
+    def rows_left(self, cohort: int, tick: int) -> int:
+        """Rows that a cohort hands out from a tick on."""
+        if tick <= self.first_tick(cohort):
+            return self.rows_of_cohort(cohort)
+        counts = self._counts(self.first_block(cohort), self.first_block(cohort + 1))
+        return int((counts - self.spent_before(tick, cohort, counts)).sum())
 
     def emitted_before(self, tick: int) -> int:
         """Rows handed out in all ticks before `tick`: what makes resuming a binary search."""
@@ -264,7 +277,7 @@ class Partition:
         bounds = [self.first_block(cohort) for cohort in range(tick, last + 1)]
         if last <= tick or bounds[-1] == done:
             return total
-        _, _, counts = self._pieces(done, bounds[-1])
+        counts = self._counts(done, bounds[-1])
         age = np.array([tick - self.first_tick(cohort) for cohort in range(tick, last)])
         life = np.array([self.life_ticks(cohort) for cohort in range(tick, last)])
         n = np.diff(bounds)
@@ -278,9 +291,9 @@ class Partition:
             low, high = (middle, high) if self.emitted_before(middle) <= position else (low, middle)
         return low
 
-    def tick_shuffle(self, tick: int, n: int) -> IntArray:
-        """The permutation of the n rows of a tick."""
-        return shuffled(derive(self.order.key, _TICKS, self.number, tick), n)
+    def tick_key(self, tick: int) -> int:
+        """Seeds the permutation of the rows of a tick."""
+        return derive(self.order.key, _TICKS, self.number, tick)
 
     def rows(self, start: int, stop: int) -> Emitted:
         """The rows at positions `start` to `stop`, by nothing but arithmetic; a loader gives them in the same order."""
@@ -291,14 +304,14 @@ class Partition:
             return Emitted(np.zeros(0, np.int64), np.zeros(0, np.int64))
         tick = self.tick_of(start)
         position = self.emitted_before(tick)
-        window = Window(self, self.window_ticks)
+        window = Window([self])
         found: list[Emitted] = []
         admitted = tick
         while position < stop:
             for cohort in range(admitted, min(tick + self.window_ticks, self.n_cohorts)):
-                window.admit(cohort)
+                window.admit([0], [cohort])
                 admitted = cohort + 1
-            entry = window.tick(tick)
+            (entry,) = window.tick([0], [tick])
             entry = entry[max(start - position, 0) :] if position < start else entry
             found.append(window.emitted(entry))
             position = self.emitted_before(tick + 1)

@@ -1,75 +1,123 @@
-"""The window at work: which rows of the blocks in it come next. A few bytes per resident row, no IO."""
+"""The windows at work: which rows of the blocks in them come next. A few bytes per resident row, no IO."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.layout import IntArray
+from saev_store.order._words import ranges, shuffled_each, shuffled_rows, words
 
 if TYPE_CHECKING:
     from saev_store.order._shuffle import Cohort, Emitted, Partition
 
 
 class Window:
-    """Tables of the cohorts in the window of one partition: cohort t lies in line `t % depth`.
+    """Tables of the cohorts in the windows of some partitions of one order, all in one piece.
 
-    An *entry* is an index into the flattened tables: (line, block of the cohort, rank in the block's own order).
+    A *slot* is a block's place: cohort t of a partition has the slots of its line `t % depth`. An *entry* is an index into
+    the flattened cells: `slot * longest + rank in the block's own order`. Every step is taken for several partitions at
+    once, because what it costs is mostly the calls.
 
     Args:
-        partition: The stream.
-        depth: Lines: at least the partition's `window_ticks`, more to have cohorts ready ahead of time.
+        partitions: The streams, at least one.
+        n_ahead: Lines besides a partition's `window_ticks`, to have cohorts ready ahead of time.
 
     Attributes:
-        numbers: Block numbers, int64 (depth, blocks_per_tick).
-        counts: Rows of each, int64 (depth, blocks_per_tick).
-        cells: Cells in the order in which they are handed out, int32 (depth, blocks_per_tick, longest block).
+        depth: Lines of each partition.
+        longest: Cells of a full block.
+        first_slot: Each partition's first slot, and at the end how many there are, int64 (n + 1,).
+        numbers: Block numbers by slot, int64.
+        counts: Rows of each, int64.
+        cells: Cells in the order in which they are handed out, int32 (slots, longest).
     """
 
-    def __init__(self, partition: Partition, depth: int) -> None:
-        self.partition = partition
-        self.depth = depth
-        width = partition.blocks_per_tick
-        self.longest = partition.order.blocks.cells_per_block
-        self.numbers = np.zeros((depth, width), dtype=np.int64)
-        self.counts = np.zeros((depth, width), dtype=np.int64)
-        self.cells: npt.NDArray[np.int32] = np.zeros((depth, width, self.longest), dtype=np.int32)
+    def __init__(self, partitions: Sequence[Partition], n_ahead: int = 0) -> None:
+        self.partitions, self.order = partitions, partitions[0].order
+        self.depth = [max(min(part.window_ticks + n_ahead, part.n_cohorts), 1) for part in partitions]
+        self._width = [part.blocks_per_tick for part in partitions]
+        self.longest = self.order.blocks.cells_per_block
+        sizes = [depth * width for depth, width in zip(self.depth, self._width, strict=True)]
+        self.first_slot: IntArray = np.cumsum([0, *sizes])
+        n_slots = int(self.first_slot[-1])
+        self.numbers = np.zeros(n_slots, dtype=np.int64)
+        self.counts = np.zeros(n_slots, dtype=np.int64)
+        self.cells: npt.NDArray[np.int32] = np.zeros((n_slots, self.longest), dtype=np.int32)
 
-    def admit(self, cohort: int) -> Cohort:
-        """Compute a cohort and put it into its line, where a cohort that has left may still stand."""
-        entered = self.partition.cohort(cohort)
-        line, n = cohort % self.depth, len(entered.numbers)
-        self.numbers[line, :n] = entered.numbers
-        self.counts[line, :n] = entered.counts
-        self.counts[line, n:] = 0
-        self.cells[line, :n, : entered.cells.shape[1]] = entered.cells
-        return entered
+    def admit(self, lanes: Sequence[int], cohorts: Sequence[int]) -> Cohort:
+        """Compute the next cohort of some partitions and put each into its line, where one that has left may still stand.
 
-    def tick(self, tick: int) -> IntArray:
-        """Entries of the rows that a tick hands out, in order; all cohorts of the tick have been admitted."""
-        part = self.partition
-        cohort = np.arange(tick, min(tick + part.window_ticks, part.n_cohorts), dtype=np.int64)
-        first = np.maximum(0, cohort - part.window_ticks + 1)
-        life = (np.minimum(cohort, part.n_ticks - 1) - first + 1)[:, None]
-        age = (tick - first)[:, None]
-        line = cohort % self.depth
-        counts = self.counts[line]
+        Args:
+            lanes: Which of the partitions, each once.
+            cohorts: The cohort of each.
+        """
+        from saev_store.order._shuffle import Cohort
+
+        order, blocks = self.order, self.order.blocks
+        parts = [self.partitions[lane] for lane in lanes]
+        bounds = [(part.first_block(t), part.first_block(t + 1)) for part, t in zip(parts, cohorts, strict=True)]
+        count = np.array([stop - start for start, stop in bounds], dtype=np.int64)
+        lines = [self._line(lane, cohort) for lane, cohort in zip(lanes, cohorts, strict=True)]
+        positions = [part.first_position + start for part, (start, _) in zip(parts, bounds, strict=True)]
+        numbers = order.blocks_at(ranges(np.array(positions, dtype=np.int64), count))
+        sizes = blocks.sizes(numbers)
+        ranks = shuffled_rows(words(order.row_key, numbers), sizes)
+        kept = blocks.kept_cells(numbers)
+        if kept is not None:
+            ranks = np.take_along_axis(kept, ranks, axis=1)
+        counts, at = sizes.copy(), 0
+        for part, (start, stop), line, width in zip(
+            parts, bounds, lines, [self._width[lane] for lane in lanes], strict=True
+        ):
+            mine = slice(at, at + stop - start)
+            if skipped := part.trim(start, stop, counts[mine]):
+                n = int(counts[at])
+                ranks[at, :n] = ranks[at, skipped : skipped + n].copy()
+            self.counts[line : line + width] = 0
+            at = mine.stop
+        slots = ranges(np.array(lines, dtype=np.int64), count)
+        self.numbers[slots], self.counts[slots] = numbers, counts
+        self.cells[slots, : ranks.shape[1]] = ranks
+        return Cohort(numbers, counts, ranks, slots, count)
+
+    def _line(self, lane: int, cohort: int) -> int:
+        """The first slot of a cohort."""
+        return int(self.first_slot[lane]) + cohort % self.depth[lane] * self._width[lane]
+
+    def tick(self, lanes: Sequence[int], ticks: Sequence[int]) -> list[IntArray]:
+        """Entries of the rows that a tick of each of some partitions hands out, in order; its cohorts have been admitted."""
+        parts = [self.partitions[lane] for lane in lanes]
+
+        def each(values: Sequence[int]) -> IntArray:
+            return np.repeat(np.array(values, dtype=np.int64), n_cohorts)
+
+        n_cohorts = np.array(
+            [min(t + part.window_ticks, part.n_cohorts) - t for part, t in zip(parts, ticks, strict=True)],
+            dtype=np.int64,
+        )
+        tick, width = each(ticks), each([self._width[lane] for lane in lanes])
+        cohort = ranges(np.array(ticks, dtype=np.int64), n_cohorts)
+        first = np.maximum(0, cohort - each([part.window_ticks for part in parts]) + 1)
+        life = np.minimum(cohort, each([part.n_ticks - 1 for part in parts])) - first + 1
+        line = each(self.first_slot[list(lanes)].tolist()) + cohort % each([self.depth[lane] for lane in lanes]) * width
+        slot, age, life = ranges(line, width), np.repeat(tick - first, width), np.repeat(life, width)
+        counts = self.counts[slot]
         low = age * counts // life
-        n = ((age + 1) * counts // life - low).reshape(-1)
-        width = self.counts.shape[1]
-        start = ((line[:, None] * width + np.arange(width)) * self.longest + low).reshape(-1)
-        # Runs start[i], start[i] + 1, … of n[i] each, one after the other.
-        before = np.cumsum(n) - n
-        entries = np.repeat(start - before, n)
-        entries += np.arange(len(entries), dtype=np.int64)
-        return entries[part.tick_shuffle(tick, len(entries))]
+        n = (age + 1) * counts // life - low
+        entries = ranges(slot * self.longest + low, n)
+        # Rows of each partition: the sum over its slots, of which it has width times cohorts.
+        slots_of = n_cohorts * [self._width[lane] for lane in lanes]
+        ends = np.concatenate(([0], np.cumsum(n)))[np.cumsum(slots_of)]
+        n_rows = np.diff(ends, prepend=0)
+        keys = [part.tick_key(t) for part, t in zip(parts, ticks, strict=True)]
+        entries = entries[shuffled_each(np.array(keys, dtype=np.uint64), n_rows)]
+        return np.split(entries, ends[:-1])
 
     def emitted(self, entries: IntArray) -> Emitted:
         """Blocks and cells of entries."""
         from saev_store.order._shuffle import Emitted
 
-        return Emitted(
-            self.numbers.reshape(-1)[entries // self.longest], self.cells.reshape(-1)[entries].astype(np.int64)
-        )
+        return Emitted(self.numbers[entries // self.longest], self.cells.reshape(-1)[entries].astype(np.int64))

@@ -66,6 +66,33 @@ def shuffled(key: int, n: int) -> IntArray:
     return _sorted_by(words(key, number), number, max(n - 1, 1).bit_length())
 
 
+def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
+    """Permutations of runs of numbers, one run after the other: `first + shuffled(key, count)` for each run.
+
+    >>> shuffled_each(np.array([7, 9], np.uint64), np.array([6, 2])).tolist()
+    [1, 5, 0, 4, 3, 2, 6, 7]
+    """
+    first = np.cumsum(counts) - counts
+    number = ranges(np.zeros_like(counts), counts)
+    n_bits = np.array([max(n - 1, 1).bit_length() for n in counts.tolist()], dtype=np.uint64)
+    low = np.repeat((np.uint64(1) << n_bits) - np.uint64(1), counts)
+    tagged = (words(np.repeat(keys, counts), number) & ~low) | number.astype(np.uint64)
+    for start, n in zip(first.tolist(), counts.tolist(), strict=True):
+        tagged[start : start + n].sort()
+    return (tagged & low).astype(np.int64) + np.repeat(first, counts)
+
+
+def ranges(start: IntArray, count: IntArray) -> IntArray:
+    """`start[i], start[i] + 1, …`, `count[i]` numbers each, one after the other.
+
+    >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    found = np.repeat(start - (np.cumsum(count) - count), count)
+    found += np.arange(len(found), dtype=np.int64)
+    return found
+
+
 def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
     """Several permutations at once: row `i` of the result begins with one of `0 … counts[i] - 1`; the rest is undefined.
 
