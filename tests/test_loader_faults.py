@@ -32,7 +32,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.loaders._workers import JOIN_S, SLICE_S, Handoff
+from saev_store.loaders._slots import RowSlots
+from saev_store.loaders._workers import JOIN_S, SLICE_S, Group, Handoff, StoppedError, Workers
 from saev_store.transport import PreadTransport
 from saev_store.transport._wrap import Wrapper
 
@@ -189,6 +190,43 @@ def test_a_read_that_hangs_is_a_time_out(plain, kind):
         thread.join(HANG_S)
     assert our_threads() == []
     check_layer(plain, batches)
+
+
+def test_whoever_waits_can_help():
+    """Queued tasks, the oldest first; what a thread is to be told stays for the thread; errors and ends as in a thread."""
+    stop, done = threading.Event(), list[str]()
+    workers, group, later = Workers(0, "none", stop), Group(2), Group(2)
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    workers.submit(lambda: done.append("first"), group, "a")
+    workers.submit(lambda: done.append(workers.busy_with()), group, "b")
+    workers.submit(fail, later, "c")
+    workers.help(group)
+    assert done == ["first", "b"]
+    group.wait(stop)
+    workers.help(later)
+    with pytest.raises(KeyError):
+        later.wait(stop)
+    workers.help(Group(1))  # nothing is queued: the threads are at it
+    third = Group(1)
+    workers._tasks.put(None)
+    workers.submit(lambda: done.append("third"), third, "d")
+    workers.help(third)
+    assert not third.is_done
+    stop.set()
+    workers._tasks.get()
+    workers.help(third)
+    with pytest.raises(StoppedError):
+        third.wait(stop)
+    assert "third" not in done
+
+
+def test_a_plan_that_is_wrong_is_no_hang(plain, monkeypatch):
+    monkeypatch.setattr(RowSlots, "n_rows", staticmethod(lambda partition, n_ahead: 7 * n_ahead + 7))
+    with pytest.raises(SaevStoreError, match="no room for the rows that come next"):
+        list(make(plain, "row"))
 
 
 def test_a_stopped_process_has_not_waited(monkeypatch):

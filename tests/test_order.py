@@ -18,11 +18,13 @@ from saev_store.order import (
     Blocks,
     Permutation,
     ShuffledOrder,
+    Window,
     derive,
     predict_mixing,
     shuffled,
     words,
 )
+from saev_store.order._words import shuffled_each
 from saev_store.selection import RowSpace, row_space
 
 
@@ -113,6 +115,39 @@ def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject
     start = data.draw(st.integers(0, part.n_rows))
     stop = data.draw(st.integers(start, part.n_rows + 3))
     np.testing.assert_array_equal(np.stack(part.rows(start, stop), axis=1), whole[start:stop])
+
+
+@given(orders(), st.data())
+def test_partitions_together_give_what_each_gives_alone(order: ShuffledOrder, data: st.DataObject):
+    """However unequally they get on: a window of several partitions is several windows."""
+    parts = [order.partition(number) for number in range(order.n_partitions)]
+    n_ahead = data.draw(st.integers(0, 2))
+    window = Window(parts, n_ahead)
+    tick, admitted = [0] * len(parts), [0] * len(parts)
+    found = [[np.zeros((0, 2), dtype=np.int64)] for _ in parts]
+
+    def room(lane: int) -> bool:
+        return admitted[lane] < min(tick[lane] + window.depth[lane], parts[lane].n_cohorts)
+
+    while left := [lane for lane, part in enumerate(parts) if tick[lane] < part.n_ticks]:
+        while lanes := [lane for lane in range(len(parts)) if room(lane)]:
+            window.admit(lanes, [admitted[lane] for lane in lanes])
+            for lane in lanes:
+                admitted[lane] += 1
+        some = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
+        for lane, entries in zip(some, window.tick(some, [tick[lane] for lane in some]), strict=True):
+            found[lane].append(np.stack(window.emitted(entries), axis=1))
+            tick[lane] += 1
+    for part, pieces in zip(parts, found, strict=True):
+        np.testing.assert_array_equal(np.concatenate(pieces), np.stack(part.rows(0, part.n_rows), axis=1))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 70)), max_size=6))
+def test_shuffles_together_are_shuffles(runs: list[tuple[int, int]]):
+    keys, counts = (np.array([run[i] for run in runs], dtype=kind) for i, kind in enumerate((np.uint64, np.int64)))
+    first = np.cumsum(counts) - counts
+    alone = [start + shuffled(key, n) for start, (key, n) in zip(first.tolist(), runs, strict=True)]
+    np.testing.assert_array_equal(shuffled_each(keys, counts), np.concatenate([np.zeros(0, np.int64), *alone]))
 
 
 @given(orders())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -184,6 +185,31 @@ def test_indexed_batches_from_a_disk(plain, monkeypatch):
         assert torch.equal(batch["act"], torch.from_numpy(plain.acts.reshape(-1, 16)[picked]))
         assert dataset._medium.kind == ("flash" if number < 15 else "cached")
         dataset._n_threads = 4
+    dataset.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_a_disk_is_told_of_many_vectors_at_once(tmp_path, monkeypatch, takes_it):
+    """Of each that lies apart, and of nothing else; a system that does not listen is read all the same."""
+    plain, told = plain_store(tmp_path, n=60, tokens=7, per_shard=25, d_model=2048), set[tuple[int, int]]()
+
+    def advise(fd: int, start: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_WILLNEED:
+            told.add((start, length))
+            if not takes_it:
+                raise OSError(errno.EINVAL, "no")
+
+    def pretend(self) -> None:
+        self._medium, self._n_threads = Medium("flash", "pretended", str(plain.path)), 4
+
+    monkeypatch.setattr(IndexedDataset, "_look_at_medium", pretend)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
+    picked = 4 * np.random.default_rng(0).integers(0, len(dataset) // 4, 1500)
+    assert torch.equal(dataset.batch(picked)["act"], torch.from_numpy(plain.acts.reshape(-1, 2048)[picked]))
+    wanted = {(int(vector) % (25 * 24) * 8192, 8192) for vector in picked}
+    assert told == wanted if takes_it else told < wanted
     dataset.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
+from saev_store.errors import SaevStoreError
 from saev_store.layout import Layout, shard_name
 from saev_store.transport._descriptors import DESCRIPTORS
 
@@ -40,9 +42,20 @@ class Advice:
     def before(self, shard: int) -> None:
         """A shard is about to be read; costs nothing once it is known."""
         file = DESCRIPTORS.peek(self._path(shard))
+        if file is None:
+            # What cannot be opened is said by the read itself.
+            with contextlib.suppress(OSError, SaevStoreError):
+                file = DESCRIPTORS.open(self._path(shard))
         if file is not None and self._advised.get(shard) != id(file):
             self._advised[shard] = id(file)
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def soon(self, shard: int, starts: list[int], ends: list[int]) -> None:
+        """Small extents are about to be read, one after the other: the system begins with all of them at once."""
+        if (file := DESCRIPTORS.peek(self._path(shard))) is not None:
+            with contextlib.suppress(OSError):  # a file system that does not know how
+                for start, end in zip(starts, ends, strict=True):
+                    os.posix_fadvise(file.fd, start, end - start, os.POSIX_FADV_WILLNEED)
 
     def after(self, shard: int, start: int, end: int) -> None:
         """An extent was read."""

@@ -221,7 +221,9 @@ class Loader(ABC):
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
-            machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally)
+            machinery = self._machinery = Machinery(
+                self._n_threads, self._n_gather, tally, helps=self._medium.kind in _BUSY
+            )
             layout = self._space.layout
             advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
             if advice is not None:

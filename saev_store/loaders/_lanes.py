@@ -154,6 +154,8 @@ class Lanes:
         for lane in lanes:
             needed, reading = self._needed(lane), self._reading[lane]
             for cohort in [cohort for cohort in reading if cohort < needed]:
+                if self._machinery.helps:
+                    self._machinery.readers.help(reading[cohort])
                 reading[cohort].wait(self._machinery.stop)
                 del reading[cohort]
         for lane, entries in zip(lanes, self.window.tick(lanes, [self._tick[lane] for lane in lanes]), strict=True):

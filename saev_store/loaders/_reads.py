@@ -220,6 +220,9 @@ class Reads:
             self._retried(lambda lo=lo, views=views: self._fill(shard, begins[lo], views))
         for at in range(0, len(alone), _RUNS_AT_ONCE):
             some = alone[at : at + _RUNS_AT_ONCE]
+            small = len(some) > 1 and stops[some[0]] - begins[some[0]] < SMALL_RUN_BYTES
+            if small and self._advice is not None and self._one_by_one:
+                self._advice.soon(shard, [begins[run] for run in some], [stops[run] for run in some])
             buffers = [raw[places[run] : places[run] + stops[run] - begins[run]] for run in some]
             self._retried(partial(self._fill_runs, shard, [begins[run] for run in some], buffers))
         nbytes = sum(stops[hi - 1] - begins[lo] for lo, hi in pairwise(first))

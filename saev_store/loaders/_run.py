@@ -26,9 +26,11 @@ class Machinery:
         n_threads: Reading threads.
         n_gather: Threads that gather, besides the one that makes batches.
         tally: Where measures are kept.
+        helps: Whether the thread that makes batches reads as well instead of waiting for reads, because they are copies.
     """
 
-    def __init__(self, n_threads: int, n_gather: int, tally: Tally) -> None:
+    def __init__(self, n_threads: int, n_gather: int, tally: Tally, *, helps: bool = False) -> None:
+        self.helps = helps
         self.stop = threading.Event()
         self.tally = tally
         #: Called once the threads have ended.

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from saev_store.errors import DeadlineError
@@ -99,23 +99,41 @@ class Workers:
         """What the threads are doing right now, for an error message."""
         return ", ".join(sorted(set(self._busy.copy().values()))) or "nothing"
 
+    def help(self, group: Group) -> None:
+        """Carry out queued tasks in this thread, the oldest first, until a group is done or nothing is queued any more.
+
+        For tasks that compute or copy: who waits for them has a core to give. The threads may still be at some when this
+        returns, so `group.wait` comes after it.
+        """
+        while not group.is_done:
+            try:
+                item = self._tasks.get_nowait()
+            except Empty:
+                return
+            if item is None:  # a thread is to end: that is not for us
+                self._tasks.put(None)
+                return
+            self._carry_out(-1, *item)
+            del item
+
     def _work(self, number: int) -> None:
         while (item := self._tasks.get()) is not None:
-            task, group, where = item
-            del item
-            error: BaseException | None = None
-            if self._stop.is_set():
-                error = StoppedError()
-            else:
-                self._busy[number] = where
-                try:
-                    task()
-                except BaseException as raised:
-                    error = raised
-                self._busy.pop(number, None)
-            group.finish(error)
+            self._carry_out(number, *item)
             # Nothing may keep the memory of the last task alive while waiting for the next.
-            del task, group, error
+            del item
+
+    def _carry_out(self, number: int, task: Callable[[], None], group: Group, where: str) -> None:
+        error: BaseException | None = None
+        if self._stop.is_set():
+            error = StoppedError()
+        else:
+            self._busy[number] = where
+            try:
+                task()
+            except BaseException as raised:
+                error = raised
+            self._busy.pop(number, None)
+        group.finish(error)
 
     def close(self) -> None:
         """Tell the threads to end; `join` waits for them."""

@@ -27,10 +27,10 @@ from saev_store.torch.config import IndexedConfig
 
 #: Fewer rows than this are gathered by one thread.
 _MIN_ROWS_PER_THREAD = 512
-#: Page faults in flight where the shards are not in memory.
-_N_WAITING = 16
-#: What a task reads of scattered vectors: small, so that all threads have something to wait for.
-_SCATTERED_BYTES = 256 << 10
+#: Threads that read where the shards are not in memory, and what a task of theirs reads. A disk of this machine is told of
+#: 128 vectors at a time; a file system over a network may not listen to that, so there each thread waits for one.
+_N_WAITING = {"flash": 8, "disk": 8, "parallel": 16}
+_SCATTERED_BYTES = {"flash": 1 << 20, "disk": 1 << 20, "parallel": 256 << 10}
 #: After so many batches it is looked whether the shards are in memory now.
 _LOOK_EVERY = 16
 #: Batches whose memory is kept for the next ones.
@@ -73,8 +73,8 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """What is read often is in memory after a while, and then better gathered from a map."""
         self._medium = medium_of(self.store.transport, self.rows.space.layout)
         # A remote transport is its own crowd: one call merges and fetches all ranges.
-        many = {"remote": 1, "memory": min(4, n_cpus()), "cached": min(4, n_cpus())}
-        self._n_threads = many.get(self._medium.kind, _N_WAITING)
+        many = {"remote": 1, "memory": min(4, n_cpus()), "cached": min(4, n_cpus()), **_N_WAITING}
+        self._n_threads = many[self._medium.kind]
 
     @property
     def metadata(self) -> Metadata:
@@ -169,7 +169,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             self.rows._reader,
             ReadTally(),
             threading.Event(),
-            task_bytes=_SCATTERED_BYTES,
+            task_bytes=_SCATTERED_BYTES[self._medium.kind],
             advice=self._advice,
             waits=True,
         )
