@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 import weakref
@@ -14,30 +13,24 @@ from typing import Self, TypedDict, get_args
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.cost import Estimate, estimate, price_of
 from saev_store.errors import ArgumentError
-from saev_store.indexing import Progression
 from saev_store.layout import IntArray
 from saev_store.loaders._advice import Advice, advice_for
 from saev_store.loaders._batches import Equipment
 from saev_store.loaders._dressing import Dressing
-from saev_store.loaders._explain import Explanation, Plan
+from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._medium import Kind, medium_of, unwrapped
 from saev_store.loaders._memory import Allocate, HostWindow, Outputs, WindowMemory, allocate
 from saev_store.loaders._metrics import Metrics, Tally
-from saev_store.loaders._reads import PlannedReads, Reads, Runs
+from saev_store.loaders._reads import Reads
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
 from saev_store.loaders._scale import norm_scale
+from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.order import Batching, Blocks
 from saev_store.selected import Selection
-from saev_store.selection import Labels, RowSpace
-
-STATE_VERSION = 1
-
-#: Parts of an epoch that are planned to tell its cost.
-_N_PLANNED = 64
+from saev_store.selection import Labels
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
@@ -221,9 +214,10 @@ class Loader(ABC):
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
-            machinery = self._machinery = Machinery(
-                self._n_threads, self._n_gather, tally, helps=self._medium.kind in _BUSY
-            )
+            # A transport around another one may wait for whatever it likes.
+            transport = self._rows._reader.transport
+            copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
+            machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally, helps=copies)
             layout = self._space.layout
             advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
             if advice is not None:
@@ -322,17 +316,6 @@ class Loader(ABC):
         iterator = self._iterator()
         return self._tally.metrics(iterator.n_ready if iterator is not None else 0)
 
-    def _cost(self, n_parts: int, runs: Callable[[int], Runs], n_vectors: int) -> Estimate:
-        """What an epoch of this rank costs, whose parts, `n_vectors` in all, are read one after the other."""
-        reader, layout = self._rows._reader, self._space.layout
-        reads = PlannedReads(reader, task_bytes=self._read_bytes)
-        some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
-        found = sum(reads.count(runs(number)) for number in some)
-        share = 1.0 if len(some) == n_parts or not n_vectors else found / n_vectors
-        requests, n_bytes = reads.total(share or 1.0, self._space.examples)
-        wanted = len(self._space) * layout.vector_nbytes // self._world
-        return estimate(price_of(reader.transport), requests=requests, bytes_read=n_bytes, bytes_wanted=wanted)
-
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""
         plan, layout = self._plan(), self._space.layout
@@ -345,7 +328,7 @@ class Loader(ABC):
             engine=self.transport_name,
             n_threads=self._n_threads,
             extent_bytes=plan.extent_bytes,
-            cost=self._cost(plan.n_parts, plan.runs, plan.n_vectors),
+            cost=epoch_cost(plan, self._rows._reader, self._space, self._read_bytes, self._world),
             keeps_pages=None if self._medium.path is None else not forgets,
             window_bytes=plan.window_bytes,
             buffer_bytes=plan.n_buffers * self.batch_size * layout.vector_nbytes,
@@ -378,27 +361,7 @@ class Loader(ABC):
         Raises:
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
-        if not isinstance(state, Mapping):
-            raise ArgumentError(
-                f"the state is a {type(state).__name__}; it must be what state_dict() gave", where="state"
-            )
-        for name, mine in self._identity().items():
-            if state.get(name) != mine:
-                raise ArgumentError(
-                    f"the state was saved with {name} = {state.get(name)!r}, but this loader has {mine!r}",
-                    where="load_state_dict",
-                    remedy="Make the loader with the same rows and options.",
-                )
-        epoch, batch = whole_number(state, "epoch", 0), whole_number(state, "batch", 0, len(self))
-        scale = state.get("scale")
-        if (scale is None) == self._scale_norm or not (
-            scale is None or (type(scale) is float and 0 < scale < math.inf)
-        ):
-            raise ArgumentError(
-                f"the state has scale = {scale!r}, but this loader {'scales' if self._scale_norm else 'does not scale'}",
-                where="load_state_dict",
-                remedy="Make the loader with the same scale_norm.",
-            )
+        epoch, batch, scale = checked(state, self._identity(), n_batches=len(self), scales=self._scale_norm)
         self._adopt(state)
         self._end_iteration()
         self._scale = scale
@@ -425,36 +388,3 @@ class Loader(ABC):
     def transport_name(self) -> str:
         """The engine that reads."""
         return unwrapped(self._rows._reader.transport).name
-
-
-def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2**63 - 1) -> int:
-    """An integer out of a state, checked.
-
-    Raises:
-        ArgumentError: it is missing, no integer, or out of range.
-    """
-    value = state.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise ArgumentError(
-            f"the state has {name} = {value!r}, which this loader never writes", where="load_state_dict"
-        )
-    return value
-
-
-def fingerprint(space: RowSpace) -> str:
-    """16 hex digits that tell row spaces apart: what was chosen of what, and what was left out.
-
-    Not where it lies, nor beside which other layers and tokens, nor how it is cut into shards: a staged copy continues a
-    state.
-    """
-    layout = space.layout
-    layers = tuple(layout.layers[position] for position in space.layer_idx)
-    tokens = (space.tokens.start - layout.n_special_tokens, space.tokens.count)
-    digest = hashlib.sha256(repr((layout.n_examples, layout.d_model, layers, tokens, len(space))).encode())
-    if isinstance(space.examples, Progression):
-        digest.update(repr(space.examples).encode())
-    else:
-        digest.update(np.ascontiguousarray(space.examples, dtype="<i8").tobytes())
-    if space.kept is not None:
-        digest.update(space.kept.tobytes())
-    return digest.hexdigest()[:16]

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from saev_store.cost import Estimate
-from saev_store.loaders._reads import Runs
-from saev_store.order import Mixing
+import numpy as np
 
+from saev_store.cost import Estimate, estimate, price_of
+from saev_store.loaders._reads import PlannedReads, Runs
+from saev_store.order import Mixing
+from saev_store.reader import Reader
+from saev_store.selection import RowSpace
+
+#: Parts of an epoch that are planned to tell its cost.
+_N_PLANNED = 64
 _PAGES = {None: "", True: ", kept in the page cache", False: ", dropped from the page cache at once"}
 
 
@@ -33,6 +39,26 @@ class Plan:
     n_partitions: int = 1
     examples_per_block: int = 1
     mixing: Mixing | None = None
+
+
+def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, task_bytes: int, world: int) -> Estimate:
+    """What an epoch of one rank costs.
+
+    Args:
+        plan: Its reads.
+        reader: The store's.
+        space: What is read, over all ranks.
+        task_bytes: What a task reads.
+        world: How many ranks share the work.
+    """
+    reads = PlannedReads(reader, task_bytes=task_bytes)
+    n_parts = plan.n_parts
+    some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
+    found = sum(reads.count(plan.runs(number)) for number in some)
+    share = 1.0 if len(some) == n_parts or not plan.n_vectors else found / plan.n_vectors
+    requests, n_bytes = reads.total(share or 1.0, space.examples)
+    wanted = len(space) * space.layout.vector_nbytes // world
+    return estimate(price_of(reader.transport), requests=requests, bytes_read=n_bytes, bytes_wanted=wanted)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal, Unpack
 import numpy as np
 
 from saev_store.errors import ArgumentError
-from saev_store.loaders._base import Loader, Options, whole_number
+from saev_store.loaders._base import Loader, Options
 from saev_store.loaders._batches import Equipment, ShuffledBatches, n_window_rows
 from saev_store.loaders._explain import Plan
 from saev_store.loaders._medium import Medium
@@ -17,6 +17,7 @@ from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
 from saev_store.loaders._reads import Runs
 from saev_store.loaders._run import Batch
 from saev_store.loaders._slots import BlockSlots, RowSlots, runs_of_blocks
+from saev_store.loaders._state import whole_number
 from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
 from saev_store.selected import Selection
 from saev_store.selection import RowSpace
