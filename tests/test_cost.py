@@ -189,7 +189,9 @@ def test_an_epoch_costs_what_the_loader_says(slots: str | None, layer: object, t
 
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
 @pytest.mark.parametrize("tokens", ["content", "special"])
-def test_a_shard_is_mapped_once_however_long_the_epoch(tmp_path: Path, kind: type, tokens: str):
+def test_a_shard_is_mapped_once_however_long_the_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, tokens: str
+):
     """Blocks of a few kilobytes are gathered from maps, which cost what they cost once."""
     layout = Layout(
         n_examples=2000, layers=(3, 7), content_tokens_per_example=4, cls_token=True, d_model=16, examples_per_shard=300
@@ -197,8 +199,9 @@ def test_a_shard_is_mapped_once_however_long_the_epoch(tmp_path: Path, kind: typ
     for name, data in plain_store(layout).files.items():
         (tmp_path / name).write_bytes(data)
     store = opened(MmapTransport(tmp_path))
+    monkeypatch.setattr("saev_store.loaders._base._BUSY", ())  # two threads might map a shard at the same time
     rows, more = store.sel(layer=3, tokens=tokens), {} if kind is OrderedLoader else {"window_blocks": 4}
-    with kind(rows, batch_size=16, n_threads=1, **more) as loader:  # several might map a shard at the same time
+    with kind(rows, batch_size=16, n_threads=1, **more) as loader:
         for _ in range(2):  # the second time they are there
             expected, before = loader.explain().cost, store.transport.counters
             assert sum(len(batch["act"]) for batch in loader) == len(rows)

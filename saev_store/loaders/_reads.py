@@ -39,25 +39,29 @@ class Runs(NamedTuple):
         vector: First vector, counted from the shard's beginning.
         place: First row of the buffer.
         count: How many vectors.
+        origin: Runs of different origins have requests of their own, however near they are: what a cache keeps of one must
+            not depend on what happened to be read with it.
     """
 
     shard: IntArray
     vector: IntArray
     place: IntArray
     count: IntArray
+    origin: IntArray
 
-    def take(self, index: IntArray) -> Runs:
+    def take(self, index: IntArray | slice) -> Runs:
         """Some of the runs."""
-        return Runs(self.shard[index], self.vector[index], self.place[index], self.count[index])
+        return Runs(*(column[index] for column in self))
 
 
 def runs_of_planes(
-    layout: Layout, example: IntArray, layer: IntArray, token: IntArray, count: IntArray, place: IntArray
-) -> Runs:
-    """One run per (example, layer), beginning at a token; all of them positions, not labels."""
+    layout: Layout, example: IntArray, layer: IntArray, token: IntArray, count: IntArray, place: IntArray,
+    origin: IntArray | None = None,
+) -> Runs:  # fmt: skip
+    """One run per (example, layer), beginning at a token; all of them positions, not labels. One origin where none is said."""
     shard, within = np.divmod(example, np.int64(layout.examples_per_shard))
     vector = (within * layout.n_layers + layer) * layout.tokens_per_example + token
-    return Runs(shard, vector, place, count)
+    return Runs(shard, vector, place, count, np.zeros_like(shard) if origin is None else origin)
 
 
 def merged(runs: Runs) -> Runs:
@@ -68,12 +72,12 @@ def merged(runs: Runs) -> Runs:
         (runs.shard[1:] == runs.shard[:-1])
         & (runs.vector[1:] == runs.vector[:-1] + runs.count[:-1])
         & (runs.place[1:] == runs.place[:-1] + runs.count[:-1])
+        & (runs.origin[1:] == runs.origin[:-1])
     )
     if not follows.any():
         return runs
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    count = np.add.reduceat(runs.count, first)
-    return Runs(runs.shard[first], runs.vector[first], runs.place[first], count)
+    return runs.take(first)._replace(count=np.add.reduceat(runs.count, first))
 
 
 def cut(runs: Runs, longest: int) -> Runs:
@@ -85,7 +89,7 @@ def cut(runs: Runs, longest: int) -> Runs:
     part = np.arange(len(which)) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
     whole = runs.take(which)
     count = np.minimum(longest, whole.count - part * longest)
-    return Runs(whole.shard, whole.vector + part * longest, whole.place + part * longest, count)
+    return whole._replace(vector=whole.vector + part * longest, place=whole.place + part * longest, count=count)
 
 
 @dataclass
@@ -157,7 +161,7 @@ class Reads:
         part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
         bounds = np.concatenate(([0], np.flatnonzero(np.diff(part)) + 1, [len(part)])).tolist()
         for lo, hi in pairwise(bounds):
-            some = Runs(*(column[lo:hi] for column in runs))
+            some = runs.take(slice(lo, hi))
             yield (
                 (lambda some=some: target.fill(some.place, some.count, partial(self._read, some))),
                 shard_name(int(some.shard[0])),
@@ -199,7 +203,8 @@ class Reads:
         self._touch(shard, lowest, highest)
         gap = starts[1:] - ends[:-1]
         # Vectors that are wanted twice are read twice.
-        first = [0, *(np.flatnonzero((gap > self._max_gap_bytes) | (gap < 0)) + 1).tolist(), len(starts)]
+        apart = (gap > self._max_gap_bytes) | (gap < 0) | (runs.origin[1:] != runs.origin[:-1])
+        first = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
         raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # whatever the transport handed out
         if self._advice is not None:
             self._advice.before(shard)

@@ -13,8 +13,11 @@ from saev_store.loaders._reads import Runs, merged, runs_of_planes
 from saev_store.order import Blocks, Cohort, Partition, Window
 
 
-def runs_of_blocks(blocks: Blocks, numbers: IntArray, first_row: IntArray) -> Runs:
-    """The reads of whole blocks: block `numbers[i]` goes to the rows from `first_row[i]` on."""
+def runs_of_blocks(blocks: Blocks, numbers: IntArray, first_row: IntArray, n_blocks: IntArray) -> Runs:
+    """The reads of whole blocks: block `numbers[i]` goes to the rows from `first_row[i]` on.
+
+    The first `n_blocks[0]` of them are read by requests of their own, and so on.
+    """
     space = blocks.space
     places = blocks.places(numbers)
     which = np.repeat(np.arange(len(numbers)), places.n_examples)
@@ -22,7 +25,9 @@ def runs_of_blocks(blocks: Blocks, numbers: IntArray, first_row: IntArray) -> Ru
     example = blocks.examples(places.first[which] + within)
     layer = np.asarray(space.layer_idx, dtype=np.int64)[places.layer[which]]
     token, count = np.full_like(example, space.tokens.start), np.full_like(example, space.tokens.count)
-    return runs_of_planes(space.layout, example, layer, token, count, first_row[which] + within * space.tokens.count)
+    place = first_row[which] + within * space.tokens.count
+    origin = np.repeat(np.arange(len(n_blocks)), n_blocks)[which]
+    return runs_of_planes(space.layout, example, layer, token, count, place, origin)
 
 
 def n_rows_of(partition: Partition, n_ahead: int, *, rows_apart: bool) -> int:
@@ -54,7 +59,8 @@ class BlockSlots:
 
     def runs(self, lanes: Sequence[int], entered: Cohort, spent: IntArray) -> Runs:  # noqa: ARG002  # the other kind asks
         """The reads that bring cohorts, of whose blocks the first `spent` rows are not wanted any more."""
-        return runs_of_blocks(self._window.order.blocks, entered.numbers, entered.slots * self._window.longest)
+        first_row = entered.slots * self._window.longest
+        return runs_of_blocks(self._window.order.blocks, entered.numbers, first_row, entered.n_blocks)
 
     def locate(self, entries: IntArray) -> IntArray:
         """Rows of the memory where entries lie."""
@@ -112,8 +118,8 @@ class RowSlots:
         within, token = np.divmod(cell, np.int64(space.tokens.count))
         example = blocks.examples(places.first[block] + within)
         layer = np.asarray(space.layer_idx, dtype=np.int64)[places.layer[block]]
-        count = np.ones_like(cell)
-        return merged(runs_of_planes(space.layout, example, layer, token + space.tokens.start, count, free))
+        count, origin = np.ones_like(cell), np.repeat(np.arange(len(lanes)), entered.n_blocks)[block]
+        return merged(runs_of_planes(space.layout, example, layer, token + space.tokens.start, count, free, origin))
 
     def locate(self, entries: IntArray) -> IntArray:
         """Rows of the memory where entries lie."""

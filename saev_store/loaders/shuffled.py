@@ -192,8 +192,11 @@ class ShuffledLoader(Loader):
 
         def runs(number: int) -> Runs:
             # Cohorts of the same number are read together, as long as no lane gets ahead of the others.
-            found = np.concatenate([part.block_numbers(number) for part in parts if number < part.n_cohorts])
-            return runs_of_blocks(order.blocks, found, np.zeros_like(found))
+            found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
+            numbers = np.concatenate(found)
+            return runs_of_blocks(
+                order.blocks, numbers, np.zeros_like(numbers), np.array([len(some) for some in found])
+            )
 
         rows = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart)
         return Plan(
