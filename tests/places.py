@@ -1,5 +1,7 @@
 """The suites of stores, writers, Zarr views and loaders over a bucket: `pytest --place swift+obstore tests/test_store.py …`.
 
+`.ci/run` takes the quickest suites to one place on each server, `bash .ci/long places` takes all of them to all places.
+
 What a test does with a folder on disk it then does with a bucket: every transport of a local folder below pytest's temporary
 folder (or of a sample) becomes one of the bucket, files that a test puts or damages on disk are sent before the next
 operation, and what is written to the bucket is fetched to where the test looks for it.
@@ -56,6 +58,9 @@ LOCAL_ONLY = {
 #: The same for one place.
 ELSEWHERE_ONLY = {
     "gcs+obstore": {
+        "test_writer.py::test_leaving_early_tells_how_far_and_how_to_go_on": "obstore sends a shard again here: docs/cloud.md",
+        "test_loader_faults.py::test_loaders_work_in_children[fork]": "the shim's options are obstore's own: ForkError",
+        "test_torch_loaders.py::test_data_loaders_of_torch[fork": "the same",
         "test_store.py::test_stores_work_in_other_processes[fork-": "the shim's options are obstore's own: ForkError",
         "test_zarr_processes.py::test_dask_on_threads_and_processes": "the shim's credentials do not travel",
         "test_zarr_processes.py::test_distributed_workers": "the same",
