@@ -13,14 +13,14 @@ import os
 import signal
 import sys
 import time
-import traceback
-import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+from kill_children import content, ended, in_child, killed
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import IncompleteStoreError, NotFoundError, SaevStoreError
@@ -71,26 +71,6 @@ def write(root: str, this: Case, part: tuple[int, int] | None, seed: int) -> Non
             os._exit(3)  # the other part is not done yet
 
 
-def child(root: str, this: Case, part: tuple[int, int] | None, seed: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        warnings.simplefilter("error")
-        write(root, this, part, seed)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def check_unfinished(root: str, this: Case) -> None:
     """After a kill: no store, or the whole store."""
     folder = Path(root) / this.name
@@ -112,13 +92,9 @@ def finish_one(root: str, this: Case, rng: np.random.Generator, world: int, full
         # Later attempts get more time, so that every store is finished on the slowest machine too.
         delay_s = float(rng.uniform(0, full_s * (0.4 + 0.05 * n_kills)))
         seed = int(rng.integers(2**31))
-        pids = [child(root, this, part, seed + i) for i, part in enumerate(pending)]
+        pids = [in_child(partial(write, root, this, part, seed + i)) for i, part in enumerate(pending)]
         time.sleep(delay_s)
-        codes = []
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-            codes.append(os.waitstatus_to_exitcode(status))
+        codes = [killed(pid) for pid in pids]
         if any(code not in (0, 3, -signal.SIGKILL) for code in codes):
             raise AssertionError(f"a child failed: {codes}")
         n_kills += sum(code == -signal.SIGKILL for code in codes)
@@ -141,8 +117,7 @@ def main() -> None:
         this, world = make_case(seed), 2 if n_stores % 3 == 2 else 1
         reference = f"{args.folder}/reference"
         began_s = time.monotonic()
-        pid = child(reference, this, None, seed)
-        os.waitpid(pid, 0)
+        ended(in_child(partial(write, reference, this, None, seed)))
         full_s = time.monotonic() - began_s
         root = f"{args.folder}/killed"
         n_kills += finish_one(root, this, rng, world, full_s)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +22,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from energon_tars import sample_files, tar_bytes
+from kill_children import content, ended, in_child, killed
 
 from saev_store.errors import NotFoundError
 from saev_store.formats.energon import EnergonDataset
@@ -166,33 +164,12 @@ KINDS: dict[str, Callable[[np.random.Generator], Kind]] = {
 }
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def temporary(name: str) -> bool:
     return name.rpartition("/")[2].startswith(TEMP_PREFIX)
 
 
-def child(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        warnings.simplefilter("error")
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def finish(work: Callable[[], None]) -> None:
-    _, status = os.waitpid(child(work), 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert ended(in_child(work)) == 0
 
 
 def torment(kind: Kind, root: Path, rng: np.random.Generator) -> tuple[int, set[int | None]]:
@@ -208,11 +185,9 @@ def torment(kind: Kind, root: Path, rng: np.random.Generator) -> tuple[int, set[
     n_kills, seen, code = 0, set[int | None](), None
     while code != 0 or n_kills < 3:
         version, engine = int(rng.integers(2)), ("auto", "pread")[int(rng.integers(2))]
-        pid = child(lambda version=version, engine=engine: kind.write(folder, version, engine))
+        pid = in_child(lambda version=version, engine=engine: kind.write(folder, version, engine))
         time.sleep(float(rng.uniform(0, full_s * (0.7 + 0.05 * n_kills))))
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
+        code = killed(pid)
         assert code in {0, -signal.SIGKILL}, f"a child failed: {code}"
         n_kills += code != 0
         found = kind.check(folder)

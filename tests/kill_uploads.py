@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
-import traceback
 import uuid
-import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +24,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 # What the children need is imported once, here; nothing is opened.
 import obstore  # noqa: F401 (warms the children)
 import s3fs
+from kill_children import ended, killed
+from kill_children import in_child as strict_child
 from kill_harness_oracle import Case, case
 
 import saev_store.transport._fsspec
@@ -37,6 +36,8 @@ from saev_store.transport import _parts, child, open_transport
 from saev_store.writer import create_store
 
 BLOCK_BYTES = 16 << 10
+#: A part that was not kept is told in a warning.
+in_child = partial(strict_child, on_warning="ignore")
 
 
 def make_case(seed: int) -> Case:
@@ -103,26 +104,8 @@ def check_clean(url: str, options: dict) -> None:
         raise AssertionError(f"left over: {left} {hidden}")
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """The process that carries out `work`; its exit status says whether that went well."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        warnings.simplefilter("ignore")  # a part that was not kept is told in a warning
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def wait(pid: int, *, doing: str) -> None:
-    if os.waitpid(pid, 0)[1]:
+    if ended(pid):
         raise AssertionError(f"{doing} failed, see above")
 
 
@@ -153,8 +136,7 @@ def main() -> None:
             pid = in_child(lambda this=this, n=n_tries: write(url, options, args.engine, this, n))
             # Later attempts get more time, so that every store is finished on the slowest machine too.
             time.sleep(float(rng.uniform(0.1, 1.0)) * full_s * (0.6 + 0.1 * n_tries))
-            os.kill(pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            code = killed(pid)
             if code not in (0, -signal.SIGKILL):
                 raise AssertionError(f"a child failed: {code}")
             n_tries += 1

@@ -1,0 +1,46 @@
+"""Children that the scripts which kill writers start, and what they leave on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+
+def in_child(work: Callable[[], None], *, on_warning: Literal["error", "ignore"] = "error") -> int:
+    """The process that carries out `work`; its exit status says whether that went well."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        warnings.simplefilter(on_warning)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def killed(pid: int) -> int:
+    """Kill a child; its exit code, which is not -9 if it had ended before."""
+    os.kill(pid, signal.SIGKILL)
+    return ended(pid)
+
+
+def ended(pid: int) -> int:
+    """The exit code of a child, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
