@@ -1,100 +1,76 @@
-"""How fast ranges come from, and uploads go to, a bucket on this machine, against bare obstore and plain s3fs.
+"""How fast ranges and batches come from, and uploads go to, a bucket on this machine, against bare obstore and plain s3fs.
 
-python benchmarks/remote.py [--mib 256] [--rounds 5] [--json]
+    python benchmarks/remote.py [--mib 256] [--rounds 5] [--only WORD …] [--json]
 
-The server is a process of its own that answers from memory, with and without 30 ms before the first byte. Needs
-`saev-store[s3,fast]`.
+The server (`_far_server.py`) is a process of its own that shares the cores with the client; it sends files by `sendfile` and
+drops uploads in the kernel, which is as fast as nginx or faster. It answers at once, and 30 ms late. Beside each rate stand
+the CPU seconds per GB of the client's process, the server's not included: what is left when the server is another machine.
+
+Who is raced, in turn, medians of the rounds after one that is not counted:
+
+* ranges: 64 in flight, each in memory of its own. The bare loop learns every object's version (`get_async`), as we must to
+  tell a replaced object; one that does not want to know (`get_range_async`) stands beside it, without a goal.
+* shuffled loader: an epoch of a store four times as large as the window, against our own ranges of 8 MiB of the same files.
+* upload: parts of 8 MiB, eight in flight. Our sink takes memory that is lent to it, as the writer does; "copying" is the same
+  with memory that the caller wants back. The writer copies what it is given, makes block digests and receipts, and publishes.
+
+Needs `saev-store[s3,fast]`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import json
 import os
 import resource
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
-from _common import Line, report
+import numpy as np
+from _common import make_store
 
+from saev_store import ShardStore, new_metadata
+from saev_store.loaders import ShuffledLoader
 from saev_store.transport import open_transport
 
 IN_FLIGHT = 64
+PART_BYTES = 8 << 20
 OBJECT_BYTES = 64 << 20
 
 
-class Server(asyncio.Protocol):
-    """As much of S3 as the clients here need: ranges of one object from memory, uploads that are thrown away."""
+@dataclass(frozen=True)
+class Rate:
+    """Median MB/s and CPU seconds of this process for each GB; the spread is (highest - lowest) / median MB/s."""
 
-    content = memoryview(bytes(range(256)) * (OBJECT_BYTES // 256))
-    latency_s = 0.0
-
-    def connection_made(self, transport) -> None:
-        self.transport, self.head, self.body_left, self.buffer = transport, "", 0, bytearray()
-        transport.set_write_buffer_limits(high=1 << 27)
-
-    def data_received(self, data: bytes) -> None:
-        while data or (self.head and not self.body_left):
-            if not self.head:
-                self.buffer += data
-                end = self.buffer.find(b"\r\n\r\n")
-                if end < 0:
-                    return
-                self.head, data = self.buffer[:end].decode("latin-1"), bytes(self.buffer[end + 4 :])
-                self.buffer.clear()
-                self.body_left = int(self._header("content-length") or 0)
-            taken = min(len(data), self.body_left)
-            self.body_left, data = self.body_left - taken, data[taken:]
-            if self.body_left:
-                return
-            head, self.head = self.head, ""
-            loop = asyncio.get_running_loop()
-            loop.call_later(self.latency_s, self.answer, head) if self.latency_s else self.answer(head)
-
-    def _header(self, name: str, head: str | None = None) -> str | None:
-        for line in (head or self.head).split("\r\n")[1:]:
-            if line.lower().startswith(f"{name}:"):
-                return line.partition(":")[2].strip()
-        return None
-
-    def answer(self, head: str) -> None:
-        method, path = head.split(" ", 2)[:2]
-        body, extra, status = memoryview(b""), "", "200 OK"
-        if method in {"GET", "HEAD"}:
-            start, end, wanted = 0, OBJECT_BYTES, self._header("range", head)
-            if wanted:
-                first, _, last = wanted.removeprefix("bytes=").partition("-")
-                start, end = int(first), min(int(last or OBJECT_BYTES) + 1, OBJECT_BYTES)
-                status, extra = "206 Partial Content", f"Content-Range: bytes {start}-{end - 1}/{OBJECT_BYTES}\r\n"
-            body = self.content[start:end]
-        elif method == "POST" and "uploads" in path:
-            body = memoryview(
-                b"<InitiateMultipartUploadResult><Bucket>b</Bucket><Key>k</Key><UploadId>u</UploadId></InitiateMultipartUploadResult>"
-            )
-        elif method == "POST":
-            body = memoryview(b'<CompleteMultipartUploadResult><ETag>"e"</ETag></CompleteMultipartUploadResult>')
-        self.transport.write(
-            f'HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nETag: "e"\r\n{extra}'
-            "Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n".encode()
-        )
-        if method != "HEAD":
-            self.transport.write(body)
+    mb_s: float
+    cpu_s_gb: float
+    spread: float
 
 
-def serve(port: int, latency_s: float) -> None:
-    Server.latency_s = latency_s
+@dataclass(frozen=True)
+class Row:
+    """One comparison."""
 
-    async def run() -> None:
-        server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", port, backlog=512)
-        await server.serve_forever()
+    what: str
+    latency_ms: int
+    ours: Rate
+    against: str
+    theirs: Rate
+    goal: float | None
 
-    asyncio.run(run())
+    @property
+    def ratio(self) -> float:
+        return self.ours.mb_s / self.theirs.mb_s
 
 
 def cpu_s() -> float:
@@ -102,125 +78,205 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def race(runs: dict[str, Callable[[], object]], nbytes: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Median (MB/s, CPU seconds per GB) of each, run in turn after one round that is not counted."""
+def race(runs: dict[str, Callable[[], object]], nbytes: int, rounds: int) -> dict[str, Rate]:
+    """Every run in turn, forwards and backwards, after one round that is not counted."""
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
-        for name, run in runs.items():
+    for number in range(rounds + 1):
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            gc.collect()
             cpu, start = cpu_s(), time.perf_counter()
-            run()
+            runs[name]()
             took_s = time.perf_counter() - start
-            seen[name].append((nbytes / took_s / 1e6, (cpu_s() - cpu) / nbytes * 1e9))
-    return {
-        name: tuple(statistics.median(column) for column in zip(*pairs[1:], strict=True))
-        for name, pairs in seen.items()
-    }
+            if number:
+                seen[name].append((nbytes / took_s / 1e6, (cpu_s() - cpu) / nbytes * 1e9))
+    found: dict[str, Rate] = {}
+    for name, pairs in seen.items():
+        rates, cpu = zip(*pairs, strict=True)
+        middle = statistics.median(rates)
+        found[name] = Rate(middle, statistics.median(cpu), (max(rates) - min(rates)) / middle)
+    return found
 
 
-def compare(endpoint: str, latency: str, nbytes: int, rounds: int) -> tuple[list[Line], dict[str, object]]:
+class Place:
+    """A bucket `b` of one server, and everybody's way to it."""
+
+    def __init__(self, endpoint: str, latency_ms: int) -> None:
+        import s3fs
+        from obstore.store import S3Store
+
+        self.latency_ms = latency_ms
+        self.options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+        self.store = S3Store(
+            "b", access_key_id="k", secret_access_key="s", endpoint=endpoint, region="us-east-1",
+            client_options={
+                "allow_http": True, "timeout": timedelta(seconds=120), "pool_max_idle_per_host": str(IN_FLIGHT)
+            },
+        )  # fmt: skip
+        self.ours = open_transport("s3://b", self.options, engine="obstore")
+        self.s3fs = s3fs.S3FileSystem(**self.options)
+
+
+def bare(place: Place, key: str, starts: list[int], size: int, *, versions: bool) -> None:
+    """The loop that anybody would write."""
     import obstore
-    import s3fs
-    from obstore.store import S3Store
 
-    store = S3Store(
-        "b", access_key_id="k", secret_access_key="s", endpoint=endpoint, region="us-east-1",
-        client_options={"allow_http": True, "timeout": timedelta(seconds=120), "pool_max_idle_per_host": str(IN_FLIGHT)},
-    )  # fmt: skip
-    options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-    transport = open_transport("s3://b", options, engine="obstore")
-    plain = s3fs.S3FileSystem(**options)
-    lines: list[Line] = []
-    facts: dict[str, object] = {}
+    async def everything() -> None:
+        slots = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(start: int) -> object:
+            async with slots:
+                if not versions:
+                    return await obstore.get_range_async(place.store, key, start=start, end=start + size)
+                answer = await obstore.get_async(place.store, key, options={"range": (start, start + size)})
+                return await answer.bytes_async()
+
+        await asyncio.gather(*map(one, starts))  # no result: asyncio.run would make a text of it
+
+    asyncio.run(everything())
+
+
+def ranges(place: Place, nbytes: int, rounds: int) -> list[Row]:
+    rows: list[Row] = []
     for size in (8 << 20, 1 << 20):
         n = nbytes // size
         starts = [(7919 * 4096 * i) % (OBJECT_BYTES - size) for i in range(n)]
         ends = [start + size for start in starts]
-
-        async def bare(starts: list[int] = starts, ends: list[int] = ends) -> None:
-            slots = asyncio.Semaphore(IN_FLIGHT)
-
-            async def one(start: int, end: int) -> object:
-                async with slots:
-                    return await (await obstore.get_async(store, "k", options={"range": (start, end)})).bytes_async()
-
-            await asyncio.gather(*(one(start, end) for start, end in zip(starts, ends, strict=True)))
-
         found = race(
             {
-                "ours": lambda starts=starts, ends=ends: transport.get_ranges("k", starts=starts, ends=ends),
-                "bare obstore": lambda bare=bare: asyncio.run(bare()),
-                "plain s3fs": lambda starts=starts, ends=ends: plain.cat_ranges(["b/k"] * len(starts), starts, ends),
+                "ours": lambda starts=starts, ends=ends: place.ours.get_ranges("k", starts=starts, ends=ends),
+                "bare obstore": lambda starts=starts, size=size: bare(place, "k", starts, size, versions=True),
+                "bare, blind": lambda starts=starts, size=size: bare(place, "k", starts, size, versions=False),
+                "plain s3fs": lambda starts=starts, ends=ends: place.s3fs.cat_ranges(["b/k"] * len(starts), starts, ends),
             },
             n * size,
             rounds,
         )
-        for against, goal in (("bare obstore", ">= 0.9"), ("plain s3fs", ">= 2")):
-            ours, theirs = found["ours"][0], found[against][0]
-            lines.append(
-                Line(f"{n} ranges of {size >> 20} MiB, {latency}", ours, theirs, "MB/s", against, goal, ours / theirs)
-            )
-        facts |= {f"CPU s/GB {name} {size >> 20} MiB {latency}": round(value[1], 2) for name, value in found.items()}
-    data = os.urandom(nbytes)  # zeros would be one page of memory, which nobody has to fetch
+        for against, goal in (("bare obstore", 0.9), ("bare, blind", None), ("plain s3fs", 2.0)):
+            what = f"{n} ranges of {size >> 20} MiB"
+            rows.append(Row(what, place.latency_ms, found["ours"], against, found[against], goal))
+    return rows
 
-    def upload() -> None:
-        sink = transport.open_sink("k", used_nbytes=nbytes, file_nbytes=nbytes, resume=True)
-        try:
-            for start in range(0, nbytes, 8 << 20):
-                sink.write(start, [memoryview(data)[start : start + (8 << 20)]])
-            sink.commit()
-        except OSError as error:  # the server keeps nothing, so the length afterwards is another
-            if "bytes arrived of" not in str(error):
-                raise
 
-    found = race(
-        {
-            "ours": upload,
-            "bare": lambda: obstore.put(store, "k", data, use_multipart=True, chunk_size=8 << 20, max_concurrency=8),
-        },
-        nbytes,
-        rounds,
-    )
-    ours, theirs = found["ours"][0], found["bare"][0]
-    lines.append(Line(f"upload, {latency}", ours, theirs, "MB/s", "bare multipart upload", ">= 0.9", ours / theirs))
-    facts |= {f"CPU s/GB upload {name} {latency}": round(value[1], 2) for name, value in found.items()}
-    return lines, facts
+def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
+    store = ShardStore.open(f"s3://b/{folder.name}", storage_options=place.options, engine="obstore")
+    layout = store.layout
+    names = {path.name: path.stat().st_size for path in folder.glob("acts*.bin")}
+    total = sum(names.values())
+
+    def scan() -> None:
+        transport = place.ours.at(folder.name)
+        for name, size in names.items():
+            starts = list(range(0, size, PART_BYTES))
+            transport.get_ranges(name, starts=starts, ends=[min(start + PART_BYTES, size) for start in starts])
+
+    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=16_384, window_bytes=nbytes // 4)
+
+    def epoch() -> None:
+        n_rows = sum(len(batch["act"]) for batch in shuffled)
+        if n_rows * layout.vector_nbytes != total:
+            raise SystemExit(f"the epoch had {n_rows} rows")
+
+    with shuffled:
+        found = race({"ours": epoch, "ranges": scan}, total, rounds)
+    return [
+        Row("shuffled loader", place.latency_ms, found["ours"], "our ranges, same files", found["ranges"], 0.9),
+    ]
+
+
+def uploads(place: Place, nbytes: int, rounds: int) -> list[Row]:
+    import obstore
+
+    data = np.frombuffer(os.urandom(nbytes), np.uint8)  # zeros would be one page of memory, which nobody has to fetch
+    view = memoryview(data)
+    n_examples = nbytes // (197 * 768 * 4)
+    acts = data[: n_examples * 197 * 768 * 4].view("<f4").reshape(n_examples, 1, 197, 768)
+    attempts = iter(range(1 << 30))
+
+    def sink() -> None:
+        sink = place.ours.open_sink("u", used_nbytes=nbytes, file_nbytes=nbytes, resume=True)
+        for start in range(0, nbytes, PART_BYTES):
+            sink.write(start, [view[start : start + PART_BYTES]])
+        sink.commit()
+
+    def writer() -> None:
+        metadata = new_metadata(
+            family="clip", ckpt=f"benchmark {next(attempts)}", layers=[11], content_tokens_per_example=196, cls_token=True,
+            d_model=768, n_examples=n_examples, max_tokens_per_shard=n_examples * 197,
+        )  # fmt: skip
+        with ShardStore.create(
+            f"s3://b/w{place.latency_ms}", metadata, storage_options=place.options, on_nonfinite="allow", progress=False
+        ) as writer:
+            for start in range(0, n_examples, 64):
+                writer.append(acts[start : start + 64])
+
+    def multipart() -> None:
+        obstore.put(place.store, "u", data, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=8)
+
+    found = race({"sink": sink, "writer": writer, "bare": multipart}, nbytes, rounds)
+    what = f"upload of {nbytes >> 20} MiB"
+    return [
+        Row(f"{what}, sink", place.latency_ms, found["sink"], "bare multipart", found["bare"], 0.9),
+        Row(f"{what}, writer", place.latency_ms, found["writer"], "bare multipart", found["bare"], None),
+    ]
+
+
+PARTS: dict[str, Callable[[Place, Path, int, int], list[Row]]] = {
+    "ranges": lambda place, folder, nbytes, rounds: ranges(place, nbytes, rounds),
+    "loader": loader,
+    "uploads": lambda place, folder, nbytes, rounds: uploads(place, nbytes, rounds),
+}
+
+
+def serve(folder: Path, latency_s: float) -> tuple[subprocess.Popen[bytes], str]:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        fd = listener.fileno()
+        command = [sys.executable, str(Path(__file__).with_name("_far_server.py")), str(fd), str(folder), str(latency_s)]
+        return subprocess.Popen(command, pass_fds=[fd]), f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def show(rows: list[Row]) -> None:
+    print(f"{'what':30} {'late':>5} {'MB/s':>6} {'theirs':>6} {'ratio':>6} {'goal':>7} {'CPU s/GB':>9} {'theirs':>6}  against")
+    for row in rows:
+        goal = "" if row.goal is None else f">= {row.goal:g}"
+        print(
+            f"{row.what:30} {row.latency_ms:2} ms {row.ours.mb_s:6.0f} {row.theirs.mb_s:6.0f} {row.ratio:6.2f} {goal:>7} "
+            f"{row.ours.cpu_s_gb:9.2f} {row.theirs.cpu_s_gb:6.2f}  {row.against}"
+        )
+    print(f"largest spread of one rate: {max(max(row.ours.spread, row.theirs.spread) for row in rows):.0%} of its median")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--mib", type=int, default=256, help="what every run moves; the loader reads twice as much")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--late", nargs="*", type=int, choices=(0, 30), default=[0, 30], metavar="MS")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--serve", nargs=2, metavar=("PORT", "LATENCY_S"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(int(options.serve[0]), float(options.serve[1]))
-        return
-    lines: list[Line] = []
-    facts: dict[str, object] = {}
-    for latency_s in (0.0, 0.03):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = subprocess.Popen([sys.executable, __file__, "--serve", str(port), str(latency_s)])
-        try:
-            for _ in range(100):
-                try:
-                    urllib.request.urlopen(
-                        urllib.request.Request(f"http://127.0.0.1:{port}/b/k", method="HEAD"), timeout=5
-                    )
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            more, about = compare(
-                f"http://127.0.0.1:{port}", f"{latency_s * 1000:.0f} ms", options.mib << 20, options.rounds
-            )
-            lines += more
-            facts |= about
-        finally:
-            server.kill()
-            server.wait()
-    report(lines, facts, as_json=options.json)
+    nbytes = options.mib << 20
+    rows: list[Row] = []
+    in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        bucket = Path(folder) / "b"
+        bucket.mkdir()
+        (bucket / "k").write_bytes(os.urandom(OBJECT_BYTES))
+        store = Path(folder)
+        if "loader" in options.only:
+            store, _ = make_store(bucket, n_bytes=2 * nbytes, n_shards=4)
+        for latency_ms in options.late:
+            server, endpoint = serve(Path(folder), latency_ms / 1000)
+            try:
+                place = Place(endpoint, latency_ms)
+                for name in options.only:
+                    rows += PARTS[name](place, store, 2 * nbytes if name == "loader" else nbytes, options.rounds)
+            finally:
+                server.kill()
+                server.wait()
+    if options.json:
+        print(json.dumps([{**asdict(row), "ratio": row.ratio} for row in rows]))
+    else:
+        print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+        show(rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,226 @@
+"""As much of S3 as benchmarks need, as cheap as this machine can serve it: the cores are shared with the client.
+
+    python benchmarks/_far_server.py SOCKET_FD FOLDER LATENCY_S
+
+Objects are files below the folder, and what is uploaded: documents are kept, large bodies are dropped inside the kernel and
+only their lengths are remembered. Nothing is checked, neither signatures nor checksums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Longer bodies are dropped.
+_KEPT_BYTES = 1 << 20
+
+
+@dataclass
+class Request:
+    """One request; `body` holds nothing where `length` is more than is kept."""
+
+    method: str
+    key: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    length: int
+    body: bytes
+
+
+@dataclass
+class Answer:
+    """One answer; the body is `body`, or a range of the file `fd`."""
+
+    status: str = "200 OK"
+    body: bytes = b""
+    extra: str = ""
+    fd: int = -1
+    start: int = 0
+    size: int = -1
+
+
+@dataclass
+class Uploading:
+    """An upload whose parts are known by their lengths."""
+
+    key: str
+    parts: dict[int, int] = field(default_factory=dict)
+
+
+class Server:
+    """One thread for each connection; the kernel does what takes long, without the GIL."""
+
+    def __init__(self, folder: Path, latency_s: float) -> None:
+        self._folder, self._latency_s = folder, latency_s
+        self._files: dict[str, tuple[int, int]] = {}
+        self._objects: dict[str, tuple[int, bytes]] = {}
+        self._uploads: dict[str, Uploading] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def serve(self, listener: socket.socket) -> None:
+        """Until the process is killed."""
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        scratch, buffer = bytearray(_KEPT_BYTES), b""
+        try:
+            while True:
+                while (end := buffer.find(b"\r\n\r\n")) < 0:
+                    if not (more := connection.recv(65536)):
+                        return
+                    buffer += more
+                first, *lines = buffer[:end].decode("latin-1").split("\r\n")
+                buffer = buffer[end + 4 :]
+                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                length = int(headers.get("content-length", 0))
+                if "expect" in headers:
+                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                kept = length <= _KEPT_BYTES
+                body, buffer = buffer[:length], buffer[length:]
+                left = length - len(body)
+                while left:
+                    # MSG_TRUNC: the kernel throws the bytes away instead of copying them.
+                    n = connection.recv_into(scratch, min(left, len(scratch)), 0 if kept else socket.MSG_TRUNC)
+                    if not n:
+                        return
+                    left -= n
+                    body += scratch[:n] if kept else b""
+                method, target = first.split(" ")[:2]
+                path, _, query = target.partition("?")
+                known = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+                key = urllib.parse.unquote(path)
+                request = Request(method, key, known, headers, length, body if kept else b"")
+                if self._latency_s:
+                    time.sleep(self._latency_s)
+                self._send(connection, self._answer(request), with_body=method != "HEAD")
+        except OSError:
+            return
+        finally:
+            connection.close()
+
+    def _send(self, connection: socket.socket, answer: Answer, *, with_body: bool) -> None:
+        size = len(answer.body) if answer.size < 0 else answer.size
+        head = (
+            f'HTTP/1.1 {answer.status}\r\nContent-Length: {size}\r\nETag: "e"\r\n{answer.extra}'
+            "Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n"
+        ).encode()
+        with_file = with_body and answer.fd >= 0
+        connection.sendall(head + (answer.body if with_body else b""), socket.MSG_MORE if with_file else 0)
+        at, end = answer.start, answer.start + size
+        while with_file and at < end:
+            at += os.sendfile(connection.fileno(), answer.fd, at, end - at)
+
+    def _answer(self, request: Request) -> Answer:
+        query, key = request.query, request.key
+        if "uploads" in query:
+            return self._begin(key) if request.method == "POST" else self._unfinished(key, query.get("prefix", ""))
+        if "uploadId" in query:
+            return self._upload(request, query["uploadId"])
+        if request.method in {"GET", "HEAD"}:
+            return self._listing(key, query) if "list-type" in query else self._object(request)
+        with self._lock:
+            if request.method == "PUT":
+                if request.headers.get("if-none-match") == "*" and key in self._objects:
+                    return Answer("412 Precondition Failed", b"<Error><Code>PreconditionFailed</Code></Error>")
+                self._objects[key] = request.length, request.body
+                return Answer()
+            if request.method == "DELETE":
+                self._objects.pop(key, None)
+                return Answer("204 No Content")
+            for name in request.body.decode().split("<Key>")[1:]:
+                self._objects.pop(f"{key.rstrip('/')}/{name.partition('<')[0]}", None)
+            return Answer(body=b"<DeleteResult></DeleteResult>")
+
+    def _begin(self, key: str) -> Answer:
+        with self._lock:
+            upload = f"upload{next(self._numbers)}"
+            self._uploads[upload] = Uploading(key)
+        bucket, _, name = key.lstrip("/").partition("/")
+        return _xml("InitiateMultipartUploadResult", Bucket=bucket, Key=name, UploadId=upload)
+
+    def _unfinished(self, key: str, prefix: str) -> Answer:
+        bucket = key.strip("/")
+        with self._lock:
+            found = [(one.key, name) for name, one in self._uploads.items() if one.key.startswith(f"/{bucket}/{prefix}")]
+        listed = "".join(
+            f"<Upload><Key>{path.lstrip('/').partition('/')[2]}</Key><UploadId>{name}</UploadId></Upload>"
+            for path, name in found
+        )
+        return _xml("ListMultipartUploadsResult", listed, IsTruncated="false")
+
+    def _upload(self, request: Request, name: str) -> Answer:
+        with self._lock:
+            upload = self._uploads.get(name)
+            if upload is None:
+                return Answer("404 Not Found", b"<Error><Code>NoSuchUpload</Code></Error>")
+            if request.method == "PUT":
+                upload.parts[int(request.query["partNumber"])] = request.length
+                return Answer()
+            if request.method == "GET":
+                listed = "".join(
+                    f'<Part><PartNumber>{number}</PartNumber><Size>{size}</Size><ETag>"e"</ETag></Part>'
+                    for number, size in sorted(upload.parts.items())
+                )
+                return _xml("ListPartsResult", listed, IsTruncated="false")
+            del self._uploads[name]
+            if request.method == "DELETE":
+                return Answer("204 No Content")
+            self._objects[upload.key] = sum(upload.parts.values()), b""
+            return _xml("CompleteMultipartUploadResult", ETag='"e"')
+
+    def _listing(self, key: str, query: dict[str, str]) -> Answer:
+        prefix = f"{key.rstrip('/')}/{query.get('prefix', '')}"
+        with self._lock:
+            found = {name: size for name, (size, _) in self._objects.items() if name.startswith(prefix)}
+        folders, listed, n_before = set[str](), "", len(key.rstrip("/")) + 1
+        for name, size in sorted(found.items()):
+            below, deeper, _ = name[len(prefix) :].partition(query.get("delimiter") or "\0")
+            if deeper:
+                folders.add((prefix + below + deeper)[n_before:])
+            else:
+                listed += (
+                    f"<Contents><Key>{name[n_before:]}</Key><Size>{size}</Size>"
+                    "<LastModified>2015-10-21T07:28:00.000Z</LastModified></Contents>"
+                )
+        listed += "".join(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(folders))
+        return _xml("ListBucketResult", listed, IsTruncated="false")
+
+    def _object(self, request: Request) -> Answer:
+        key = request.key
+        with self._lock:
+            if key in self._objects:
+                size, content = self._objects[key]
+                return Answer(body=content, size=size if request.method == "HEAD" else -1)
+            if key not in self._files:
+                try:
+                    fd = os.open(self._folder / key.lstrip("/"), os.O_RDONLY)
+                except OSError:
+                    return Answer("404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>")
+                self._files[key] = fd, os.fstat(fd).st_size
+            fd, whole = self._files[key]
+        if not (wanted := request.headers.get("range")):
+            return Answer(fd=fd, size=whole)
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or whole) + 1, whole)
+        told = f"Content-Range: bytes {start}-{end - 1}/{whole}\r\n"
+        return Answer("206 Partial Content", extra=told, fd=fd, start=start, size=end - start)
+
+
+def _xml(name: str, inside: str = "", **elements: str) -> Answer:
+    listed = "".join(f"<{element}>{value}</{element}>" for element, value in elements.items())
+    return Answer(body=f'<?xml version="1.0" encoding="UTF-8"?><{name}>{listed}{inside}</{name}>'.encode())
+
+
+if __name__ == "__main__":
+    Server(Path(sys.argv[2]), float(sys.argv[3])).serve(socket.socket(fileno=int(sys.argv[1])))
