@@ -152,7 +152,9 @@ class Server:
     def _unfinished(self, key: str, prefix: str) -> Answer:
         bucket = key.strip("/")
         with self._lock:
-            found = [(one.key, name) for name, one in self._uploads.items() if one.key.startswith(f"/{bucket}/{prefix}")]
+            found = [
+                (one.key, name) for name, one in self._uploads.items() if one.key.startswith(f"/{bucket}/{prefix}")
+            ]
         listed = "".join(
             f"<Upload><Key>{path.lstrip('/').partition('/')[2]}</Key><UploadId>{name}</UploadId></Upload>"
             for path, name in found

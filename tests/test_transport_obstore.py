@@ -168,7 +168,7 @@ def test_ranges_are_not_copied_and_each_is_one_request(s3_bucket):
 
 
 def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._obstore._PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport._obstore_ranges.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     assert bytes(one(transport, "a.bin", 3, 10_500)) == truth[3:]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 
+import numpy as np
 import pytest
 from ceph_server import ceph_bucket  # noqa: F401 (a fixture)
 from cloud_servers import Fault, Proxy, gcs_json_bucket, swift_bucket  # noqa: F401 (two are fixtures)
@@ -11,7 +14,7 @@ from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
 
 from saev_store.errors import ArgumentError, IncompleteStoreError, NotFoundError, SaevStoreError, TransportError
-from saev_store.transport import RetryTransport, Uploads, child, open_transport
+from saev_store.transport import Borrows, RetryTransport, Uploads, child, open_transport
 from saev_store.transport._parts import Bookmark
 from saev_store.writer import create_store, discard_unfinished
 
@@ -318,3 +321,56 @@ def test_a_part_that_fails_can_be_sent_by_the_next_process(on_s3):
         writer.append(*this.rows(writer.next_example, 40))
     this.check(content(on_s3, this))
     assert on_s3.uploads() == []
+
+
+def eventually(condition):
+    """Views of memory are dropped a moment after the part has left."""
+    for _ in range(1000):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("place", ["moto-obstore"], indirect=True)
+def test_lent_memory_is_given_back_when_it_has_left(place):
+    transport, truth = place.open("/lent"), np.random.default_rng(5).bytes(7 * PART + 100)
+    sink = transport.open_upload("acts.bin", used_nbytes=len(truth), file_nbytes=len(truth), block_bytes=1)
+    assert isinstance(sink, Borrows)
+    back = set()
+
+    def lend(start, end):
+        buffer = bytearray(truth[start:end])
+
+        def done():
+            buffer[:] = bytes(len(buffer))  # whoever gets memory back may change it
+            back.add(start)
+
+        sink.lend(start, memoryview(buffer), done)
+
+    bounds = [0, PART, 2 * PART]
+    bounds += [2 * PART + 10, 3 * PART]  # no part of its own: copied
+    bounds += [4 * PART, 5 * PART + 1, 6 * PART, 7 * PART, len(truth)]
+    for start, end in itertools.pairwise(bounds):
+        if start == 6 * PART:  # ahead of a gap, which is filled afterwards
+            continue
+        lend(start, end)
+    lend(6 * PART, 7 * PART)
+    sink.commit()
+    assert transport.read("acts.bin") == truth
+    assert eventually(lambda: back == set(bounds[:-1]))
+    assert place.parts_sent() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("place", ["moto-obstore"], indirect=True)
+def test_lent_memory_is_given_back_after_an_error(place):
+    sink = place.open("/lent").open_upload("acts.bin", used_nbytes=40 * PART, file_nbytes=40 * PART, block_bytes=1)
+    place.proxy.faults.append(Fault(method="PUT", status=403, code="AccessDenied", times=-1))
+    lent, back = 0, []
+    with pytest.raises(SaevStoreError):
+        for number in range(40):
+            lent += 1
+            sink.lend(number * PART, memoryview(bytes(PART)), lambda number=number: back.append(number))
+        sink.commit()
+    del sink
+    assert eventually(lambda: len(back) >= lent - 1)  # the last one may have met a closed sink

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from saev_store.transport._base import (
     FREE,
+    Borrows,
     Buffer,
     CopiesWithin,
     Counters,
@@ -33,6 +34,7 @@ from saev_store.transport._retry import RetryTransport
 
 __all__ = [
     "FREE",
+    "Borrows",
     "Buffer",
     "CopiesWithin",
     "Counters",

@@ -11,7 +11,7 @@ Every implementation raises only errors of `saev_store.errors`: `NotFoundError`,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -206,6 +206,18 @@ class Upload(Sink, Protocol):
 
     def bookmark(self) -> str:
         """What `open_upload` needs to continue from the bytes that the last `sync` promised; "" if it cannot be."""
+        ...
+
+
+@runtime_checkable
+class Borrows(Protocol):
+    """A sink that can send memory from where it lies: whoever does not need it meanwhile saves a copy."""
+
+    def lend(self, offset: int, buffer: memoryview, done: Callable[[], object]) -> None:
+        """As `Sink.write`, but the buffer may not change until `done` is called, in whichever thread; errors are no excuse.
+
+        What does not fill a part of its own is copied, and `done` is called at once.
+        """
         ...
 
 

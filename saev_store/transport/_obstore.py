@@ -7,28 +7,25 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError
 from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
-from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
-from saev_store.transport._obstore_client import Client, is_beyond_the_end, is_busy, is_forked
+from saev_store.transport._obstore_client import Client, is_busy, is_forked
 from saev_store.transport._obstore_options import own_names
+from saev_store.transport._obstore_ranges import PIECE_BYTES, Object
 from saev_store.transport._obstore_sink import StreamedSink
 from saev_store.transport._obstore_uploads import uploader_of
 from saev_store.transport._parts import Bookmark
-from saev_store.transport._pins import Pins, Version
+from saev_store.transport._pins import Pins
 from saev_store.transport._secrets import Options
 
 if TYPE_CHECKING:
-    from obstore import Bytes, ObjectMeta
-
     from saev_store.transport._fsspec import FsspecTransport
 
-#: Longer ranges are fetched in pieces of this size, side by side.
 #: S3 copies larger objects in parts only.
 _MOST_COPIED_AT_ONCE = 5 << 30
-_PIECE_BYTES = 8 << 20
-_FAR = far_cost(cpu_s=1e-4, piece_bytes=_PIECE_BYTES)
+_FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
 _BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -120,7 +117,7 @@ class ObstoreTransport:
         below = self._below(path)
         if is_forked():
             return self._forked().size(path)
-        return self._client.call("look at it", self._where(below), lambda: self._head(below))["size"]
+        return self._client.call("look at it", self._where(below), lambda: self._object(below).head())["size"]
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range, each of exactly the length asked for; empty ranges cost no request.
@@ -133,18 +130,10 @@ class ObstoreTransport:
         check_ranges(self._where(below), starts, ends)
         if is_forked():
             return self._forked().get_ranges(path, starts=starts, ends=ends)
-        ranges = list(zip(starts, ends, strict=True))
-
-        async def all_of_them() -> list[Buffer]:
-            async with _together() as group:
-                tasks = [group.create_task(self._range(below, start, end)) for start, end in ranges if end > start]
-            found = iter(tasks)
-            return [next(found).result() if end > start else b"" for start, end in ranges]
-
         return self._client.call(
             "read",
             self._where(below),
-            all_of_them,
+            lambda: self._object(below).ranges(starts, ends),
             nbytes=sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0,
         )
 
@@ -157,67 +146,7 @@ class ObstoreTransport:
         if is_forked():
             self._forked().readinto(path, start=start, buffers=buffers)
         elif nbytes:
-            self._client.call("read", self._where(below), lambda: self._fill(below, start, views), nbytes=nbytes)
-
-    async def _range(self, below: str, start: int, end: int) -> Buffer:
-        if end - start <= _PIECE_BYTES:
-            return memoryview(await self._piece(below, start, end))
-        # Memory for a long range is not taken before the file is known to be long enough.
-        first = await self._piece(below, start, start + _PIECE_BYTES, needed=end)
-        size = self._pins.versions[below][1] or 0
-        if size < end:
-            raise too_short(self._where(below), size=size, needed=end)
-        whole = bytearray(end - start)
-        whole[: len(first)] = memoryview(first)
-        await self._fill(below, start + len(first), [memoryview(whole)[len(first) :]])
-        return memoryview(whole).toreadonly()
-
-    async def _fill(self, below: str, start: int, views: Sequence[memoryview]) -> None:
-        async def fill(begin: int, targets: list[memoryview]) -> None:
-            source = memoryview(await self._piece(below, begin, begin + sum(map(len, targets))))
-            for target in targets:
-                target[:] = source[: len(target)]
-                source = source[len(target) :]
-
-        async with _together() as group:
-            for begin, targets in _pieces(start, views):
-                group.create_task(fill(begin, targets))
-
-    async def _piece(self, below: str, start: int, end: int, *, needed: int = 0) -> Bytes:
-        """One request; `needed` is the last byte of the range that it is a piece of."""
-        import obstore
-
-        client, where, needed = self._client, self._where(below), max(end, needed)
-
-        async def get() -> Bytes:
-            answer = await obstore.get_async(client.store, self._key(below), options={"range": (start, end)})
-            self._pins.check(below, _version(answer.meta), where=where)
-            if answer.meta["size"] < needed:
-                raise too_short(where, size=answer.meta["size"], needed=needed)
-            return await answer.bytes_async()
-
-        try:
-            data = await client.slot(get)
-        except SaevStoreError:
-            raise
-        except Exception as error:
-            if is_beyond_the_end(error):
-                size = (await self._head(below))["size"]
-                if size < needed:
-                    raise too_short(where, size=size, needed=needed) from None
-            raise
-        if len(data) != end - start:
-            raise TransportError(
-                f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=where, transient=True
-            )
-        client.tally.add("get_ranges", read=len(data))
-        return data
-
-    async def _head(self, below: str) -> ObjectMeta:
-        import obstore
-
-        self._client.tally.add("size")
-        return await self._client.slot(lambda: obstore.head_async(self._client.store, self._key(below)))
+            self._object(below).readinto(start, views, nbytes=nbytes)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""
@@ -456,6 +385,9 @@ class ObstoreTransport:
             self._fsspec = found.at(self._folder)
         return self._fsspec
 
+    def _object(self, below: str) -> Object:
+        return Object(self._client, self._pins, below, self._key(below), self._where(below))
+
     def _below(self, path: str) -> str:
         checked = check_path(path)
         return f"{self._folder}/{checked}" if self._folder else checked
@@ -466,36 +398,6 @@ class ObstoreTransport:
 
     def _where(self, below: str) -> str:
         return f"{self._client.url}/{below}" if below else self._client.url
-
-
-@contextlib.asynccontextmanager
-async def _together():  # noqa: ANN202  # TaskGroup is what every reader of `yield group` sees
-    """A task group whose first error comes out as itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-def _pieces(start: int, views: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
-    """Cut consecutive memory into pieces that are fetched side by side: (first byte, the memory it fills)."""
-    pieces: list[tuple[int, list[memoryview]]] = []
-    room = 0
-    for view in views:
-        rest = view
-        while len(rest):
-            if room == 0:
-                pieces.append((start, []))
-                room = _PIECE_BYTES
-            part = rest[:room]
-            pieces[-1][1].append(part)
-            start, room, rest = start + len(part), room - len(part), rest[len(part) :]
-    return pieces
-
-
-def _version(meta: ObjectMeta) -> Version:
-    return meta.get("e_tag") or str(meta.get("last_modified")), meta["size"]
 
 
 def _reopen(client: Client, folder: str, pins: Pins) -> ObstoreTransport:

@@ -9,9 +9,11 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
+from saev_store.transport._checks import byte_views
 from saev_store.transport._multipart_sink import Uploader
 from saev_store.transport._obstore_client import Client
 from saev_store.transport._parts import PARTS_IN_FLIGHT, Bookmark, Part, PartedSink, digest_of, leading, part_bytes_of
@@ -189,15 +191,35 @@ class StreamedSink(PartedSink):
             )
         return self._writer
 
+    def lend(self, offset: int, buffer: memoryview, done: Callable[[], object]) -> None:
+        """As `write`, but a buffer that is a whole part leaves from where it lies, and `done` is called when it has.
+
+        Raises:
+            ArgumentError, TransportError: as `write`.
+        """
+        self._check_open()
+        (view,) = byte_views([buffer], writable=False)
+        if not self._takes_whole(offset, view):
+            self.write(offset, [view])
+            done()
+            return
+        self._written.add(offset, offset + view.nbytes)
+        self._leave(memoryview(view), done)
+        self._sent += self._part_bytes
+        self._send_complete()
+
     def _send(self, number: int, part: bytearray) -> None:  # noqa: ARG002 - obstore counts by itself
+        # Not a method of this sink: whoever forgets it must not wait for what is under way.
+        self._leave(memoryview(part), partial(self._buffers.give_back, part))
+
+    def _leave(self, view: memoryview, done: Callable[[], object]) -> None:
         """Hand a part over: obstore reads that memory, without a copy, and lets go of the view when it is sent."""
-        view = memoryview(part)
-        weakref.finalize(view, self._buffers.give_back, part).atexit = False
+        weakref.finalize(view, done).atexit = False
 
         async def send(view: memoryview) -> None:
             await self._start().write(view)
 
-        self._call("upload", lambda: send(view), nbytes=len(part) * (PARTS_IN_FLIGHT + 1))
+        self._call("upload", lambda: send(view), nbytes=view.nbytes * (PARTS_IN_FLIGHT + 1))
 
     def _call(self, doing: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
         try:

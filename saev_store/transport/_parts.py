@@ -142,7 +142,7 @@ class PartedSink:
         self._part_bytes = part_bytes
         self._written = Written()
         self._buffers = buffers
-        self._sent = 0  # bytes that were handed over
+        self._sent: int = 0  # bytes that were handed over
         self._blocks: dict[int, bytearray] = {}  # parts that are not complete yet, by number from 0
         self._open = True
 
@@ -170,6 +170,18 @@ class PartedSink:
             while len(rest):
                 rest = rest[self._take(offset + view.nbytes - len(rest), rest) :]
             offset += view.nbytes
+
+    def _takes_whole(self, offset: int, buffer: memoryview) -> bool:
+        """Whether a buffer is the very part that leaves next, and not the last one, which waits for `commit`."""
+        number, at = divmod(offset, self._part_bytes)
+        return (
+            at == 0
+            and offset == self._sent
+            and buffer.nbytes == self._part_bytes
+            and offset + self._part_bytes < self._file_nbytes
+            and offset + self._part_bytes <= self._used
+            and number not in self._blocks
+        )
 
     def read_back(self, start: int, end: int) -> bytes:
         """What was written in this session and has not left yet; nothing where nothing is."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
 from saev_store.layout import Layout, shard_name
-from saev_store.transport._base import Sink, Upload
+from saev_store.transport._base import Borrows, Sink, Upload
 from saev_store.writer._blocks import BlockDigester, digest
 from saev_store.writer._claim import Owner
 from saev_store.writer._folder import Folder
@@ -92,8 +92,8 @@ class ShardFile:
             self._labels = bytearray()
         self._labels += rows
 
-    def write(self, piece: memoryview, offset: int) -> None:
-        """The next piece of the shard.
+    def write(self, piece: memoryview, offset: int, done: Callable[[], object] = lambda: None) -> None:
+        """The next piece of the shard; its memory may change again once `done` is called, which may be later.
 
         Raises:
             CorruptShardError: `offset` is not where the last piece ended (a defect of ours, caught before it does harm).
@@ -115,8 +115,13 @@ class ShardFile:
             self._put(piece[: boundary - offset], offset)
             self.checkpoint()
             piece, offset = piece[boundary - offset :], boundary
+        if isinstance(self._sink, Borrows) and len(piece):
+            self._digester.update(piece)  # first: afterwards the memory may be another block's already
+            self._sink.lend(offset, piece, done)
+            return
         if len(piece):
             self._put(piece, offset)
+        done()
 
     def _put(self, piece: memoryview, offset: int) -> None:
         if self._sink is not None:

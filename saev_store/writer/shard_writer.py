@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
+from saev_store.transport._base import Uploads
+from saev_store.transport._parts import PARTS_IN_FLIGHT
 from saev_store.writer._background import Background
 from saev_store.writer._blocks import part_examples
 from saev_store.writer._inputs import NonfinitePolicy, as_activations, as_labels, check_finite, rows_as_bytes
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.layout import Layout
 
-#: Blocks in flight between the caller and the disk.
+#: Blocks in flight between the caller and the disk; those that are on their way to a service come on top.
 _N_BUFFERS = 6
 
 
@@ -78,7 +80,8 @@ class ShardWriter:
         done = (self.next_example - self._range[0]) * plan.layout.example_nbytes
         self._progress = Progress(n_bytes, "writing", shown=False if already_complete else progress, done_nbytes=done)
         self._background = Background(
-            buffer_nbytes=min(plan.block_bytes, plan.layout.shard_nbytes), n_buffers=_N_BUFFERS
+            buffer_nbytes=min(plan.block_bytes, plan.layout.shard_nbytes),
+            n_buffers=_N_BUFFERS + (PARTS_IN_FLIGHT if isinstance(plan.folder.transport, Uploads) else 0),
         )
         # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
         self._finalizer = weakref.finalize(self, _release, self._background, self._live, self._held)
@@ -312,9 +315,8 @@ class ShardWriter:
             return
 
         def job() -> None:
-            file.write(buffer[start:end].data, offset)
-            if last_use:
-                background.give_back(buffer)
+            done = (lambda: background.give_back(buffer)) if last_use else (lambda: None)
+            file.write(buffer[start:end].data, offset, done)
 
         self._submit(job)
 

@@ -1,0 +1,162 @@
+"""Ranges of one object through obstore: which requests bring them, and what makes sure that all are of the same object."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from saev_store.errors import SaevStoreError, TransportError
+from saev_store.transport._base import Buffer
+from saev_store.transport._checks import too_short
+from saev_store.transport._obstore_client import Client, is_beyond_the_end
+from saev_store.transport._pins import Pins, Version
+
+if TYPE_CHECKING:
+    from obstore import Bytes, ObjectMeta
+
+#: Longer ranges are fetched in pieces of this size, side by side.
+PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One object, and who reads it; its coroutines run in the client's loop.
+
+    Attributes:
+        client: Asks.
+        pins: What objects looked like when they were first read.
+        path: Its name below the client's address, under which it is pinned.
+        key: Its name in the bucket.
+        where: Its name for messages.
+    """
+
+    client: Client
+    pins: Pins
+    path: str
+    key: str
+    where: str
+
+    async def ranges(self, starts: Sequence[int], ends: Sequence[int]) -> list[Buffer]:
+        """One read-only buffer for each range, side by side; empty ones cost no request."""
+        ranges = list(zip(starts, ends, strict=True))
+        async with _together() as group:
+            tasks = [group.create_task(self._range(start, end)) for start, end in ranges if end > start]
+        found = iter(tasks)
+        return [next(found).result() if end > start else b"" for start, end in ranges]
+
+    async def piece(self, start: int, end: int, *, needed: int = 0) -> Bytes:
+        """One request; `needed` is the last byte of the range that it is a piece of.
+
+        Raises:
+            CorruptShardError: the object ends before `needed`.
+            TransportError: it is not the one that was read before, or the server sent something else.
+        """
+        import obstore
+
+        client, where, needed = self.client, self.where, max(end, needed)
+
+        async def get() -> Bytes:
+            answer = await obstore.get_async(client.store, self.key, options={"range": (start, end)})
+            self.pins.check(self.path, _version(answer.meta), where=where)
+            if answer.meta["size"] < needed:
+                raise too_short(where, size=answer.meta["size"], needed=needed)
+            return await answer.bytes_async()
+
+        try:
+            data = await client.slot(get)
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            if is_beyond_the_end(error):
+                size = (await self.head())["size"]
+                if size < needed:
+                    raise too_short(where, size=size, needed=needed) from None
+            raise
+        if len(data) != end - start:
+            raise TransportError(
+                f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=where, transient=True
+            )
+        client.tally.add("get_ranges", read=len(data))
+        return data
+
+    def readinto(self, start: int, views: Sequence[memoryview], *, nbytes: int) -> None:
+        """Fill memory with `nbytes` bytes; waits in the caller's thread."""
+        if nbytes > PIECE_BYTES:
+            self.client.call("read", self.where, lambda: self.fill(start, views), nbytes=nbytes)
+            return
+        # Copied in the caller's thread: the loop has others to serve.
+        data = self.client.call("read", self.where, lambda: self.piece(start, start + nbytes), nbytes=nbytes)
+        scatter(data, views)
+
+    async def fill(self, start: int, views: Sequence[memoryview]) -> None:
+        """Fetch consecutive bytes in pieces, side by side, and copy each where it belongs."""
+
+        async def fill(begin: int, targets: list[memoryview]) -> None:
+            scatter(await self.piece(begin, begin + sum(map(len, targets))), targets)
+
+        async with _together() as group:
+            for begin, targets in _pieces(start, views):
+                group.create_task(fill(begin, targets))
+
+    async def head(self) -> ObjectMeta:
+        """What the service says about it, asked anew each time."""
+        import obstore
+
+        self.client.tally.add("size")
+        return await self.client.slot(lambda: obstore.head_async(self.client.store, self.key))
+
+    async def _range(self, start: int, end: int) -> Buffer:
+        if end - start <= PIECE_BYTES:
+            return memoryview(await self.piece(start, end))
+        # Memory for a long range is not taken before the file is known to be long enough.
+        first = await self.piece(start, start + PIECE_BYTES, needed=end)
+        size = self.pins.versions[self.path][1] or 0
+        if size < end:
+            raise too_short(self.where, size=size, needed=end)
+        whole = bytearray(end - start)
+        scatter(first, [memoryview(whole)[: len(first)]])
+        await self.fill(start + len(first), [memoryview(whole)[len(first) :]])
+        return memoryview(whole).toreadonly()
+
+
+def scatter(source: Bytes, targets: Sequence[memoryview]) -> None:
+    """Copy bytes to memory, one piece after the other; NumPy lets other threads run meanwhile."""
+    found, at = np.frombuffer(source, np.uint8), 0
+    for target in targets:
+        np.copyto(np.frombuffer(target, np.uint8), found[at : at + len(target)])
+        at += len(target)
+
+
+@contextlib.asynccontextmanager
+async def _together():  # noqa: ANN202  # TaskGroup is what every reader of `yield group` sees
+    """A task group whose first error comes out as itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _pieces(start: int, views: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
+    """Cut consecutive memory into pieces that are fetched side by side: (first byte, the memory it fills)."""
+    pieces: list[tuple[int, list[memoryview]]] = []
+    room = 0
+    for view in views:
+        rest = view
+        while len(rest):
+            if room == 0:
+                pieces.append((start, []))
+                room = PIECE_BYTES
+            part = rest[:room]
+            pieces[-1][1].append(part)
+            start, room, rest = start + len(part), room - len(part), rest[len(part) :]
+    return pieces
+
+
+def _version(meta: ObjectMeta) -> Version:
+    return meta.get("e_tag") or str(meta.get("last_modified")), meta["size"]
