@@ -10,7 +10,8 @@ Who is raced, in turn, medians of the rounds after one that is not counted:
 
 * ranges: 64 in flight, each in memory of its own. The bare loop learns every object's version (`get_async`), as we must to
   tell a replaced object; one that does not want to know (`get_range_async`) stands beside it, without a goal.
-* shuffled loader: an epoch of a store four times as large as the window, against our own ranges of 8 MiB of the same files.
+* shuffled loader: an epoch, in batches of 4,096, of a store twice as large as the window, against our own ranges of
+  8 MiB of the same files.
 * upload: parts of 8 MiB, eight in flight. Our sink takes memory that is lent to it, as the writer does; "copying" is the same
   with memory that the caller wants back. The writer copies what it is given, makes block digests and receipts, and publishes.
 
@@ -171,7 +172,7 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
             starts = list(range(0, size, PART_BYTES))
             transport.get_ranges(name, starts=starts, ends=[min(start + PART_BYTES, size) for start in starts])
 
-    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=16_384, window_bytes=nbytes // 4)
+    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=4096, window_bytes=nbytes // 2)
 
     def epoch() -> None:
         n_rows = sum(len(batch["act"]) for batch in shuffled)
@@ -269,7 +270,7 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--mib", type=int, default=256, help="what ranges read; the loader and uploads move twice as much"
+        "--mib", type=int, default=256, help="what ranges read; uploads move twice, the loader four times as much"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
@@ -285,7 +286,7 @@ def main() -> None:
         (bucket / "k").write_bytes(os.urandom(OBJECT_BYTES))
         store = Path(folder)
         if "loader" in options.only:
-            store, _ = make_store(bucket, n_bytes=2 * nbytes, n_shards=4)
+            store, _ = make_store(bucket, n_bytes=4 * nbytes, n_shards=4)
         for latency_ms in options.late:
             server, endpoint = serve(Path(folder), latency_ms / 1000)
             try:
@@ -293,7 +294,7 @@ def main() -> None:
                 if "ranges" in options.only:
                     rows += ranges(place, nbytes, options.rounds)
                 if "loader" in options.only:
-                    rows += loader(place, store, 2 * nbytes, options.rounds)
+                    rows += loader(place, store, 4 * nbytes, options.rounds)
                 if "uploads" in options.only:
                     rows += uploads(place, 2 * nbytes, options.rounds)
             finally:

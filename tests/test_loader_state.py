@@ -191,6 +191,25 @@ def test_damaged_states_are_refused(rows, damage):
     assert loader.state_dict() == before
 
 
+def test_a_state_from_a_disk_continues_where_more_is_read_ahead(tmp_path):
+    plain = plain_store(tmp_path, n=2000, tokens=7, per_shard=100, d_model=4)
+    rows = ShardStore.open(plain.path).sel(layer=2, tokens="content")
+    options = {"batch_size": 24, "window_bytes": 96 << 10, "n_partitions": 4, "examples_per_block": 2}
+    loaders = {kind: ShuffledLoader(rows, medium=kind, **options) for kind in ("flash", "remote")}
+    windows = {kind: loader.state_dict()["window_blocks"] for kind, loader in loaders.items()}
+    assert windows["remote"] < windows["flash"]  # what is read ahead is part of the memory
+    for loader in loaders.values():
+        assert loader.explain().window_bytes <= 96 << 10
+    there, here = loaders["flash"], loaders["remote"]
+    whole = acts(there)
+    there.set_epoch(0)
+    iterator = iter(there)
+    first = acts(next(iterator) for _ in range(20))
+    here.load_state_dict(there.state_dict())
+    assert here.explain().window_bytes <= 96 << 10
+    assert same(first + acts(here), whole)
+
+
 def test_loading_ends_an_iteration_under_way(rows):
     loader = make(rows, "block")
     iterator = iter(loader)

@@ -24,8 +24,9 @@ from saev_store.selection import RowSpace
 
 Slots = Literal["block", "row"]
 
-#: Cohorts that are read ahead of the window. A constant, because the order must not depend on the medium's speed.
-_N_AHEAD = 2
+#: Cohorts of a partition that are read ahead of the window. Not measured, because the order must not depend on the medium's
+#: speed; where every request waits for a network, and the window has room, so many that its threads have enough to wait for.
+_N_AHEAD, _N_AHEAD_FAR = 2, 4
 #: Partitions where nothing else is said: any number of ranks that divides it can continue a state.
 _N_PARTITIONS = 8
 #: A lane's window holds at least this many blocks, or there are fewer lanes.
@@ -105,6 +106,9 @@ class ShuffledLoader(Loader):
         blocks = Blocks(self._space, group)
         n_lanes = self._n_partitions(n_partitions, blocks)
         self._geometry = _Geometry(group, n_lanes, 1)
+        lane_rows = self._window_bytes // self._space.layout.vector_nbytes * self._world // n_lanes
+        has_room = lane_rows >= 4 * _N_AHEAD_FAR * blocks.cells_per_block
+        self._n_ahead = _N_AHEAD_FAR if has_room and self._medium.kind == "remote" else _N_AHEAD
         window = window_blocks or self._fitting_window(blocks, n_lanes)
         self._geometry = _Geometry(group, n_lanes, window)
         self._blocks = blocks
@@ -156,13 +160,18 @@ class ShuffledLoader(Loader):
             order = ShuffledOrder(
                 blocks, self._seed, 0, n_partitions, window, self._batching.batch_size // n_partitions
             )
-            return kind.n_rows(order.partition(0), _N_AHEAD)
+            return kind.n_rows(order.partition(0), self._n_ahead)
 
         low, high = 1, 4 * fits + 2  # needed(low) is taken as it is: a loader works with any memory
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if needed(middle) <= n_rows else (low, middle)
         return low
+
+    def _needed_bytes(self) -> int:
+        """The memory of this rank's window."""
+        rows = n_window_rows(self._order(0), self._partitions(), self._n_ahead, rows_apart=self._rows_apart)
+        return rows * self._space.layout.vector_nbytes
 
     @property
     def _is_strided(self) -> bool:
@@ -176,7 +185,7 @@ class ShuffledLoader(Loader):
             self._order(epoch),
             self._partitions(),
             fill_up=self._world > 1 and not self.drop_last,
-            n_ahead=_N_AHEAD,
+            n_ahead=self._n_ahead,
             rows_apart=self._rows_apart,
             equipment=equipment,
         ).batches
@@ -198,7 +207,7 @@ class ShuffledLoader(Loader):
                 order.blocks, numbers, np.zeros_like(numbers), np.array([len(some) for some in found])
             )
 
-        rows = n_window_rows(order, self._partitions(), _N_AHEAD, rows_apart=self._rows_apart)
+        rows = n_window_rows(order, self._partitions(), self._n_ahead, rows_apart=self._rows_apart)
         return Plan(
             extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),
             n_parts=max(part.n_cohorts for part in parts),
@@ -256,8 +265,10 @@ class ShuffledLoader(Loader):
                 remedy="Use a number of ranks that divides it.",
             )
         mine, self._geometry = self._geometry, geometry
-        needed = n_window_rows(self._order(0), self._partitions(), _N_AHEAD, rows_apart=self._rows_apart)
-        needed *= self._space.layout.vector_nbytes
+        needed = self._needed_bytes()
+        if needed > self._window_bytes:  # the state may come from where less is read ahead
+            self._n_ahead = _N_AHEAD
+            needed = self._needed_bytes()
         if mine != geometry and not self._fixed_window and needed > self._window_bytes:
             self._geometry = mine
             raise ArgumentError(
