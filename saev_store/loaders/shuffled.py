@@ -24,9 +24,9 @@ from saev_store.selection import RowSpace
 
 Slots = Literal["block", "row"]
 
-#: Cohorts of a partition that are read ahead of the window. Not measured, because the order must not depend on the medium's
-#: speed; where every request waits for a network, and the window has room, so many that its threads have enough to wait for.
-_N_AHEAD, _N_AHEAD_FAR = 2, 4
+#: Cohorts of a partition that are read ahead of the window: the second where it holds few blocks. Neither depends on the
+#: medium, because the order must not. Four keep enough requests under way where each waits for a network.
+_N_AHEAD, _N_AHEAD_SMALL = 4, 2
 #: Partitions where nothing else is said: any number of ranks that divides it can continue a state.
 _N_PARTITIONS = 8
 #: A lane's window holds at least this many blocks, or there are fewer lanes.
@@ -107,8 +107,8 @@ class ShuffledLoader(Loader):
         n_lanes = self._n_partitions(n_partitions, blocks)
         self._geometry = _Geometry(group, n_lanes, 1)
         lane_rows = self._window_bytes // self._space.layout.vector_nbytes * self._world // n_lanes
-        has_room = lane_rows >= 4 * _N_AHEAD_FAR * blocks.cells_per_block
-        self._n_ahead = _N_AHEAD_FAR if has_room and self._medium.kind == "remote" else _N_AHEAD
+        has_room = lane_rows >= 4 * _N_AHEAD * blocks.cells_per_block
+        self._n_ahead = _N_AHEAD if has_room else _N_AHEAD_SMALL
         window = window_blocks or self._fitting_window(blocks, n_lanes)
         self._geometry = _Geometry(group, n_lanes, window)
         self._blocks = blocks
@@ -266,8 +266,8 @@ class ShuffledLoader(Loader):
             )
         mine, self._geometry = self._geometry, geometry
         needed = self._needed_bytes()
-        if needed > self._window_bytes:  # the state may come from where less is read ahead
-            self._n_ahead = _N_AHEAD
+        if needed > self._window_bytes:  # rather read less ahead than refuse
+            self._n_ahead = _N_AHEAD_SMALL
             needed = self._needed_bytes()
         if mine != geometry and not self._fixed_window and needed > self._window_bytes:
             self._geometry = mine

@@ -5,4 +5,4 @@ from __future__ import annotations
 import pytest
 
 # A failed assertion in a shipped contract should show its values, as in a test of one's own.
-pytest.register_assert_rewrite("saev_store.testing.transport")
+pytest.register_assert_rewrite("saev_store.testing.transport", "saev_store.testing._reading")

@@ -1,0 +1,258 @@
+"""What every transport that reads has to do; `saev_store.testing.transport` says how to use it."""
+
+# ruff: noqa: S101
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    NotFoundError,
+    TransportError,
+    UnsafeContentError,
+)
+from saev_store.transport import Lists, Moves, Nests, ReadsInto, ReadsRuns, Transport, Writes
+
+#: What lies in the transport that a contract is tried on.
+FILES = {
+    "metadata.json": b'{"protocol": "2.1"}\n',
+    "acts000000.bin": np.random.default_rng(0).bytes(100_003),
+    "acts000001.bin": np.random.default_rng(1).bytes(4096),
+    "empty.bin": b"",
+    "part/deeper/note.txt": "größer\n".encode(),
+}
+UNSAFE = (
+    "",
+    "/etc/passwd",
+    "../x",
+    "part/../../x",
+    "part/..",
+    "./metadata.json",
+    "part//x",
+    "part/",
+    "a\0b",
+    ".",
+    "\ud800",
+)
+
+
+class ReadContract:
+    """Reading: whole files, sizes, ranges, filling memory, listing, folders, pickles, threads."""
+
+    #: Whether `list` knows sizes; web servers do not tell.
+    lists_sizes = True
+
+    @pytest.fixture
+    def transport(self) -> Iterator[Transport]:
+        """The transport under test, holding `FILES`."""
+        raise NotImplementedError
+
+    def test_has_the_shape_of_a_transport(self, transport: Transport) -> None:
+        assert isinstance(transport, Transport)
+        assert transport.name
+        assert transport.url
+        assert not transport.url.endswith("/") or transport.url.endswith("://")
+        assert transport.cost.max_gap_bytes >= 0
+        assert transport.cost.max_request_bytes > 0
+
+    @pytest.mark.parametrize("path", FILES)
+    def test_reads_whole_files(self, transport: Transport, path: str) -> None:
+        data = transport.read(path)
+        assert type(data) is bytes
+        assert data == FILES[path]
+        assert transport.size(path) == len(data)
+        assert transport.read(path, max_bytes=max(1, len(data))) == data
+
+    def test_refuses_files_that_are_too_big(self, transport: Transport) -> None:
+        with pytest.raises(TransportError, match="at most 4,095 bytes"):
+            transport.read("acts000001.bin", max_bytes=4095)
+        assert len(transport.read("acts000001.bin", max_bytes=4096)) == 4096
+
+    def test_ranges_are_exact_and_in_order(self, transport: Transport) -> None:
+        rng = np.random.default_rng(2)
+        truth = FILES["acts000000.bin"]
+        for n_ranges in (0, 1, 2, 17):
+            starts = [int(start) for start in rng.integers(0, len(truth), n_ranges)]
+            ends = [int(rng.integers(start, len(truth) + 1)) for start in starts]
+            parts = transport.get_ranges("acts000000.bin", starts=starts, ends=ends)
+            assert [bytes(part) for part in parts] == [truth[a:b] for a, b in zip(starts, ends, strict=True)]
+
+    def test_ranges_may_be_empty_and_overlap(self, transport: Transport) -> None:
+        truth, n = FILES["acts000000.bin"], len(FILES["acts000000.bin"])
+        parts = transport.get_ranges("acts000000.bin", starts=[5, 0, n, 0, 3], ends=[5, n, n, n, 9])
+        assert [bytes(part) for part in parts] == [b"", truth, b"", truth, truth[3:9]]
+        assert [bytes(part) for part in transport.get_ranges("empty.bin", starts=[0], ends=[0])] == [b""]
+
+    def test_ranges_cannot_be_written_to(self, transport: Transport) -> None:
+        (part,) = transport.get_ranges("acts000000.bin", starts=[0], ends=[8])
+        assert memoryview(part).readonly
+        assert memoryview(part).format == "B"
+        assert memoryview(part).ndim == 1
+
+    def test_ranges_outlive_the_transport(self, transport: Transport) -> None:
+        parts = transport.get_ranges("acts000000.bin", starts=[0, 50_000], ends=[8, 60_000])
+        array = np.frombuffer(parts[1], np.uint8)
+        transport.close()
+        assert array.tobytes() == FILES["acts000000.bin"][50_000:60_000]
+        assert transport.read("metadata.json") == FILES["metadata.json"]  # reopened
+
+    @pytest.mark.parametrize(("start", "end"), [(-1, 5), (5, 4), (-5, -1)])
+    def test_refuses_impossible_ranges(self, transport: Transport, start: int, end: int) -> None:
+        with pytest.raises(ArgumentError, match="negative or backwards"):
+            transport.get_ranges("acts000000.bin", starts=[0, start], ends=[1, end])
+
+    def test_refuses_starts_without_ends(self, transport: Transport) -> None:
+        with pytest.raises(ArgumentError, match="2 starts but 1 ends"):
+            transport.get_ranges("acts000000.bin", starts=[0, 1], ends=[1])
+
+    @pytest.mark.parametrize("end", [100_004, 200_000, 2**62])
+    def test_says_when_a_file_is_too_short(self, transport: Transport, end: int) -> None:
+        with pytest.raises(CorruptShardError, match=r"acts000000.bin.*100,003 bytes") as caught:
+            transport.get_ranges("acts000000.bin", starts=[0, 100_000], ends=[10, end])
+        assert f"{end:,}" in str(caught.value)
+
+    def test_an_empty_file_is_too_short_for_anything(self, transport: Transport) -> None:
+        with pytest.raises(CorruptShardError):
+            transport.get_ranges("empty.bin", starts=[0], ends=[1])
+
+    def test_says_what_is_not_there(self, transport: Transport) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: transport.read("gone.bin"),
+            lambda: transport.read("gone.bin", max_bytes=10),
+            lambda: transport.size("part/gone.bin"),
+            lambda: transport.get_ranges("gone.bin", starts=[0], ends=[1]),
+        ]
+        for call in calls:
+            with pytest.raises(NotFoundError, match=r"gone\.bin"):
+                call()
+
+    @pytest.mark.parametrize("path", UNSAFE)
+    def test_never_leaves_its_root(self, transport: Transport, path: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: transport.read(path),
+            lambda: transport.size(path),
+            lambda: transport.get_ranges(path, starts=[0], ends=[1]),
+        ]
+        if isinstance(transport, ReadsInto):
+            calls.append(lambda: transport.readinto(path, start=0, buffers=[memoryview(bytearray(1))]))
+        for call in calls:
+            with pytest.raises(UnsafeContentError):
+                call()
+
+    def test_fills_memory(self, transport: Transport) -> None:
+        if not isinstance(transport, ReadsInto):
+            pytest.skip("does not fill memory")
+        floats, rest = np.zeros((10, 3), "<f4"), bytearray(70_001)
+        buffers = [memoryview(floats), memoryview(b""), memoryview(bytearray(0)), memoryview(rest)]
+        transport.readinto("acts000000.bin", start=7, buffers=buffers)
+        assert floats.tobytes() + rest == FILES["acts000000.bin"][7 : 7 + 120 + 70_001]
+        transport.readinto("empty.bin", start=0, buffers=[])
+
+    def test_fills_thousands_of_buffers(self, transport: Transport) -> None:
+        if not isinstance(transport, ReadsInto):
+            pytest.skip("does not fill memory")
+        rows = np.zeros((3000, 33), np.uint8)
+        transport.readinto("acts000000.bin", start=3, buffers=[memoryview(row) for row in rows])
+        assert rows.tobytes() == FILES["acts000000.bin"][3 : 3 + rows.nbytes]
+
+    def test_fills_memory_from_many_places(self, transport: Transport) -> None:
+        if not isinstance(transport, ReadsRuns):
+            pytest.skip("does not read runs")
+        starts, data = [900, 3, 3, 50_000, 100_000], FILES["acts000000.bin"]
+        rows = [np.zeros(nbytes, np.uint8) for nbytes in (400, 1, 77_000, 50_000, 0)]
+        transport.read_runs("acts000000.bin", starts=starts, buffers=[memoryview(row) for row in rows])
+        for start, row in zip(starts, rows, strict=True):
+            assert row.tobytes() == data[start : start + len(row)]
+        transport.read_runs("empty.bin", starts=[], buffers=[])
+        with pytest.raises(CorruptShardError):
+            transport.read_runs("acts000000.bin", starts=[0, 100_002], buffers=[memoryview(bytearray(2))] * 2)
+        with pytest.raises(ArgumentError, match="negative"):
+            transport.read_runs("acts000000.bin", starts=[0, -1], buffers=[memoryview(bytearray(2))] * 2)
+        with pytest.raises(ArgumentError, match="each range needs both"):
+            transport.read_runs("acts000000.bin", starts=[0], buffers=[])
+
+    def test_refuses_memory_it_cannot_fill(self, transport: Transport) -> None:
+        if not isinstance(transport, ReadsInto):
+            pytest.skip("does not fill memory")
+        for buffer in (memoryview(b"12345"), memoryview(np.zeros((4, 4), np.uint8)[:, ::2])):
+            with pytest.raises(ArgumentError, match=r"read-only|plain memory"):
+                transport.readinto("acts000000.bin", start=0, buffers=[buffer])
+        with pytest.raises(CorruptShardError):
+            transport.readinto("acts000000.bin", start=100_000, buffers=[memoryview(bytearray(4))])
+
+    def test_lists_one_level(self, transport: Transport) -> None:
+        if not isinstance(transport, Lists):
+            pytest.skip("does not list")
+        found = {entry.path: (entry.is_dir, entry.size) for entry in transport.list()}
+        sizes = {path: len(data) for path, data in FILES.items() if "/" not in path}
+        expected = {path: (False, size if self.lists_sizes else None) for path, size in sizes.items()}
+        assert found == {**expected, "part": (True, None)}
+        assert [entry.path for entry in transport.list("part")] == ["part/deeper"]
+        assert [entry.path for entry in transport.list("part/deeper")] == ["part/deeper/note.txt"]
+        with pytest.raises(NotFoundError):
+            transport.list("nowhere")
+        with pytest.raises(UnsafeContentError):
+            transport.list("..")
+
+    def test_folders_are_roots(self, transport: Transport) -> None:
+        if not isinstance(transport, Nests):
+            pytest.skip("has no folders")
+        part = transport.at("part")
+        assert part.url == f"{transport.url.rstrip('/')}/part"
+        assert part.name == transport.name
+        note = FILES["part/deeper/note.txt"]
+        assert part.read("deeper/note.txt") == note
+        assert isinstance(part, Nests)
+        assert part.at("deeper").read("note.txt") == note
+        assert transport.at("").read("metadata.json") == FILES["metadata.json"]
+        with pytest.raises(UnsafeContentError):
+            transport.at("../elsewhere")
+        if isinstance(part, Lists):
+            assert [entry.path for entry in part.list()] == ["deeper"]
+            assert [entry.path for entry in part.list("deeper")] == ["deeper/note.txt"]
+        if isinstance(part, ReadsInto):
+            buffer = bytearray(3)
+            part.readinto("deeper/note.txt", start=1, buffers=[memoryview(buffer)])
+            assert bytes(buffer) == note[1:4]
+
+    def test_pickles(self, transport: Transport) -> None:
+        again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301  # what was pickled a moment ago
+        assert (again.url, again.name, again.cost) == (transport.url, transport.name, transport.cost)
+        assert again.read("acts000001.bin") == FILES["acts000001.bin"]
+        for kind in (ReadsInto, ReadsRuns, Lists, Writes, Moves, Nests):
+            assert isinstance(again, kind) == isinstance(transport, kind)
+        if isinstance(transport, Nests):
+            part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301  # what was pickled a moment ago
+            assert part.read("deeper/note.txt") == FILES["part/deeper/note.txt"]
+
+    def test_many_threads_read_at_once(self, transport: Transport) -> None:
+        truth, errors = FILES["acts000000.bin"], list[BaseException]()
+        start_together = threading.Barrier(8)
+
+        def read(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                start_together.wait()
+                for _ in range(6):
+                    start = int(rng.integers(0, 90_000))
+                    (part,) = transport.get_ranges("acts000000.bin", starts=[start], ends=[start + 5000])
+                    assert bytes(part) == truth[start : start + 5000]
+                    if isinstance(transport, ReadsInto):
+                        buffer = bytearray(3000)
+                        transport.readinto("acts000000.bin", start=start, buffers=[memoryview(buffer)])
+                        assert buffer == truth[start : start + 3000]
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(200)
+        assert not errors
