@@ -378,12 +378,19 @@ def test_a_closed_pipe_is_quiet(store):
     assert result.stdout == "141\n"
 
 
-def test_interrupt(tmp_path):
-    """Ctrl-C while reads hang for good."""
+@pytest.mark.parametrize("receiver", ["main thread", "any thread"])
+def test_interrupt(tmp_path, receiver):
+    """Ctrl-C while reads hang for good, whichever thread the system tells of it."""
     code = (
-        "import os, sys, threading\n"
+        "import os, signal, sys, threading, time\n"
         "from saev_store.transport import MmapTransport\n"
-        "MmapTransport.readinto = lambda *_, **__: (os.write(1, b'hangs\\n'), threading.Event().wait())\n"
+        "def hang(*_, **__):\n"
+        "    os.write(1, b'hangs\\n')\n"
+        f"    if {receiver == 'any thread'}:\n"
+        "        time.sleep(1)\n"
+        "        signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+        "MmapTransport.readinto = hang\n"
         "from saev_store.cli import main\n"
         "sys.exit(main())"
     )
@@ -394,7 +401,8 @@ def test_interrupt(tmp_path):
         try:
             assert process.stdout.readline() == "hangs\n"
             started = time.monotonic()
-            process.send_signal(signal.SIGINT)
+            if receiver == "main thread":
+                process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()

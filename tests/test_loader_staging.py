@@ -206,6 +206,21 @@ def test_several_processes_share_the_budget(plain, tmp_path):
     np.testing.assert_array_equal(np.sort(acts(loaders[0])[:, 0]), truth)
 
 
+def test_two_that_keep_the_same_extent_at_once_count_it_once(plain, tmp_path, monkeypatch):
+    first, second = (CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 100_000, b"key") for _ in range(2))
+    made_room = first._made_room
+
+    def and_meanwhile(name, nbytes):
+        found = made_room(name, nbytes)
+        second.get_ranges("acts000000.bin", starts=[0], ends=[6400])
+        return found
+
+    monkeypatch.setattr(first, "_made_room", and_meanwhile)
+    first.get_ranges("acts000000.bin", starts=[0], ends=[6400])
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
+    assert on_disk == first.kept_bytes == second.kept_bytes == 6416
+
+
 def test_a_folder_that_cannot_be_used_is_said(plain, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArgumentError, match="cannot be used"):

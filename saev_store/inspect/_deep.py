@@ -10,7 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from saev_store.transport import ReadsInto, Transport
 _LOCAL_PIECE_BYTES = 1 << 20
 _LOCAL_THREADS = 2
 _REMOTE_THREADS = 8
+_SLICE_S = 0.2
 
 
 class _Job(NamedTuple):
@@ -199,6 +200,13 @@ class _Reader:
         return piece
 
 
+def _awaited(future: Future[_Seen]) -> _Seen:
+    """A result. Waiting is done in slices: a Ctrl-C that another thread receives does not wake one that waits for good."""
+    while not future.done():
+        wait([future], timeout=_SLICE_S)
+    return future.result()
+
+
 def _in_order(reader: _Reader, jobs: Iterable[_Job], n_threads: int) -> Iterator[tuple[_Job, _Seen]]:
     """Do jobs in threads, hand them back in order; only a few are ever pending.
 
@@ -225,10 +233,10 @@ def _in_order(reader: _Reader, jobs: Iterable[_Job], n_threads: int) -> Iterator
             todo.put((job, future))
             if len(pending) >= 2 * n_threads:
                 done, result = pending.popleft()
-                yield done, result.result()
+                yield done, _awaited(result)
         while pending:
             done, result = pending.popleft()
-            yield done, result.result()
+            yield done, _awaited(result)
     finally:
         for _, future in pending:
             future.cancel()

@@ -199,7 +199,7 @@ class CachedTransport:
                     digest.update(view)
                     file.write(view)
                 file.write(digest.digest())
-            os.replace(temporary, final)
+            self._ledger.place(temporary, final)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -266,6 +266,13 @@ class Ledger:
                 return False
             os.pwrite(fd, b"%-20d" % number, 0)
             return True
+
+    def place(self, temporary: str, final: str) -> None:
+        """Give a counted file its name; one that has it already, which somebody else counted, goes and is counted no more."""
+        with self._open() as fd:
+            there = os.path.getsize(final) if os.path.exists(final) else 0
+            os.replace(temporary, final)
+            os.pwrite(fd, b"%-20d" % max(self._number(fd) - there, 0), 0)
 
 
 def _place(name: str) -> tuple[str, int, int] | None:
