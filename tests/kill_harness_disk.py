@@ -130,7 +130,7 @@ class Disk:
         # A folder goes file by file: each may be the last one before the power goes.
         for name in sorted(name for name in self.files if name == path or name.startswith(f"{path}/")):
             self.step(f"delete {name}")
-            del self.files[name]
+            self.files.pop(name, None)  # somebody else may have deleted it meanwhile
 
     def move(self, source: str, target: str) -> None:
         self.step(f"move {source} {target}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kill_harness_disk import Disk
+from kill_harness_disk import Disk, File, PowerCut
 from kill_harness_oracle import Case, case
 from waiting import HANG_S
 
@@ -133,6 +137,74 @@ def test_a_store_that_is_published_between_two_looks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("saev_store.writer._publish.read_claim", slow_look)
     assert finalize_store(disk, this.metadata) is False
     this.check(disk.content(this.name))
+
+
+class Meanwhile(Disk):
+    """Lets somebody else act on its files just before its own operation number `at`."""
+
+    def __init__(self, at: int, act: Callable[[Disk], None], *, files: dict[str, File]) -> None:
+        super().__init__()
+        self.files, self.at, self.act, self.n_calls = files, at, act, 0
+
+    def _call(self) -> None:
+        if self.n_calls == self.at:
+            other = Disk()
+            other.files = self.files
+            self.act(other)
+        self.n_calls += 1
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        self._call()
+        return super().read(path, max_bytes=max_bytes)
+
+    def size(self, path: str) -> int:
+        self._call()
+        return super().size(path)
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[bytes]:
+        self._call()
+        return super().get_ranges(path, starts=starts, ends=ends)
+
+    def step(self, what: str) -> None:
+        self._call()
+        super().step(what)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_part_is_resumed_while_another_process_publishes(labelled: bool) -> None:
+    """At every operation of the resume, the publisher has come as far as each of its own operations."""
+    this = case(n=6, per_shard=2, labelled=labelled)
+    options = {"pad": this.pad, "block_bytes": this.block_bytes, "on_nonfinite": "allow"}
+    written = Disk()
+    for rank in range(2):
+        write_part(written, this, rank, 2)
+
+    def publish(disk: Disk, dies_before: int) -> None:
+        disk.dies_before = dies_before
+        with contextlib.suppress(PowerCut):
+            finalize_store(disk, this.metadata)
+
+    n_met = 0
+    for dies_before in range(1, 1000):
+        for at in range(1000):
+            disk = Meanwhile(at, partial(publish, dies_before=dies_before), files=deepcopy(written.files))
+            with create_store(disk, this.metadata, part=(1, 2), resume=True, exist_ok=True, **options) as writer:
+                pass
+            assert writer.complete
+            if disk.n_calls <= at:
+                break
+            n_met += 1
+            again = Disk()
+            again.files = disk.files
+            finalize_store(again, this.metadata)
+            create_store(again, this.metadata, part=(1, 2), resume=True, exist_ok=True, **options).close()
+            this.check(again.content(this.name))
+        publisher = Disk()
+        publisher.files = deepcopy(written.files)
+        publish(publisher, dies_before)
+        if publisher.n_operations < dies_before:
+            break
+    assert n_met > 100
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket", "local"])

@@ -161,17 +161,21 @@ class Owner:
         except ValueError:
             document = {}
         if document is None:
-            raise WriterConflictError(
-                "the store was published or discarded while this writer was at work",
-                where=self.folder.where(HIDDEN),
-                remedy="Open the store to see what is there; nothing of this writer was added since its last checkpoint.",
-            )
+            raise self.superseded()
         if document.get("attempt") != self.attempt:
             raise WriterConflictError(
                 f"process {document.get('pid')} on {document.get('host')} has resumed this part and owns it now",
                 where=self.folder.where(owner_path(self.rank)),
                 remedy="Let only one writer live.",
             )
+
+    def superseded(self) -> WriterConflictError:
+        """The error that says that there is nothing left to own."""
+        return WriterConflictError(
+            "the store was published or discarded while this writer was at work",
+            where=self.folder.where(HIDDEN),
+            remedy="Open the store to see what is there; nothing of this writer was added since its last checkpoint.",
+        )
 
 
 def check_claim(folder: Folder, there: Claim, here: Claim) -> None:

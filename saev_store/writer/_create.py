@@ -136,9 +136,9 @@ def create_store(
     if _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok):
         return nothing_to_do()
     here = Claim.of(metadata, options)
-    _check_before(folder, metadata, here, rank, resume=resume)
     held = ExitStack()
     try:
+        _check_before(folder, metadata, here, rank, resume=resume)
         held.enter_context(folder.lock(f"part{rank:05d}"))
         claim = _claim(folder, here, resume=resume)
         if resume is not False:

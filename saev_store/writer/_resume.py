@@ -10,7 +10,7 @@ from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.layout import shard_name
 from saev_store.transport._base import Buffer, Sink
 from saev_store.writer._blocks import BlockDigester, block_ranges, digest
-from saev_store.writer._folder import receipt_path, tail_path
+from saev_store.writer._folder import METADATA, receipt_path, tail_path
 from saev_store.writer._progress import Progress
 from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part, write_receipt
 from saev_store.writer._shard_file import ShardFile, ShardPlan
@@ -44,7 +44,7 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
         for shard_idx, receipt in zip(shards, receipts, strict=False):
             if receipt.complete and _complete_is_whole(plan, shard_idx, receipt, verify, bar):
                 continue
-            plan.owner.check()  # nothing is dropped from a store that somebody else has published meanwhile
+            _check_unpublished(plan)
             file = _continued(plan, shard_idx, receipt, verify, bar)
             _drop_receipts(plan, range(shard_idx + 1, shards.start + len(receipts)))
             kept_nbytes = file.nbytes if file is not None else 0
@@ -59,6 +59,17 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
                 return Kept(shard_idx + 1, None, labelled)
             return Kept(shard_idx, file, labelled)
     return Kept(shards.start + len(receipts), None, labelled)
+
+
+def _check_unpublished(plan: ShardPlan) -> None:
+    """Nothing is dropped from a store that somebody else has published meanwhile.
+
+    Publishing removes the hidden files one by one once metadata.json is there: what looks damaged may only be one of
+    those that have gone first, while our own document of ownership has not.
+    """
+    plan.owner.check()
+    if plan.folder.exists(METADATA):
+        raise plan.owner.superseded()
 
 
 def _receipts(plan: ShardPlan, shards: range) -> list[Receipt]:
