@@ -405,8 +405,7 @@ class ShardStore(Faces):
         """
         from saev_store.writer import open_repair
 
-        report = report or self.validate()
-        return open_repair(self.transport, self.metadata, lost=report.lost)
+        return open_repair(self.transport, self.metadata, lost=(report or self.validate()).lost)
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
