@@ -166,3 +166,36 @@ def test_an_unended_document_is_ended():
         builder.add_sequence([])
     assert IndexedDataset("x", transport=memory).doc_idx.tolist() == [0, 2]
     assert "2 sequences" in repr(builder)
+
+
+@given(
+    values=st.lists(st.integers(-(2**63), 2**64 - 1) | st.integers(-300, 70_000), min_size=1, max_size=5),
+    given_as=st.sampled_from(["i1", "u1", "i2", "u2", ">i4", "u4", "i8", "u8"]),
+    dtype=st.sampled_from([name for name in sorted(CODES) if np.dtype(name).kind in "iu"]),
+)
+def test_integers_of_any_type_are_held_exactly_or_refused(values, given_as, dtype):
+    tokens = np.array([value for value in values if np.iinfo(given_as).min <= value <= np.iinfo(given_as).max], given_as)
+    fits = all(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max for value in tokens.tolist())
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("a", dtype, transport=memory) as builder:
+        builder.add_document([1])
+        if fits:
+            builder.add_document(tokens)
+        else:
+            with pytest.raises(ArgumentError, match="tokens reach from"):
+                builder.add_document(tokens)
+    found = IndexedDataset("a", transport=memory, dtype=dtype).read_many(slice(None))
+    assert [each.tolist() for each in found] == [[1], tokens.tolist()] if fits else [[1]]
+
+
+@pytest.mark.parametrize("engine", ["pread", "fsspec"])
+def test_the_callers_memory_is_its_own_again(tmp_path, engine):
+    """Documents shorter, as long as, and longer than what is collected before a write."""
+    sizes, mine = [7, 2**18 - 7, 1, 2**18, 0, 2**18 + 1, 3], np.empty(2**18 + 1, np.int32)
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32, engine=engine) as builder:
+        for i, size in enumerate(sizes):
+            mine[:size] = np.arange(size) + i
+            builder.add_document(mine[:size])
+            mine[:] = -1
+    found = IndexedDataset(tmp_path / "x").read_many(slice(None))
+    assert all(np.array_equal(each, np.arange(size) + i) for i, (size, each) in enumerate(zip(sizes, found, strict=True)))

@@ -32,7 +32,7 @@ _STRIDE = 1 << 18
 class IndexedDatasetBuilder:
     """Builds `.bin` and `.idx`: `add_document` for each document, or `add_sequence` and `end_document`, then `finalize`.
 
-    Tokens go to the disk as they come. Memory holds 4 bytes for each sequence, 8 for each document, 1 for each mode and a
+    Tokens are copied, and go to the disk as they come. Memory holds 4 bytes for each sequence, 8 for each document, 1 for each mode and a
     buffer. As a context manager it finalizes when the block ends, and leaves nothing behind when that raises.
 
     Args:
@@ -79,7 +79,7 @@ class IndexedDatasetBuilder:
         if not overwrite:
             refuse_existing(self._transport, self._idx_path)
         self._bin: NewFile | None = NewFile(self._transport, self._bin_path, overwrite=overwrite)
-        self._waiting: list[bytes] = []
+        self._buffer = np.empty(0, self.dtype)
         self._n_waiting = 0
         self._sizes = array.array("i")
         self._doc_idx = array.array("q", [0])
@@ -214,7 +214,7 @@ class IndexedDatasetBuilder:
         file, self._bin = self._bin, None
         if file is not None:
             file.abort()
-        self._waiting, self._n_waiting = [], 0
+        self._buffer, self._n_waiting = np.empty(0, self.dtype), 0
 
     def __enter__(self) -> Self:
         return self
@@ -231,6 +231,7 @@ class IndexedDatasetBuilder:
             raise ArgumentError(f"mode is {brief(mode)}; {rule}", where="mode")
 
     def _as_tokens(self, tokens: npt.ArrayLike) -> npt.NDArray[np.generic]:
+        """One-dimensional numbers that our dtype holds, in whatever type they came."""
         try:
             found = np.asarray(tokens)
         except (TypeError, ValueError, OverflowError) as error:
@@ -240,36 +241,41 @@ class IndexedDatasetBuilder:
                 f"the shape is {found.shape}; a sequence has one dimension of at most {_MAX_I32:,}", where="tokens"
             )
         if found.dtype == self.dtype or not found.size:
-            return found.astype(self.dtype, copy=False)
+            return found
         if found.dtype.kind not in "iuf" or (found.dtype.kind == "f" and self.dtype.kind != "f"):
             raise ArgumentError(f"tokens are {found.dtype}; they must be {self.dtype.name}", where="tokens")
-        if self._limits is not None:
-            low, high = int(np.minimum.reduce(found)), int(np.maximum.reduce(found))
+        # All bits together reach no further than those of the largest: one look says that all is well, as it is mostly.
+        if self._limits is not None and not 0 <= np.bitwise_or.reduce(found) <= self._limits[1]:
+            low, high = int(found.min()), int(found.max())
             if low < self._limits[0] or high > self._limits[1]:
                 raise ArgumentError(
                     f"tokens reach from {low} to {high}; {self.dtype.name} holds {self._limits[0]} to {self._limits[1]}",
                     where="tokens",
                 )
-        return found.astype(self.dtype)
+        return found
 
     def _append(self, tokens: npt.NDArray[np.generic]) -> None:
         self._write(tokens)
         self._sizes.append(len(tokens))
 
     def _write(self, tokens: npt.NDArray[np.generic]) -> None:
+        """Copy tokens, for the caller may use its memory again, to what goes to the disk next."""
         if self._bin is None:
             raise ArgumentError("this data set is complete or given up already", where="add")
-        if not tokens.nbytes:
-            return
-        self._waiting.append(tokens.tobytes())  # a copy: the caller may use its memory again
-        self._n_waiting += tokens.nbytes
-        if self._n_waiting >= _BUFFER_BYTES:
+        start, end = self._n_waiting, self._n_waiting + len(tokens)
+        if end > len(self._buffer):
             self._flush()
+            self._buffer = np.empty(max(len(tokens), _BUFFER_BYTES // self.dtype.itemsize), self.dtype)
+            start, end = 0, len(tokens)
+        self._buffer[start:end] = tokens
+        self._n_waiting = end
 
     def _flush(self) -> None:
-        if self._waiting and self._bin is not None:
-            self._bin.write(b"".join(self._waiting))
-        self._waiting, self._n_waiting = [], 0
+        # A sink may still be sending what it was given: the buffer is its own from here on.
+        waiting, self._buffer = self._buffer[: self._n_waiting], np.empty(0, self.dtype)
+        self._n_waiting = 0
+        if len(waiting) and self._bin is not None:
+            self._bin.write(waiting.data)
 
     def __repr__(self) -> str:
         where = full_url(self._transport, self._idx_path)
