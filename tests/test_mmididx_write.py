@@ -174,7 +174,9 @@ def test_an_unended_document_is_ended():
     dtype=st.sampled_from([name for name in sorted(CODES) if np.dtype(name).kind in "iu"]),
 )
 def test_integers_of_any_type_are_held_exactly_or_refused(values, given_as, dtype):
-    tokens = np.array([value for value in values if np.iinfo(given_as).min <= value <= np.iinfo(given_as).max], given_as)
+    tokens = np.array(
+        [value for value in values if np.iinfo(given_as).min <= value <= np.iinfo(given_as).max], given_as
+    )
     fits = all(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max for value in tokens.tolist())
     memory = MemoryTransport()
     with IndexedDatasetBuilder("a", dtype, transport=memory) as builder:
@@ -198,4 +200,6 @@ def test_the_callers_memory_is_its_own_again(tmp_path, engine):
             builder.add_document(mine[:size])
             mine[:] = -1
     found = IndexedDataset(tmp_path / "x").read_many(slice(None))
-    assert all(np.array_equal(each, np.arange(size) + i) for i, (size, each) in enumerate(zip(sizes, found, strict=True)))
+    assert all(
+        np.array_equal(each, np.arange(size) + i) for i, (size, each) in enumerate(zip(sizes, found, strict=True))
+    )
