@@ -208,17 +208,40 @@ def test_several_processes_share_the_budget(plain, tmp_path):
 
 def test_two_that_keep_the_same_extent_at_once_count_it_once(plain, tmp_path, monkeypatch):
     first, second = (CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 100_000, b"key") for _ in range(2))
-    made_room = first._made_room
+    reserved = first._reserved
 
-    def and_meanwhile(name, nbytes):
-        found = made_room(name, nbytes)
+    def and_meanwhile(*arguments):
+        found = reserved(*arguments)
         second.get_ranges("acts000000.bin", starts=[0], ends=[6400])
         return found
 
-    monkeypatch.setattr(first, "_made_room", and_meanwhile)
+    monkeypatch.setattr(first, "_reserved", and_meanwhile)
     first.get_ranges("acts000000.bin", starts=[0], ends=[6400])
     on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
     assert on_disk == first.kept_bytes == second.kept_bytes == 6416
+
+
+def test_one_that_comes_while_another_keeps_an_extent_counts_it(plain, tmp_path, monkeypatch):
+    """Whatever the first has done so far of keeping it, and of making room for it."""
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 6416, b"key")
+    first = CachedTransport(*arguments)
+    steps = ["remove", "reserve", "place"]
+    for step in steps:
+        do = getattr(first._ledger, step)
+
+        def and_then(*given, do=do):
+            CachedTransport(*arguments)
+            found = do(*given)
+            CachedTransport(*arguments)
+            return found
+
+        monkeypatch.setattr(first._ledger, step, and_then)
+    first.get_ranges("acts000000.bin", starts=[0], ends=[6400])
+    assert first.kept_bytes == 6416
+    first.get_ranges("acts000000.bin", starts=[6400], ends=[12_800])
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
+    assert on_disk == first.kept_bytes == 6416
+    assert (first.hits, first.misses) == (0, 2)
 
 
 def test_a_folder_that_cannot_be_used_is_said(plain, tmp_path):

@@ -61,7 +61,7 @@ class CachedTransport:
         try:
             os.makedirs(self._folder, exist_ok=True)
             self._ledger = Ledger(os.path.join(self._folder, ".bytes"))
-            self._ledger.set(sum(size for _, size in self._listed()))
+            self._ledger.recount(lambda: sum(size for _, size in self._listed()))
         except OSError as error:
             raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
         self.hits = self.misses = 0
@@ -188,13 +188,12 @@ class CachedTransport:
         """A cache that cannot be written to is no reason to stop training."""
         nbytes = sum(view.nbytes for view in views)
         final = self._file(path, start, start + nbytes)
-        with contextlib.suppress(OSError):
-            if not self._made_room(os.path.basename(final), nbytes + _DIGEST_BYTES):
-                return
         temporary = f"{final}.{uuid.uuid4().hex}.tmp"
         digest = xxhash.xxh3_128()
         try:
-            with open(temporary, "wb", buffering=0) as file:
+            if not self._reserved(temporary, final, nbytes + _DIGEST_BYTES):
+                return
+            with open(temporary, "r+b", buffering=0) as file:
                 for view in views:
                     digest.update(view)
                     file.write(view)
@@ -202,30 +201,24 @@ class CachedTransport:
             self._ledger.place(temporary, final)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            with contextlib.suppress(OSError):
-                self._ledger.add(-nbytes - _DIGEST_BYTES, self._max_bytes)
+                self._ledger.remove(temporary)
 
-    def _made_room(self, name: str, nbytes: int) -> bool:
+    def _reserved(self, temporary: str, final: str, nbytes: int) -> bool:
         """Whether an extent may be kept; others, which nobody reads, have gone then."""
         with self._lock:
-            self._remove(name)  # one that is there was damaged
-            while not self._ledger.add(nbytes, self._max_bytes):
+            self._ledger.remove(final)  # one that is there was damaged
+            while not self._ledger.reserve(temporary, nbytes, self._max_bytes):
                 if not self._unwanted:
                     return False
-                self._remove(self._unwanted.pop())
+                self._ledger.remove(os.path.join(self._folder, self._unwanted.pop()))
             return True
-
-    def _remove(self, name: str) -> None:
-        path = os.path.join(self._folder, name)
-        with contextlib.suppress(FileNotFoundError):  # not there, or another process was faster
-            size = os.path.getsize(path)
-            os.unlink(path)
-            self._ledger.add(-size, self._max_bytes)
 
 
 class Ledger:
-    """A number of bytes in a file, shared by all processes of a machine.
+    """The bytes of a folder's files, counted in a file of their own that all processes of a machine lock.
+
+    Files come, go and get their names under the lock: the number is always that of the files. A process that is killed in
+    between leaves it wrong until the next `recount`.
 
     Args:
         path: The file.
@@ -248,31 +241,44 @@ class Ledger:
         raw = os.pread(fd, 32, 0).strip()
         return int(raw) if raw.isdigit() else 0
 
+    @staticmethod
+    def _set(fd: int, number: int) -> None:
+        os.pwrite(fd, b"%-20d" % max(number, 0), 0)
+
     def get(self) -> int:
         """The number."""
         with self._open() as fd:
             return self._number(fd)
 
-    def set(self, number: int) -> None:
-        """Another number."""
+    def recount(self, count: Callable[[], int]) -> None:
+        """Count anew, while no file comes or goes."""
         with self._open() as fd:
-            os.pwrite(fd, b"%-20d" % number, 0)
+            self._set(fd, count())
 
-    def add(self, nbytes: int, limit: int) -> bool:
-        """Add to the number, unless it would be above a limit then; taking away always works."""
+    def reserve(self, path: str, nbytes: int, limit: int) -> bool:
+        """Create a file of that many zeros, unless the number would be above a limit then."""
         with self._open() as fd:
-            number = max(self._number(fd) + nbytes, 0)
-            if nbytes > 0 and number > limit:
+            number = self._number(fd) + nbytes
+            if number > limit:
                 return False
-            os.pwrite(fd, b"%-20d" % number, 0)
+            with open(path, "xb") as file:
+                file.truncate(nbytes)
+            self._set(fd, number)
             return True
 
     def place(self, temporary: str, final: str) -> None:
-        """Give a counted file its name; one that has it already, which somebody else counted, goes and is counted no more."""
+        """Give a file its name; one that has it already, which somebody else has kept meanwhile, goes."""
         with self._open() as fd:
             there = os.path.getsize(final) if os.path.exists(final) else 0
             os.replace(temporary, final)
-            os.pwrite(fd, b"%-20d" % max(self._number(fd) - there, 0), 0)
+            self._set(fd, self._number(fd) - there)
+
+    def remove(self, path: str) -> None:
+        """Delete a file; fine if there is none."""
+        with self._open() as fd, contextlib.suppress(FileNotFoundError):
+            size = os.path.getsize(path)
+            os.unlink(path)
+            self._set(fd, self._number(fd) - size)
 
 
 def _place(name: str) -> tuple[str, int, int] | None:
