@@ -246,9 +246,8 @@ class Client:
             )
         if isinstance(error, FileExistsError):
             return StoreExistsError(message, where=where)
-        if isinstance(
-            error, RecursionError
-        ):  # s3fs, which follows a redirection to the same place until the stack is full
+        # s3fs follows a redirection to the same place until the stack is full.
+        if isinstance(error, RecursionError):
             return TransportError(
                 f"could not {doing}: the server goes on answering that the bucket is elsewhere",
                 where=where,
