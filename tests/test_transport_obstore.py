@@ -36,6 +36,7 @@ from saev_store.transport import Transport, open_transport
 from saev_store.transport._obstore import ObstoreTransport
 from saev_store.transport._obstore_client import bucket_region
 from saev_store.transport._obstore_options import place_of
+from saev_store.transport._obstore_threads import Callers
 
 pytest.importorskip("obstore")
 # In this process threads are running when it forks: that is the very thing to be tested.
@@ -458,3 +459,70 @@ def test_auto_takes_obstore_where_nobody_would_notice(url, options, environment,
     if name == "fsspec:gs":
         pytest.importorskip("gcsfs")
     assert open_transport(url, options).name == name
+
+
+# Calls that wait inside obstore
+
+
+def test_calls_share_a_few_threads():
+    callers, together, most, lock = Callers(3), [0], [0], threading.Lock()
+
+    def call(n):
+        with lock:
+            together[0] += 1
+            most[0] = max(most[0], together[0])
+        with lock:
+            together[0] -= 1
+        if n == 7:
+            raise ArgumentError("seven", where="n")
+        return n
+
+    futures = [callers.begin(partial(call, n)) for n in range(20)]
+    assert [future.result(HANG_S) for n, future in enumerate(futures) if n != 7] == [*range(7), *range(8, 20)]
+    with pytest.raises(ArgumentError, match="seven"):
+        futures[7].result(HANG_S)
+    assert most[0] <= 3
+
+
+def test_what_arrives_too_late_changes_nothing(s3_bucket, monkeypatch):
+    import obstore
+
+    open_s3(s3_bucket).put("a.bin", b"x" * 100)
+    transport = open_s3(s3_bucket)
+    transport._client.timeout_s = 0.2
+    held, arrived, get = threading.Event(), threading.Event(), obstore.get
+
+    def late(*args, **kwargs):
+        held.wait(HANG_S)
+        try:
+            return get(*args, **kwargs)
+        finally:
+            arrived.set()
+
+    monkeypatch.setattr(obstore, "get", late)
+    memory = bytearray(50)
+    with pytest.raises(DeadlineError) as caught:
+        transport.read_runs("a.bin", starts=[0, 70], buffers=[memoryview(memory)[:30], memoryview(memory)[30:]])
+    assert caught.value.transient
+    monkeypatch.setattr(obstore, "get", get)
+    transport._client.timeout_s = HANG_S
+    # Those that wait hold nobody up.
+    transport.readinto("a.bin", start=0, buffers=[memoryview(memory)[:10]])
+    held.set()
+    assert arrived.wait(HANG_S)
+    assert memory == b"x" * 10 + bytes(40)
+
+
+def test_runs_are_pieces_of_one_object(s3_bucket, monkeypatch):
+    monkeypatch.setattr("saev_store.transport._obstore_ranges.PIECE_BYTES", 1000)
+    transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
+    transport.put("a.bin", truth)
+    memory = bytearray(2600)
+    buffers = [memoryview(memory)[:2500], memoryview(memory)[2500:2500], memoryview(memory)[2500:]]
+    transport.read_runs("a.bin", starts=[17, 3, 10_400], buffers=buffers)
+    assert memory == truth[17:2517] + truth[10_400:]
+    assert transport.counters.operations["get_ranges"] == 4
+    with pytest.raises(CorruptShardError, match="10,500 bytes but byte 10,501 is needed"):
+        transport.read_runs("a.bin", starts=[0, 10_401], buffers=buffers[::2])
+    with pytest.raises(ArgumentError, match="2 starts but 1 buffers"):
+        transport.read_runs("a.bin", starts=[0, 1], buffers=buffers[:1])

@@ -148,6 +148,22 @@ class ObstoreTransport:
         elif nbytes:
             self._object(below).readinto(start, views, nbytes=nbytes)
 
+    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fetch all runs side by side and copy each where it belongs."""
+        below = self._below(path)
+        if len(starts) != len(buffers):
+            raise ArgumentError(
+                f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=self._where(below)
+            )
+        targets = [byte_views((buffer,), writable=True) for buffer in buffers]
+        ends = [start + buffer.nbytes for start, buffer in zip(starts, buffers, strict=True)]
+        check_ranges(self._where(below), starts, ends)
+        if is_forked():
+            for start, views in zip(starts, targets, strict=True):
+                self._forked().readinto(path, start=start, buffers=views)
+        else:
+            self._object(below).read_runs(starts, targets, nbytes=sum(ends) - sum(starts))
+
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""
         below = self._below(path) if path else self._folder

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,9 +63,7 @@ class Object:
 
         async def get() -> Bytes:
             answer = await obstore.get_async(client.store, self.key, options={"range": (start, end)})
-            self.pins.check(self.path, _version(answer.meta), where=where)
-            if answer.meta["size"] < needed:
-                raise too_short(where, size=answer.meta["size"], needed=needed)
+            self._check(answer.meta, needed=needed)
             return await answer.bytes_async()
 
         try:
@@ -77,21 +76,61 @@ class Object:
                 if size < needed:
                     raise too_short(where, size=size, needed=needed) from None
             raise
-        if len(data) != end - start:
-            raise TransportError(
-                f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=where, transient=True
-            )
-        client.tally.add("get_ranges", read=len(data))
-        return data
+        return self._counted(data, start, end)
 
     def readinto(self, start: int, views: Sequence[memoryview], *, nbytes: int) -> None:
         """Fill memory with `nbytes` bytes; waits in the caller's thread."""
         if nbytes > PIECE_BYTES:
             self.client.call("read", self.where, lambda: self.fill(start, views), nbytes=nbytes)
             return
-        # Copied in the caller's thread: the loop has others to serve.
-        data = self.client.call("read", self.where, lambda: self.piece(start, start + nbytes), nbytes=nbytes)
-        scatter(data, views)
+        self.read_runs([start], [views], nbytes=nbytes)
+
+    def read_runs(self, starts: Sequence[int], targets: Sequence[Sequence[memoryview]], *, nbytes: int) -> None:
+        """Fill memory from several places, side by side; waits in the caller's thread."""
+        pieces = [piece for start, views in zip(starts, targets, strict=True) for piece in _pieces(start, views)]
+        # Copied in this thread, so that nothing is copied any more once it has given up.
+        self.client.blocking(
+            "read",
+            self.where,
+            [partial(self._now, start, start + sum(map(len, views))) for start, views in pieces],
+            lambda number, data: scatter(data, pieces[number][1]),
+            nbytes=nbytes,
+        )
+
+    def _now(self, start: int, end: int) -> Bytes:
+        """As `piece`, in a thread that waits."""
+        import obstore
+
+        client = self.client
+        try:
+            answer = obstore.get(client.store, self.key, options={"range": (start, end)})
+            self._check(answer.meta, needed=end)
+            data = answer.bytes()
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            if is_beyond_the_end(error):
+                client.tally.add("size")
+                size = obstore.head(client.store, self.key)["size"]
+                if size < end:
+                    raise too_short(self.where, size=size, needed=end) from None
+            raise
+        return self._counted(data, start, end)
+
+    def _check(self, meta: ObjectMeta, *, needed: int) -> None:
+        """That an answer is of the object that was read before, and that it is long enough."""
+        self.pins.check(self.path, _version(meta), where=self.where)
+        if meta["size"] < needed:
+            raise too_short(self.where, size=meta["size"], needed=needed)
+
+    def _counted(self, data: Bytes, start: int, end: int) -> Bytes:
+        """What came, once it is sure that it is all."""
+        if len(data) != end - start:
+            raise TransportError(
+                f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=self.where, transient=True
+            )
+        self.client.tally.add("get_ranges", read=len(data))
+        return data
 
     async def fill(self, start: int, views: Sequence[memoryview]) -> None:
         """Fetch consecutive bytes in pieces, side by side, and copy each where it belongs."""
