@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import subprocess
 import threading
@@ -68,6 +70,16 @@ class Plane:
         for some in rows:
             np.take(self.pool, some, axis=0, out=self.out, mode="clip")
         return rows.size * VECTOR / 1e6 / (time.perf_counter() - started)
+
+    def first_touch(self) -> float:
+        """MB/s of the system giving memory that this process has not had before: what a window and batches are made of."""
+        memory = mmap.mmap(-1, 512 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        started = time.perf_counter()
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+        return len(memory) / 1e6 / (time.perf_counter() - started)
 
     def memcpy(self) -> float:
         """MB/s of copying one large array to another."""

@@ -1,12 +1,15 @@
 """How fast the loaders are, next to this machine's limits and to other loaders: one store, the same batches, one table.
 
-    python benchmarks/loaders.py [--gib N] [--rounds 3] [--cold] [--reference PATH] [--only NAME|NAME] [--json]
+    python benchmarks/loaders.py [--gib N] [--rounds N] [--cold] [--reference PATH] [--only NAME|NAME] [--json]
 
-The store has three layers of which one is read, ViT-B/16's shape, in batches of 16,384 x 768. Rounds are interleaved, so
-that all contenders meet the same machine; medians are shown. Torch's DataLoader, MosaicML Streaming and Hugging Face
+The store has three layers of which one is read, ViT-B/16's shape, in batches of 16,384 x 768. Rounds are interleaved, and
+begin with another contender each time, so that all meet the same machine; medians are shown, and where two were run in
+the same rounds, the mean of the rounds' ratios with its standard error. What is in memory is read in a dozen epochs: the
+first four with the start and the first touch of all memory, and the rest, each a row of its own. Torch's DataLoader, MosaicML Streaming and Hugging Face
 datasets take part where they are installed, and the reference project's own loaders where `--reference` names a checkout
 of it (with `beartype jaxtyping orjson` installed; nothing else that it needs is used by its loaders). `--cold` asks the
-kernel to forget the files before each round. fio replays the very extents, at the depth that the loaders use.
+kernel to forget the files before each pass. fio replays the very extents, at the depth that the loaders use, and runs
+twice a round: how far it is from itself is what a ratio of this run can tell.
 
 At the end: what it costs to begin, and to go on, in 10^6 and in 10^10 rows, over a store that is only arithmetic.
 """
@@ -56,12 +59,20 @@ from saev_store.transport import ReadCost
 #: (ours, against, at least), by whether the files are in memory.
 GOALS = {
     "page cache": (
-        ("shuffled", "reference, shuffled", 20.0), ("shuffled", "read + gather, one thread", 0.5),
+        ("shuffled, first 4 epochs", "reference, shuffled", 20.0), ("shuffled, later epochs", "reference, shuffled", 20.0),
+        ("shuffled, first 4 epochs", "read + gather, one thread", 0.5),
+        ("shuffled, later epochs", "read + gather, one thread", 0.5),
         ("ordered", "reference, ordered", 100.0), ("ordered", "preadv, 1 thread", 0.8),
         ("indexed", "memmap gather of a batch", 0.9),
     ),
-    "cold": (("shuffled", "fio, direct", 0.95), ("indexed", "memmap, row by row", 10.0)),
+    "cold": (
+        ("shuffled, first epoch", "fio, direct", 0.95), ("shuffled, second epoch", "fio, direct", 0.95),
+        ("fio, direct, again", "fio, direct", 0.0), ("shuffled, first epoch", "preadv, 16 threads, no read-ahead", 0.0),
+        ("indexed", "memmap, row by row", 10.0),
+    ),
 }  # fmt: skip
+#: Rounds in which slow contenders take part; the others go on.
+SLOW_ROUNDS = 2
 
 
 def make_store(root: str, n_bytes: int) -> str:
@@ -96,21 +107,31 @@ def warm(folder: str) -> None:
 
 
 def ours(store: ShardStore, args: argparse.Namespace) -> dict[str, Run]:
-    """Loaders are made anew each time, because they look at what the files lie on when they are made.
-
-    What is in memory is read in a dozen epochs, some seconds, start and first touch of all memory included.
-    """
+    """Loaders are made anew each time, because they look at what the files lie on when they are made."""
     rows = store.sel(layer=LAYER, tokens="content")
-    window, n_epochs = args.window_mib << 20, 1 if args.cold else 12
+    window = args.window_mib << 20
 
-    def epochs(kind: type, **options: object) -> float:
+    def passes(kind: type, counts: dict[str, int], **options: object) -> dict[str, float]:
+        found = {}
         with kind(rows, **options) as loader:
-            return rate(len(batch["act"]) for _ in range(n_epochs) for batch in loader)
+            for name, n_epochs in counts.items():
+                if args.cold:
+                    forget(Path(store.url))
+                found[name] = rate(len(batch["act"]) for _ in range(n_epochs) for batch in loader)
+        return found
+
+    counts = {"first 4 epochs": 4, "later epochs": 8}
+    if args.cold:
+        counts = {"first epoch": 1, "second epoch": 1}
+
+    def shuffled(name: str, **options: object) -> Run:
+        named = {f"{name}, {part}": n for part, n in counts.items()}
+        return lambda: passes(ShuffledLoader, named, window_bytes=window, **options)
 
     return {
-        "shuffled": lambda: epochs(ShuffledLoader, window_bytes=window),
-        "shuffled, row slots": lambda: epochs(ShuffledLoader, window_bytes=window, slots="row"),
-        "ordered": lambda: epochs(OrderedLoader),
+        "shuffled": shuffled("shuffled"),
+        "shuffled, row slots": shuffled("shuffled, row slots", slots="row"),
+        "ordered": lambda: passes(OrderedLoader, {"ordered": 1 if args.cold else 8}),
     }
 
 
@@ -151,11 +172,13 @@ def indexed(store: ShardStore, *, cold: bool) -> dict[str, Run]:
 def limits(store: ShardStore, *, cold: bool) -> dict[str, Run]:
     plane = Plane(store)
     found: dict[str, Run] = {
-        "memcpy": plane.memcpy, "gather, 1 thread": plane.gather, "preadv, 1 thread": plane.preadv,
-        "preadv, 16 threads, no read-ahead": plane.random_preadv,
+        "memcpy": plane.memcpy, "first touch of memory": plane.first_touch, "gather, 1 thread": plane.gather,
+        "preadv, 1 thread": plane.preadv, "preadv, 16 threads, no read-ahead": plane.random_preadv,
     }  # fmt: skip
     if has_fio():
         found["fio, direct" if cold else "fio"] = lambda: plane.fio(direct=cold)
+    if has_fio() and cold:
+        found["fio, direct, again"] = lambda: plane.fio(direct=True)
     return found
 
 
@@ -222,7 +245,7 @@ def main() -> None:
         "--gib", type=float, default=None, help="size of the store; 1.5, and 6 with --cold, if not said"
     )
     parser.add_argument("--folder", default=None, help="where the store is made")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=None, help="5, and 12 with --cold, if not said")
     parser.add_argument("--window-mib", type=int, default=256)
     parser.add_argument("--reference", default=None, help="a checkout of the reference project")
     parser.add_argument("--cold", action="store_true")
@@ -230,6 +253,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.gib = args.gib or (6.0 if args.cold else 1.5)
+    args.rounds = args.rounds or (12 if args.cold else 5)
     work = tempfile.mkdtemp(prefix="saev-store-bench", dir=args.folder)
     try:
         store = ShardStore.open(make_store(work, int(args.gib * 2**30)))
@@ -237,35 +261,44 @@ def main() -> None:
         theirs, missing = ({}, ["other loaders: they are measured without --cold"]) if args.cold else peers(store, work, args.reference)  # fmt: skip
         runs = {**ours(store, args), **indexed(store, cold=args.cold), **limits(store, cold=args.cold), **theirs}
         runs = {name: run for name, run in runs.items() if any(part in name for part in args.only.split("|"))}
-        results: dict[str, list[float]] = {name: [] for name in runs}
+        results: dict[str, list[float]] = {}
         for number in range(args.rounds):
-            for name, run in runs.items():
-                if number and name in theirs and number > 1:
-                    continue  # slow and steady: two rounds are enough
+            first = number % max(len(runs), 1)
+            for name in [*runs, *runs][first : first + len(runs)]:
+                if number >= SLOW_ROUNDS and (name in theirs or "row by row" in name):
+                    continue  # slow and steady
                 if args.cold:
                     forget(Path(store.url))
-                results[name].append(run())
+                found = runs[name]()
+                for row, value in (found if isinstance(found, dict) else {name: found}).items():
+                    results.setdefault(row, []).append(value)
         grown, memory = growth(), resident(store, args)
     finally:
         shutil.rmtree(work)
-    report({name: statistics.median(values) for name, values in results.items()}, grown, memory, missing, args)
+    report(results, grown, memory, missing, args)
 
 
 def report(
-    found: dict[str, float],
+    results: dict[str, list[float]],
     grown: list[dict[str, float]],
     memory: dict[str, float],
     missing: list[str],
     args: argparse.Namespace,
 ) -> None:
     state = "cold" if args.cold else "page cache"
-    if {"preadv, 1 thread", "gather, 1 thread"} <= found.keys():
-        found["read + gather, one thread"] = 1 / (1 / found["preadv, 1 thread"] + 1 / found["gather, 1 thread"])
-    goals = [
-        {"ours": ours_, "against": against, "ratio": found[ours_] / found[against], "at_least": goal}
-        for ours_, against, goal in GOALS[state]
-        if found.get(against) and ours_ in found
-    ]
+    if {"preadv, 1 thread", "gather, 1 thread"} <= results.keys():
+        both = zip(results["preadv, 1 thread"], results["gather, 1 thread"], strict=True)
+        results["read + gather, one thread"] = [1 / (1 / read + 1 / gather) for read, gather in both]
+    found = {name: statistics.median(values) for name, values in results.items()}
+    goals = []
+    for ours_, against, goal in GOALS[state]:
+        if not found.get(against) or ours_ not in found:
+            continue
+        pairs = [mine / other for mine, other in zip(results[ours_], results[against], strict=False) if other]
+        whole = len(results[ours_]) == len(results[against])
+        ratio = statistics.mean(pairs) if whole else found[ours_] / found[against]
+        error = statistics.stdev(pairs) / len(pairs) ** 0.5 if whole and len(pairs) > 1 else None
+        goals.append({"ours": ours_, "against": against, "ratio": ratio, "error": error, "rounds": len(pairs), "at_least": goal})  # fmt: skip
     if args.json:
         print(json.dumps({"state": state, "mb_per_s": found, "goals": goals, "growth": grown, "memory": memory, "missing": missing}))  # fmt: skip
         return
@@ -275,8 +308,10 @@ def report(
         print(f"{name:<42} {value:>9,.0f} MB/s {value * 1e6 / VECTOR:>12,.0f} rows/s")
     print()
     for goal in goals:
-        verdict = "" if goal["ratio"] >= goal["at_least"] else "  MISSED"
-        print(f"{goal['ours']:>9} / {goal['against']:<32} {goal['ratio']:8.2f}   goal {goal['at_least']:g}{verdict}")
+        verdict = f"goal {goal['at_least']:g}" if goal["at_least"] else ""
+        verdict += "" if goal["ratio"] >= goal["at_least"] else "  MISSED"
+        spread = "" if goal["error"] is None else f"+- {goal['error']:.2f}"
+        print(f"{goal['ours']:>24} / {goal['against']:<34} {goal['ratio']:8.2f} {spread:8} {verdict}")
     print(f"\nmemory: {memory['grew_mib']:.0f} MiB, promised {memory['promised_mib']:.0f} MiB")
     for line in grown:
         print(
