@@ -106,6 +106,16 @@ def test_blocks_are_found_by_what_they_hold(order: ShuffledOrder, data: st.DataO
 
 
 @given(orders(), st.data())
+def test_sizes_are_known_without_the_blocks(order: ShuffledOrder, data: st.DataObject):
+    """Resuming looks at many windows, and must not have to find out which blocks are in them."""
+    start = data.draw(st.integers(0, len(order.blocks)))
+    stop = data.draw(st.integers(start, len(order.blocks)))
+    np.testing.assert_array_equal(
+        order.sizes_between(start, stop), order.blocks.sizes(order.block_numbers(start, stop))
+    )
+
+
+@given(orders(), st.data())
 def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject):
     """Starting in the middle gives what going through from the beginning gives: a tick is a closed form."""
     part = order.partition(data.draw(st.integers(0, order.n_partitions - 1)))

@@ -111,6 +111,11 @@ class ShuffledOrder:
     def _odd_positions(self) -> IntArray:
         return np.sort(self._permutation.position_of(self.blocks.odd()))
 
+    @property
+    def _odd_size(self) -> int:
+        """Rows of the blocks that are not full, where no labels are ignored."""
+        return (self.blocks.space.n_examples % self.blocks.examples_per_block) * self.blocks.space.tokens.count
+
     def block_numbers(self, start: int, stop: int) -> IntArray:
         """The blocks at positions `start` to `stop` of the permutation."""
         return self.blocks_at(np.arange(start, stop, dtype=np.int64))
@@ -123,12 +128,17 @@ class ShuffledOrder:
         """Rows in all permuted blocks before a position."""
         if self._ends is not None:
             return int(self._ends[position])
-        full = self.blocks.cells_per_block
-        odd = self._odd_positions
-        if not len(odd):
-            return position * full
-        short = (self.blocks.space.n_examples % self.blocks.examples_per_block) * self.blocks.space.tokens.count
-        return position * full - int(np.searchsorted(odd, position)) * (full - short)
+        odd, full = self._odd_positions, self.blocks.cells_per_block
+        return position * full - int(np.searchsorted(odd, position)) * (full - self._odd_size)
+
+    def sizes_between(self, start: int, stop: int) -> IntArray:
+        """Rows of the blocks at positions `start` to `stop` of the permutation, without asking which blocks these are."""
+        if self._ends is not None:
+            return np.diff(self._ends[start : stop + 1])
+        sizes = np.full(stop - start, self.blocks.cells_per_block, dtype=np.int64)
+        first, last = np.searchsorted(self._odd_positions, [start, stop])
+        sizes[self._odd_positions[first:last] - start] = self._odd_size
+        return sizes
 
     def position_of(self, row: int) -> int:
         """The position of the block that holds the row number `row` of the permuted blocks."""
@@ -255,8 +265,7 @@ class Partition:
 
     def _counts(self, start: int, stop: int) -> IntArray:
         """Rows of blocks, counted from this partition's first."""
-        numbers = self.order.block_numbers(self.first_position + start, self.first_position + stop)
-        counts = self.order.blocks.sizes(numbers)
+        counts = self.order.sizes_between(self.first_position + start, self.first_position + stop)
         self.trim(start, stop, counts)
         return counts
 
