@@ -27,7 +27,17 @@ from typing import Self
 from urllib.parse import quote, unquote, urlsplit
 
 import pytest
-from servers import Bucket, new_bucket, s3_endpoint
+from servers import Bucket, new_bucket, s3_endpoint, started_in_python
+
+#: Every server with every client: the fixture that makes a bucket there, and the engine.
+PLACES = {
+    "moto-obstore": ("s3_bucket", "obstore"),
+    "moto-fsspec": ("s3_bucket", "fsspec"),
+    "swift-obstore": ("swift_bucket", "obstore"),
+    "swift-fsspec": ("swift_bucket", "fsspec"),
+    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
+    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
+}
 
 
 def free_port() -> int:
@@ -436,13 +446,20 @@ def speak_gcs(path: str, names: dict[str, str]) -> str:
     return quote(unquote(name)) + question + query  # it quotes slashes too
 
 
+#: In a process of its own: tests that count descriptors do not count its connections.
+_SHIM = """
+import sys
+from cloud_servers import Proxy, speak_gcs
+with Proxy(sys.argv[1], change=speak_gcs) as proxy:
+    print(proxy.url, flush=True)
+    sys.stdin.read()
+"""
+
+
 @functools.cache
 def gcs_xml_endpoint() -> str:
     """moto behind a proxy that renames headers: for obstore, whose requests no emulator of GCS answers."""
-    proxy = Proxy(s3_endpoint(), change=speak_gcs)
-    proxy.__enter__()
-    atexit.register(proxy.__exit__)
-    return proxy.url
+    return started_in_python(_SHIM, s3_endpoint())
 
 
 def new_gcs_xml_bucket() -> Bucket:

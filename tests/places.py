@@ -58,18 +58,14 @@ LOCAL_ONLY = {
 
 #: The same for one place.
 ELSEWHERE_ONLY = {
-    "gcs+fsspec": {
-        "test_zarr_processes.py::test_dask_on_threads_and_processes": "a token does not travel, and there is no default here",
-        "test_zarr_processes.py::test_distributed_workers": "the same",
-    },
     "gcs+obstore": {
         "test_writer.py::test_leaving_early_tells_how_far_and_how_to_go_on": "obstore sends a shard again here: docs/cloud.md",
         "test_loader_faults.py::test_loaders_work_in_children[fork]": "the shim's options are obstore's own: ForkError",
         "test_torch_loaders.py::test_indexed_with_pytorchs_loader[ours-2]": "the same: its workers are forked",
         "test_torch_loaders.py::test_indexed_with_pytorchs_loader[default-2]": "the same",
-        "test_torch_loaders.py::test_nothing_leaks": "the shim's own connections would be counted",
-        "test_store.py::test_stores_work_in_other_processes[fork-": "the shim's options are obstore's own: ForkError",
-        "test_zarr_processes.py::test_dask_on_threads_and_processes": "the shim's credentials do not travel",
+        "test_store.py::test_stores_work_in_other_processes[fork-mmap]": "the shim's options are obstore's own: ForkError",
+        "test_store.py::test_stores_work_in_other_processes[fork-pread]": "the same",
+        "test_zarr_processes.py::test_dask_on_threads_and_processes[mmap]": "the shim's credentials do not travel",
         "test_zarr_processes.py::test_distributed_workers": "the same",
     },
 }

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -38,8 +39,14 @@ def s3_endpoint() -> str:
     """An S3 server; it ends with this process."""
     for needed in ("moto", "flask", "s3fs"):
         pytest.importorskip(needed)
+    return started_in_python(_MOTO)
+
+
+def started_in_python(code: str, *arguments: str) -> str:
+    """The address that some code tells when it serves, in a process that ends with this one."""
     server = subprocess.Popen(
-        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parent,
     )  # fmt: skip
 
     maker = os.getpid()
@@ -51,7 +58,7 @@ def s3_endpoint() -> str:
 
     atexit.register(stop)
     endpoint = server.stdout.readline().strip() if server.stdout else ""
-    assert endpoint, "moto's server did not start"
+    assert endpoint, "the server did not start"
     return endpoint
 
 

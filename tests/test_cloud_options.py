@@ -41,6 +41,8 @@ def test_others_are_left_alone():
     [
         ({}, True),
         ({"anon": True, "endpoint_url": "http://h:1", "client_kwargs": {"region_name": "eu"}}, True),
+        ({"token": "anon", "project": "lab"}, True),  # a word that gcsfs knows
+        ({"token": "hush-hush"}, False),
         ({"secret": "hush-hush"}, False),
         ({"anything": "hush-hush"}, False),
         ({"client_kwargs": {"aws_secret_access_key": "hush-hush"}}, False),
@@ -72,3 +74,8 @@ def test_every_request_is_counted(s3_bucket):
     counters = transport.at("a").counters
     assert counters.operations == {"put": 1, "get_ranges": 2, "read": 1, "size": 1, "list": 1}
     assert (counters.requests, counters.bytes_read, counters.bytes_written) == (6, 16, 10)
+
+
+def test_what_is_no_secret_is_shown():
+    options = Options({"token": "anon", "project": "shards", "key": "hush-hush"})
+    assert options.redact("gs://lab/canonical/shards: hush-hush") == "gs://lab/canonical/shards: ***"

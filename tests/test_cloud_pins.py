@@ -9,7 +9,7 @@ import traceback
 
 import numpy as np
 import pytest
-from cloud_servers import Fault, Proxy, gcs_json_bucket, gcs_xml_bucket, speak_gcs, swift_bucket  # noqa: F401 (fixtures)
+from cloud_servers import PLACES, Fault, Proxy, gcs_json_bucket, gcs_xml_bucket, speak_gcs, swift_bucket  # noqa: F401 (fixtures)
 from dense_stores import plain_store
 from servers import Bucket, s3_bucket, s3_endpoint  # noqa: F401 (one is a fixture)
 
@@ -20,14 +20,6 @@ from saev_store.transport import open_transport
 
 pytest.importorskip("obstore")
 
-PLACES = {
-    "moto-obstore": ("s3_bucket", "obstore"),
-    "moto-fsspec": ("s3_bucket", "fsspec"),
-    "swift-obstore": ("swift_bucket", "obstore"),
-    "swift-fsspec": ("swift_bucket", "fsspec"),
-    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
-    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
-}
 OLD, NEW = (np.random.default_rng(seed).bytes(20_000) for seed in (0, 1))
 LAYOUT = Layout(
     n_examples=8, layers=(3, 7), content_tokens_per_example=4, cls_token=True, d_model=16, examples_per_shard=4

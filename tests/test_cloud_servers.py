@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from cloud_servers import gcs_json_bucket, gcs_xml_bucket, swift_bucket  # noqa: F401 (fixtures)
+from cloud_servers import PLACES, gcs_json_bucket, gcs_xml_bucket, swift_bucket  # noqa: F401 (fixtures)
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from waiting import HANG_S
 
@@ -17,15 +17,6 @@ from saev_store.transport import open_transport
 from saev_store.writer import create_store
 
 pytest.importorskip("obstore")
-
-PLACES = {
-    "moto-obstore": ("s3_bucket", "obstore"),
-    "moto-fsspec": ("s3_bucket", "fsspec"),
-    "swift-obstore": ("swift_bucket", "obstore"),
-    "swift-fsspec": ("swift_bucket", "fsspec"),
-    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
-    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
-}
 
 
 class Contract(WriteContract):

@@ -59,6 +59,14 @@ def together(works):
     return outcomes
 
 
+def all_told(server, outcomes):
+    """Whether nobody has won, which only Swift may decide, and everybody was told so."""
+    if server != "swift" or True in outcomes:
+        return False
+    assert all(isinstance(outcome, TOLD) for outcome in outcomes), outcomes
+    return True
+
+
 def check_outcomes(outcomes, *, atomic):
     """Exactly one has won and every other one was told; where the server does not decide, at least somebody has won."""
     winners = outcomes.count(True)
@@ -92,8 +100,7 @@ def test_two_writers_of_one_store(request, server, engine):
         this = case(n=3, per_shard=3, pad=False, seed=seed)
         transports = [open_transport(bucket.url, bucket.options, engine=engine) for _ in range(2)]
         outcomes = together([partial(write, transport, this) for transport in transports])
-        if server == "swift" and True not in outcomes:  # each may see the other's hold on a part: both are told
-            assert all(isinstance(outcome, TOLD) for outcome in outcomes), outcomes
+        if all_told(server, outcomes):  # each may see the other's hold on a part
             with create_store(transports[0], this.metadata, resume=True, **OPTIONS) as writer:
                 writer.append(*this.rows(writer.next_example, this.n))
         else:
@@ -114,8 +121,7 @@ def test_two_publishers_of_one_store(request, server, engine):
             with create_store(transport, this.metadata, part=(rank, 2), **OPTIONS) as writer:
                 writer.append(*this.rows(*writer.example_range))
         outcomes = together([partial(finalize_store, transport, this.metadata) for transport in transports])
-        if server == "swift" and True not in outcomes:  # each may see that the other has taken over
-            assert all(isinstance(outcome, TOLD) for outcome in outcomes), outcomes
+        if all_told(server, outcomes):  # each may see that the other has taken over
             finalize_store(transports[0], this.metadata, takeover=True)
         else:
             double += check_outcomes(outcomes, atomic=server != "swift") - 1

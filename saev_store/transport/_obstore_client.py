@@ -204,7 +204,7 @@ class Client:
         message = self.options.redact(f"could not {doing}: {_brief(text, code, status)}")
         if isinstance(error, FileNotFoundError) or status == 404:
             return NotFoundError(message, where=where)
-        if kind in {"AlreadyExistsError", "PreconditionError"}:
+        if doing == "create" and kind in {"AlreadyExistsError", "PreconditionError"}:
             return StoreExistsError(message, where=where)
         if code == "RequestTimeTooSkewed":
             return AccessError(message, where=where, remedy="Set this machine's clock: it is minutes off.")

@@ -21,6 +21,8 @@ _HARMLESS = {
     "default_cache_type", "default_fill_cache", "default_block_size", "max_concurrency", "version_aware",
     "skip_signature", "endpoint", "base_url", "cache_storage", "target_protocol", "max_pool_connections",
 }  # fmt: skip
+#: Values of `token` that say where gcsfs looks for credentials.
+_WORDS = {"anon", "browser", "cache", "cloud", "google_default"}
 _KEPT: dict[str, Mapping[str, object]] = {}
 
 
@@ -68,8 +70,9 @@ class Options:
         return f"{type(self).__name__}({', '.join(self._harmless)})"
 
     def redact(self, text: str) -> str:
-        """`text` without the values of these options."""
-        for secret in sorted(_strings(self._all or {}), key=len, reverse=True):
+        """`text` without the values of these options that may be secrets."""
+        hidden = {name: value for name, value in (self._all or {}).items() if name not in self._harmless}
+        for secret in sorted(_strings(hidden), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
 
@@ -116,8 +119,10 @@ def _without_secrets(options: Mapping[str, object]) -> Mapping[str, object]:
             inner = _without_secrets(cast("Mapping[str, object]", value))
             if inner == value:
                 harmless[name] = value
-        elif isinstance(value, (bool, int, float, type(None))) or (
-            name in _HARMLESS and not (isinstance(value, str) and re.search(r"://[^/]*@|[?]", value))
+        elif (
+            isinstance(value, (bool, int, float, type(None)))
+            or (name in _HARMLESS and not (isinstance(value, str) and re.search(r"://[^/]*@|[?]", value)))
+            or (name == "token" and isinstance(value, str) and value in _WORDS)
         ):
             harmless[name] = value
     return harmless
