@@ -25,17 +25,26 @@ Run = Callable[[], float | dict[str, float]]
 
 def rate(batches: Iterator[int]) -> float:
     """MB/s of batches, given by their numbers of rows, from the request for the first one on."""
-    started, rows = time.perf_counter(), 0
+    return rates(batches)[0]
+
+
+def rates(batches: Iterator[int]) -> tuple[float, float]:
+    """MB/s from the request for the first batch on, and from that batch on, without it."""
+    started = first_at = time.perf_counter()
+    rows = first_rows = 0
     for n in batches:
         rows += n
+        if not first_rows:
+            first_at, first_rows = time.perf_counter(), n
         if time.perf_counter() - started > AT_MOST_S:
             break
-    return rows * VECTOR / 1e6 / (time.perf_counter() - started)
+    ended = time.perf_counter()
+    return rows * VECTOR / 1e6 / (ended - started), (rows - first_rows) * VECTOR / 1e6 / (ended - first_at)
 
 
 def warmed_rate(batches: Iterator[int]) -> float:
     """The same from the first batch on, which is not counted: starting up is forgiven."""
-    return rate(batches) if next(batches, None) is not None else 0.0
+    return rates(batches)[1]
 
 
 class MemmapRows:

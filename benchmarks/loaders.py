@@ -5,7 +5,8 @@
 The store has three layers of which one is read, ViT-B/16's shape, in batches of 16,384 x 768. Rounds are interleaved, and
 begin with another contender each time, so that all meet the same machine; medians are shown, and where two were run in
 the same rounds, the mean of the rounds' ratios with its standard error. What is in memory is read in a dozen epochs: the
-first four with the start and the first touch of all memory, and the rest, each a row of its own. Torch's DataLoader, MosaicML Streaming and Hugging Face
+first four with the start and the first touch of all memory, and without the first batch, as the others are measured; and
+the rest, each a row of its own. Torch's DataLoader, MosaicML Streaming and Hugging Face
 datasets take part where they are installed, and the reference project's own loaders where `--reference` names a checkout
 of it (with `beartype jaxtyping orjson` installed; nothing else that it needs is used by its loaders). `--cold` asks the
 kernel to forget the files before each pass. fio replays the very extents, at the depth that the loaders use, and runs
@@ -45,6 +46,7 @@ from _loader_peers import (
     has_fio,
     peers,
     rate,
+    rates,
 )
 
 from saev_store import ShardStore, new_metadata
@@ -56,10 +58,13 @@ from saev_store.selected import Selection
 from saev_store.selection import row_space
 from saev_store.transport import ReadCost
 
+#: How the others are measured: without their first batch.
+FORGIVEN = " but the first batch"
 #: (ours, against, at least), by whether the files are in memory.
 GOALS = {
     "page cache": (
-        ("shuffled, first 4 epochs", "reference, shuffled", 20.0), ("shuffled, later epochs", "reference, shuffled", 20.0),
+        ("shuffled, first 4 epochs", "reference, shuffled", 20.0), (f"shuffled, first 4 epochs{FORGIVEN}", "reference, shuffled", 20.0),
+        ("shuffled, later epochs", "reference, shuffled", 20.0),
         ("shuffled, first 4 epochs", "read + gather, one thread", 0.5),
         ("shuffled, later epochs", "read + gather, one thread", 0.5),
         ("ordered", "reference, ordered", 100.0), ("ordered", "preadv, 1 thread", 0.8),
@@ -117,7 +122,10 @@ def ours(store: ShardStore, args: argparse.Namespace) -> dict[str, Run]:
             for name, n_epochs in counts.items():
                 if args.cold:
                     forget(Path(store.url))
-                found[name] = rate(len(batch["act"]) for _ in range(n_epochs) for batch in loader)
+                with_start, without = rates(len(batch["act"]) for _ in range(n_epochs) for batch in loader)
+                found[name] = with_start
+                if name == "shuffled, first 4 epochs":
+                    found[name + FORGIVEN] = without
         return found
 
     counts = {"first 4 epochs": 4, "later epochs": 8}
@@ -305,7 +313,7 @@ def report(
     load = os.getloadavg()[0]
     print(f"{state}, batches of {BATCH} x {D_MODEL}, one of {len(LAYERS)} layers, load {load:.1f}, at most {AT_MOST_S:.0f} s each\n")  # fmt: skip
     for name, value in found.items():
-        print(f"{name:<42} {value:>9,.0f} MB/s {value * 1e6 / VECTOR:>12,.0f} rows/s")
+        print(f"{name:<46} {value:>9,.0f} MB/s {value * 1e6 / VECTOR:>12,.0f} rows/s")
     print()
     for goal in goals:
         verdict = f"goal {goal['at_least']:g}" if goal["at_least"] else ""
