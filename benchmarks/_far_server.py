@@ -138,9 +138,10 @@ class Server:
             if request.method == "DELETE":
                 self._objects.pop(key, None)
                 return Answer("204 No Content")
-            for name in request.body.decode().split("<Key>")[1:]:
-                self._objects.pop(f"{key.rstrip('/')}/{name.partition('<')[0]}", None)
-            return Answer(body=b"<DeleteResult></DeleteResult>")
+            gone = [name.partition("<")[0] for name in request.body.decode().split("<Key>")[1:]]
+            for name in gone:
+                self._objects.pop(f"{key.rstrip('/')}/{name}", None)
+            return _xml("DeleteResult", "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in gone))
 
     def _begin(self, key: str) -> Answer:
         with self._lock:

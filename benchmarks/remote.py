@@ -11,7 +11,8 @@ Who is raced, in turn, medians of the rounds after one that is not counted:
 * ranges: 64 in flight, each in memory of its own. The bare loop learns every object's version (`get_async`), as we must to
   tell a replaced object; one that does not want to know (`get_range_async`) stands beside it, without a goal.
 * shuffled loader: an epoch, in batches of 4,096, of a store twice as large as the window, against our own ranges of
-  8 MiB of the same files.
+  8 MiB of the same files. Beside it what no loader with a window can do without: requests of the size of its extents, a
+  copy into the window, a gather of as many rows, all at once and in no order.
 * upload: parts of 8 MiB, eight in flight. Our sink takes memory that is lent to it, as the writer does; "copying" is the same
   with memory that the caller wants back. The writer copies what it is given, makes block digests and receipts, and publishes.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import os
 import resource
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +50,7 @@ from saev_store.transport import open_transport
 IN_FLIGHT = 64
 PART_BYTES = 8 << 20
 OBJECT_BYTES = 64 << 20
+BATCH_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,31 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
             starts = list(range(0, size, PART_BYTES))
             transport.get_ranges(name, starts=starts, ends=[min(start + PART_BYTES, size) for start in starts])
 
-    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=4096, window_bytes=nbytes // 2)
+    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=BATCH_ROWS, window_bytes=nbytes // 2)
+    extent = shuffled.explain().extent_bytes
+    window = np.zeros((nbytes // 2 // extent, extent // 4), np.float32)
+    vectors = window.reshape(-1, layout.d_model)
+    batches = np.zeros((4, BATCH_ROWS, layout.d_model), np.float32)
+    picks = np.random.default_rng(17).integers(0, len(vectors), (16, BATCH_ROWS))
+
+    def two_copies() -> None:
+        """The loader's requests, each copied into a window, and as many rows gathered from it; nobody waits for anybody."""
+        transport, slots = place.ours.at(folder.name), itertools.cycle(window)
+        with ThreadPoolExecutor(shuffled.n_threads) as pool:
+            reads = [
+                pool.submit(
+                    transport.readinto,
+                    name,
+                    start=start,
+                    buffers=[memoryview(slot)[: (min(start + extent, size) - start) // 4]],
+                )
+                for name, size in names.items()
+                for start, slot in zip(range(0, size, extent), slots, strict=False)
+            ]
+            for number in range(total // batches[0].nbytes):
+                np.take(vectors, picks[number % 16], axis=0, out=batches[number % 4], mode="clip")
+            for read in reads:
+                read.result()
 
     def epoch() -> None:
         n_rows = sum(len(batch["act"]) for batch in shuffled)
@@ -180,9 +208,20 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
             raise SystemExit(f"the epoch had {n_rows} rows")
 
     with shuffled:
-        found = race({"ours": epoch, "ranges": scan}, total, rounds)
+        found = race({"ours": epoch, "ranges": scan, "two copies": two_copies}, total, rounds)
     return [
         Row("shuffled loader", place.latency_ms, found["ours"], "our ranges, same files", found["ranges"], 0.9),
+        Row(
+            "shuffled loader",
+            place.latency_ms,
+            found["ours"],
+            "its requests, copied and gathered",
+            found["two copies"],
+            None,
+        ),
+        Row(
+            "requests, copied and gathered", place.latency_ms, found["two copies"], "our ranges", found["ranges"], None
+        ),
     ]
 
 

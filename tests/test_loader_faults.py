@@ -471,3 +471,24 @@ def test_the_system_is_told_and_told_otherwise(plain, kind, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 1)  # a machine with a byte of memory
     check(plain, make(plain, kind))
     assert [fd for fd, what in said if what == os.POSIX_FADV_DONTNEED]
+
+
+def test_blocks_far_apart_are_asked_for_together(plain):
+    """One after the other, each would wait for a network in turn."""
+
+    class Recording(Wrapper):
+        def _around(self, operation, nbytes, call):
+            seen.append((operation, nbytes))
+            return call()
+
+    seen = []
+    plain = plain_store(plain.path.parent / "one", n=24, tokens=7, per_shard=24, d_model=640, layers=(5,))
+    store = ShardStore.open(Recording(PreadTransport(plain.path)))
+    rows = store.sel(layer=5)
+    with ShuffledLoader(
+        rows, batch_size=8, n_threads=1, examples_per_block=2, window_blocks=2, n_partitions=4
+    ) as loader:
+        assert sum(len(batch["act"]) for batch in loader) == len(rows)
+        reads = [nbytes for operation, nbytes in seen if operation in ("readinto", "read_runs")]
+        assert len(reads) < loader.metrics().n_requests
+        assert sum(reads) == len(rows) * 640 * 4

@@ -27,7 +27,7 @@ def runs_of_blocks(blocks: Blocks, numbers: IntArray, first_row: IntArray, n_blo
     token, count = np.full_like(example, space.tokens.start), np.full_like(example, space.tokens.count)
     place = first_row[which] + within * space.tokens.count
     origin = np.repeat(np.arange(len(n_blocks)), n_blocks)[which]
-    return runs_of_planes(space.layout, example, layer, token, count, place, origin)
+    return merged(runs_of_planes(space.layout, example, layer, token, count, place, origin))
 
 
 def n_rows_of(partition: Partition, n_ahead: int, *, rows_apart: bool) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: S3 copies larger objects in parts only.
 _MOST_COPIED_AT_ONCE = 5 << 30
+#: A longer document is sent in parts: two requests more, but what is lost on the way is less.
+_MOST_PUT_AT_ONCE = 32 << 20
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
 _BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -203,7 +205,11 @@ class ObstoreTransport:
         client.call(
             "write",
             self._where(below),
-            lambda: client.slot(lambda: obstore.put_async(client.store, self._key(below), content)),
+            lambda: client.slot(
+                lambda: obstore.put_async(
+                    client.store, self._key(below), content, use_multipart=len(content) > _MOST_PUT_AT_ONCE
+                )
+            ),
             nbytes=len(content),
         )
         self._pins.forget(below)
@@ -251,14 +257,16 @@ class ObstoreTransport:
 
         client, key = self._client, self._key(below)
 
-        async def delete() -> None:
-            store = client.store
+        async def itself() -> None:
             with contextlib.suppress(FileNotFoundError):
-                await obstore.delete_async(store, key)
+                await obstore.delete_async(client.store, key)
+
+        async def delete() -> None:
             # It goes by whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
-            listed = obstore.list(store, prefix=key)  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
-            if found := [meta["path"] for meta in await listed.collect_async()]:
-                await obstore.delete_async(store, found)
+            listed = obstore.list(client.store, prefix=key)  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
+            _, below_it = await asyncio.gather(itself(), listed.collect_async())
+            if found := [meta["path"] for meta in below_it]:
+                await obstore.delete_async(client.store, found)
 
         client.tally.add("delete")
         client.call("delete", self._where(below), delete)

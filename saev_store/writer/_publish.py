@@ -309,9 +309,11 @@ def remove_hidden(folder: Folder) -> None:
     with contextlib.suppress(SaevStoreError):  # litter harms nobody: the store is published
         folder.drop_uploads()
         folder.delete(HIDDEN)
-    if folder.exists(CLAIM):  # somebody was just looking at it, and made a folder anew while it was being emptied
+    names = folder.names()
+    # Somebody was just looking at it, and made a folder anew while it was being emptied.
+    if (names is None or HIDDEN in names) and folder.exists(CLAIM):
         with contextlib.suppress(SaevStoreError):
             folder.delete(HIDDEN)
-    for name in folder.names() or ():
+    for name in names or ():
         if name.startswith(TEMPORARY):
             folder.delete(name)
