@@ -51,6 +51,7 @@ LOCAL_ONLY = {
     "test_loader_faults.py::test_a_shard_that_is_cut_mid_epoch": "a replaced object is an error of its own: test_cloud_pins.py",
     "test_loader_medium.py::test_by_what_the_system_says": "of kinds of local disks",
     "test_loader_rows.py::test_pages_are_kept_where_that_was_chosen": "a bucket has no pages",
+    "test_torch_loaders.py::test_a_disk_is_told_of_many_vectors_at_once": "of the page cache",
     "test_torch_loaders.py::test_indexed_batches_from_a_disk": "of a kind of local disk, pretended",
     "test_zarr_cost.py::test_reading_mapped_memory_costs_the_output_and_no_more": "of mapped memory",
     "test_zarr_view.py::test_stores_that_change_under_the_view": "a replaced object is an error until the store is opened again",

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
@@ -442,8 +443,8 @@ def test_measures_add_up(plain, store):
 def test_several_threads_gather(plain, store):
     """On machines with more cores than two."""
     rows = store.sel(layer="all", tokens="content", examples=list(range(43)) * 12)
-    one = ShuffledLoader(rows, batch_size=9000, window_blocks=300)
-    many = ShuffledLoader(rows, batch_size=9000, window_blocks=300)
+    one = ShuffledLoader(rows, batch_size=9000, window_blocks=300, batch_timeout_s=HANG_S)
+    many = ShuffledLoader(rows, batch_size=9000, window_blocks=300, batch_timeout_s=HANG_S)
     one._n_gather, many._n_gather = 0, 3
     batches = list(one)
     assert len(batches[0]["act"]) == 9000

@@ -88,7 +88,7 @@ def write(transport, this):
 
 
 def rounds(server):
-    return {"moto": 100, "swift": 30, "ceph": 100}[server] if LONG else QUICK_ROUNDS[server]
+    return 100 if LONG else QUICK_ROUNDS[server]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
