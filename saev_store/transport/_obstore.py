@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +10,8 @@ from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStore
 from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
-from saev_store.transport._obstore_client import Client, is_busy, is_forked
+from saev_store.transport._obstore_client import Client, is_forked
+from saev_store.transport._obstore_documents import create, delete, put
 from saev_store.transport._obstore_options import own_names
 from saev_store.transport._obstore_ranges import PIECE_BYTES, Object
 from saev_store.transport._obstore_sink import StreamedSink
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 #: S3 copies larger objects in parts only.
 _MOST_COPIED_AT_ONCE = 5 << 30
-#: A longer document is sent in parts: two requests more, but what is lost on the way is less.
-_MOST_PUT_AT_ONCE = 32 << 20
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
-_BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class ObstoreTransport:
@@ -199,21 +196,11 @@ class ObstoreTransport:
         if is_forked():
             self._forked().put(path, data)
             return
-        import obstore
-
-        client, content = self._client, bytes(data)
-        client.call(
-            "write",
-            self._where(below),
-            lambda: client.slot(
-                lambda: obstore.put_async(
-                    client.store, self._key(below), content, use_multipart=len(content) > _MOST_PUT_AT_ONCE
-                )
-            ),
-            nbytes=len(content),
+        content = bytes(data)
+        self._client.call(
+            "write", self._where(below), lambda: put(self._client, self._key(below), content), nbytes=len(content)
         )
         self._pins.forget(below)
-        client.tally.add("put", written=len(content))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken: the service decides between writers that race.
@@ -225,24 +212,14 @@ class ObstoreTransport:
         if is_forked():
             self._forked().create(path, data)
             return
-        import obstore
-
-        client, content = self._client, bytes(data)
-
-        async def create() -> None:
-            for wait_s in (*_BUSY_WAITS_S, None):
-                client.tally.add("create", written=len(content))
-                try:
-                    await obstore.put_async(client.store, self._key(below), content, mode="create")
-                except Exception as error:
-                    if wait_s is None or not is_busy(error):
-                        raise
-                    await asyncio.sleep(wait_s)
-                else:
-                    return
-
+        content = bytes(data)
         try:
-            client.call("create", self._where(below), lambda: client.slot(create), nbytes=len(content))
+            self._client.call(
+                "create",
+                self._where(below),
+                lambda: create(self._client, self._key(below), content),
+                nbytes=len(content),
+            )
         except StoreExistsError:
             raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
         self._pins.forget(below)
@@ -253,23 +230,7 @@ class ObstoreTransport:
         if is_forked():
             self._forked().delete(path)
             return
-        import obstore
-
-        client, key = self._client, self._key(below)
-
-        async def itself() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                await obstore.delete_async(client.store, key)
-
-        async def delete() -> None:
-            # It goes by whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
-            listed = obstore.list(client.store, prefix=key)  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
-            _, below_it = await asyncio.gather(itself(), listed.collect_async())
-            if found := [meta["path"] for meta in below_it]:
-                await obstore.delete_async(client.store, found)
-
-        client.tally.add("delete")
-        client.call("delete", self._where(below), delete)
+        self._client.call("delete", self._where(below), lambda: delete(self._client, self._key(below)))
         self._pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> StreamedSink:
