@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -16,6 +20,8 @@ from saev_store.order import (
     MAX_ROWS_PER_BLOCK,
     Batching,
     Blocks,
+    Emitted,
+    Partition,
     Permutation,
     ShuffledOrder,
     Window,
@@ -26,6 +32,8 @@ from saev_store.order import (
 )
 from saev_store.order._words import shuffled_each
 from saev_store.selection import RowSpace, row_space
+
+T = TypeVar("T")
 
 
 def space_of(
@@ -128,6 +136,30 @@ def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject
 
 
 @given(orders(), st.data())
+def test_places_are_found_where_the_sums_say(order: ShuffledOrder, data: st.DataObject):
+    """What is looked for near its average place is what counting from the beginning finds."""
+    row = data.draw(st.integers(0, max(order.n_rows - 1, 0)))
+    if order.n_rows:
+        position = order.position_of(row)
+        assert order.rows_before(position) <= row < order.rows_before(position + 1)
+    part = order.partition(data.draw(st.integers(0, order.n_partitions - 1)))
+    ends = np.cumsum([len(tick.block) for tick in ticks_of(part)])
+    for position in range(part.n_rows):
+        assert part.tick_of(position) == np.searchsorted(ends, position, side="right")
+    assert [part.emitted_before(tick) for tick in range(1, part.n_ticks + 1)] == ends.tolist()
+
+
+def ticks_of(part: Partition) -> list[Emitted]:
+    """What each tick of a partition hands out, one after the other from the first."""
+    window, found = Window([part]), []
+    for tick in range(part.n_ticks):
+        for cohort in range(tick + part.window_ticks - 1 if tick else 0, min(tick + part.window_ticks, part.n_cohorts)):
+            window.admit([0], [cohort])
+        found += map(window.emitted, window.tick([0], [tick]))
+    return found
+
+
+@given(orders(), st.data())
 def test_partitions_together_give_what_each_gives_alone(order: ShuffledOrder, data: st.DataObject):
     """However unequally they get on: a window of several partitions is several windows."""
     parts = [order.partition(number) for number in range(order.n_partitions)]
@@ -211,6 +243,7 @@ def golden_orders() -> dict[str, ShuffledOrder]:
         "layers": ShuffledOrder(Blocks(space_of(200, 3, 9), 2), 17, 0, 4, 20, 64),
         "labels": ShuffledOrder(Blocks(space_of(400, 2, 9, choice="all", labels=labels), 3), 5, 1, 2, 30, 100),
         "whole": ShuffledOrder(Blocks(space_of(300, 1, 9)), -1, 2**65, 1, 300, 1),
+        "cipher": ShuffledOrder(Blocks(space_of(35_001, 2, 3)), 17, 4, 3, 900, 2000),  # more blocks than a table has
     }
 
 
@@ -222,6 +255,7 @@ def test_golden_orders():
         "layers": "9e8098c09986f78d",
         "labels": "906556d7f24d446c",
         "whole": "4dd857c3188a4aa2",
+        "cipher": "b3983697589029ce",
     }
 
 
@@ -278,6 +312,49 @@ def test_cost_does_not_grow_with_the_data():
         tracemalloc.stop()
         assert len(np.unique(np.stack(emitted, axis=1), axis=0)) == 2048
     assert peaks[1] < 2 * peaks[0] + 1_000_000
+
+
+def test_a_tick_takes_the_same_steps_however_much_data_there_is():
+    """Starting in the middle and going on: function calls are counted, which no other process can disturb."""
+
+    def counted(n_examples: int) -> tuple[int, int, int]:
+        order = ShuffledOrder(Blocks(space_of(n_examples, 1, 196)), 17, 0, 8, 128, 2048)
+        parts, lanes = [order.partition(number) for number in range(8)], range(8)
+        n_start, ticks = n_calls(lambda: [part.tick_of(part.n_rows // 8) for part in parts])
+        window, w = Window(parts, 4), parts[0].window_ticks
+
+        def admit(n: int) -> None:
+            window.admit(lanes, [tick + n for tick in ticks])
+
+        def go_on() -> None:
+            for n in range(50):
+                admit(w + n)
+                window.tick(lanes, [tick + n for tick in ticks])
+
+        n_fill, _ = n_calls(lambda: [admit(n) for n in range(w)])
+        return n_start, n_fill, n_calls(go_on)[0]
+
+    # 638 blocks a partition, of which 128 are in the window: a table. The others are a cipher.
+    few, *more = np.array([counted(n) for n in (5_103, 510_205, 51_020_409)])
+    assert (np.array(more) <= 1.25 * few + 800).all(), (few, more)
+
+
+def n_calls(work: Callable[[], T]) -> tuple[int, T]:
+    """How many functions are called to do something, and what it returns."""
+    count = 0
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        del frame, arg
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        found = work()
+    finally:
+        sys.setprofile(before)
+    return count, found
 
 
 @pytest.mark.parametrize(

@@ -195,21 +195,21 @@ class Reads:
     def _read(self, runs: Runs, place: IntArray, buffer: FloatArray) -> None:
         """Runs of one shard, in the order of the shard, to the rows from `place[i]` on of a buffer."""
         started = time.perf_counter()
-        v, shard = self.layout.vector_nbytes, int(runs.shard[0])
-        starts, ends = runs.vector * v, (runs.vector + runs.count) * v
-        per_example = self.layout.vectors_per_example
-        lowest = int(runs.vector[0]) // per_example
-        highest = int((runs.vector + runs.count).max() - 1) // per_example
-        self._touch(shard, lowest, highest)
-        gap = starts[1:] - ends[:-1]
+        v, shard, example_nbytes = self.layout.vector_nbytes, int(runs.shard[0]), self.layout.example_nbytes
+        # Lists: a task has few runs, often one.
+        begins, places, origins = (runs.vector * v).tolist(), (place * v).tolist(), runs.origin.tolist()
+        stops = ((runs.vector + runs.count) * v).tolist()
+        self._touch(shard, begins[0] // example_nbytes, (max(stops) - 1) // example_nbytes)
         # Vectors that are wanted twice are read twice.
-        apart = (gap > self._max_gap_bytes) | (gap < 0) | (runs.origin[1:] != runs.origin[:-1])
-        first = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
+        first = [
+            run
+            for run in range(1, len(begins))
+            if not 0 <= begins[run] - stops[run - 1] <= self._max_gap_bytes or origins[run] != origins[run - 1]
+        ]
+        first = [0, *first, len(begins)]
         raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # whatever the transport handed out
         if self._advice is not None:
             self._advice.before(shard)
-        begins, stops = starts.tolist(), ends.tolist()
-        places = (place * v).tolist()
         alone: list[int] = []
         for lo, hi in pairwise(first):
             if hi - lo == 1 and self._runs is not None:

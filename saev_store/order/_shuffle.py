@@ -11,6 +11,7 @@ as they live shorter, likewise the last ones. A window that holds all blocks is 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -142,11 +143,12 @@ class ShuffledOrder:
 
     def position_of(self, row: int) -> int:
         """The position of the block that holds the row number `row` of the permuted blocks."""
-        low, high = 0, len(self.blocks)  # rows_before(low) <= row < rows_before(high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.rows_before(middle) <= row else (low, middle)
-        return low
+        if self._ends is not None:
+            return int(np.searchsorted(self._ends, row, side="right")) - 1
+        full = self.blocks.cells_per_block
+        missing = len(self._odd_positions) * (full - self._odd_size)
+        near = range(row // full, min((row + missing) // full, len(self.blocks) - 1) + 1)
+        return near.start + bisect_right(near, row, lo=1, key=self.rows_before) - 1
 
     @property
     def n_rows(self) -> int:
@@ -287,18 +289,21 @@ class Partition:
         if last <= tick or bounds[-1] == done:
             return total
         counts = self._counts(done, bounds[-1])
-        age = np.array([tick - self.first_tick(cohort) for cohort in range(tick, last)])
-        life = np.array([self.life_ticks(cohort) for cohort in range(tick, last)])
-        n = np.diff(bounds)
-        return total + int((np.repeat(age, n) * counts // np.repeat(life, n)).sum())
+        cohort, n = np.arange(tick, last), np.diff(bounds)
+        first = np.maximum(cohort - self.window_ticks + 1, 0)
+        life = np.minimum(cohort, self.n_ticks - 1) - first + 1
+        return total + int((np.repeat(tick - first, n) * counts // np.repeat(life, n)).sum())
 
     def tick_of(self, position: int) -> int:
         """The tick that hands out the row at a position from 0 to `n_rows - 1`."""
-        low, high = 0, self.n_ticks  # emitted_before(low) <= position < emitted_before(high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.emitted_before(middle) <= position else (low, middle)
-        return low
+        # Ticks are near their average pace, so that is where to look first.
+        low = position * self.n_ticks // self.n_rows
+        high, step = low + 1, 1
+        while self.emitted_before(low) > position:
+            low, high, step = max(low - step, 0), low, 2 * step
+        while self.emitted_before(high) <= position:
+            low, high, step = high, min(high + step, self.n_ticks), 2 * step
+        return low + bisect_right(range(low + 1, high), position, key=self.emitted_before)
 
     def tick_key(self, tick: int) -> int:
         """Seeds the permutation of the rows of a tick."""

@@ -15,6 +15,45 @@ if TYPE_CHECKING:
     from saev_store.order._shuffle import Cohort, Emitted, Partition
 
 
+#: Blocks of all partitions together that are found out at once.
+_N_BLOCKS_AT_ONCE = 4096
+
+
+class _NextBlocks:
+    """Which blocks come next in some partitions, found out many at a time: above a table's size it costs by the call."""
+
+    def __init__(self, partitions: Sequence[Partition]) -> None:
+        self._partitions, self._order = partitions, partitions[0].order
+        self._n_at_once = _N_BLOCKS_AT_ONCE // len(partitions)
+        self._first = [0] * len(partitions)
+        self._numbers = [np.zeros(0, dtype=np.int64)] * len(partitions)
+
+    def get(self, lanes: Sequence[int], bounds: Sequence[tuple[int, int]]) -> IntArray:
+        """The numbers of the blocks from one bound to the other, counted from each partition's first block."""
+        wanted = list(zip(lanes, bounds, strict=True))
+        unknown = [
+            (lane, start, stop)
+            for lane, (start, stop) in wanted
+            if start < self._first[lane] or stop > self._first[lane] + len(self._numbers[lane])
+        ]
+        if unknown:
+            parts = [self._partitions[lane] for lane, _, _ in unknown]
+            first = [part.first_position + start for part, (_, start, _) in zip(parts, unknown, strict=True)]
+            count = [
+                max(stop, min(start + self._n_at_once, part.n_blocks)) - start
+                for part, (_, start, stop) in zip(parts, unknown, strict=True)
+            ]
+            found = self._order.blocks_at(ranges(np.array(first, dtype=np.int64), np.array(count, dtype=np.int64)))
+            for (lane, start, _), numbers in zip(unknown, np.split(found, np.cumsum(count)[:-1]), strict=True):
+                self._first[lane], self._numbers[lane] = start, numbers
+        return np.concatenate(
+            [
+                self._numbers[lane][start - self._first[lane] : stop - self._first[lane]]
+                for lane, (start, stop) in wanted
+            ]
+        )
+
+
 class Window:
     """Tables of the cohorts in the windows of some partitions of one order, all in one piece.
 
@@ -46,6 +85,7 @@ class Window:
         self.numbers = np.zeros(n_slots, dtype=np.int64)
         self.counts = np.zeros(n_slots, dtype=np.int64)
         self.cells: npt.NDArray[np.int32] = np.zeros((n_slots, self.longest), dtype=np.int32)
+        self._next_blocks = _NextBlocks(partitions)
 
     def admit(self, lanes: Sequence[int], cohorts: Sequence[int]) -> Cohort:
         """Compute the next cohort of some partitions and put each into its line, where one that has left may still stand.
@@ -61,8 +101,7 @@ class Window:
         bounds = [(part.first_block(t), part.first_block(t + 1)) for part, t in zip(parts, cohorts, strict=True)]
         count = np.array([stop - start for start, stop in bounds], dtype=np.int64)
         lines = [self._line(lane, cohort) for lane, cohort in zip(lanes, cohorts, strict=True)]
-        positions = [part.first_position + start for part, (start, _) in zip(parts, bounds, strict=True)]
-        numbers = order.blocks_at(ranges(np.array(positions, dtype=np.int64), count))
+        numbers = self._next_blocks.get(lanes, bounds)
         sizes = blocks.sizes(numbers)
         ranks = shuffled_rows(words(order.row_key, numbers), sizes)
         kept = blocks.kept_cells(numbers)

@@ -46,13 +46,18 @@ def words(key: int | Words, counter: IntArray) -> Words:
     >>> words(0, np.arange(2)).tolist()  # the published first outputs of SplitMix64 from state 0
     [16294208416658607535, 7960286522194355700]
     """
-    state = (counter.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
-    state = state + (np.uint64(key) if isinstance(key, int) else key)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(_FACTORS[0])
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(_FACTORS[1])
-    state ^= state >> np.uint64(31)
+    state = counter.astype(np.uint64)
+    state += np.uint64(1)
+    state *= np.uint64(_GAMMA)
+    if isinstance(key, int):
+        state += np.uint64(key)
+    else:
+        state = state + key
+    shifted = np.empty_like(state)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        state ^= np.right_shift(state, np.uint64(shift), out=shifted)
+        state *= np.uint64(factor)
+    state ^= np.right_shift(state, np.uint64(31), out=shifted)
     return state
 
 
@@ -76,10 +81,15 @@ def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
     number = ranges(np.zeros_like(counts), counts)
     n_bits = np.array([max(n - 1, 1).bit_length() for n in counts.tolist()], dtype=np.uint64)
     low = np.repeat((np.uint64(1) << n_bits) - np.uint64(1), counts)
-    tagged = (words(np.repeat(keys, counts), number) & ~low) | number.astype(np.uint64)
+    tagged = words(np.repeat(keys, counts), number)
+    tagged &= ~low
+    tagged |= number.view(np.uint64)
     for start, n in zip(first.tolist(), counts.tolist(), strict=True):
         tagged[start : start + n].sort()
-    return (tagged & low).astype(np.int64) + np.repeat(first, counts)
+    tagged &= low
+    found = tagged.view(np.int64)
+    found += np.repeat(first, counts)
+    return found
 
 
 def ranges(start: IntArray, count: IntArray) -> IntArray:
@@ -101,17 +111,24 @@ def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
     longest = int(counts.max(initial=0))
     number = np.arange(longest, dtype=np.int64)
     word = words(keys[:, None], number[None, :])
-    # Rows that a block does not have are sorted behind all others.
-    word = np.where(number < counts[:, None], word >> np.uint64(1), np.uint64(1 << 63))
+    word >>= np.uint64(1)
+    if (counts < longest).any():
+        # Rows that a block does not have are sorted behind all others.
+        word[number >= counts[:, None]] = np.uint64(1 << 63)
     return _sorted_by(word, number, _ROW_BITS)
 
 
 def _sorted_by(word: Words, number: IntArray, n_bits: int) -> IntArray:
-    """The numbers in the order of the words' upper bits: one plain sort, since the lower bits make every word unique."""
+    """The numbers in the order of the words' upper bits: one plain sort, since the lower bits make every word unique.
+
+    The words are overwritten.
+    """
     low = np.uint64((1 << n_bits) - 1)
-    tagged = (word & ~low) | number.astype(np.uint64)
-    tagged.sort(axis=-1)
-    return (tagged & low).astype(np.int64)
+    word &= ~low
+    word |= number.view(np.uint64)
+    word.sort(axis=-1)
+    word &= low
+    return word.view(np.int64)
 
 
 def _mix(word: int) -> int:
