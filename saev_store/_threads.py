@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 #: More threads than this do not copy faster within one memory.
@@ -26,6 +28,33 @@ def n_threads(nbytes: int, *, part_bytes: int) -> int:
 def n_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ahead(work: Callable[[S], T], items: Sequence[S], n: int) -> Generator[T]:
+    """What `work` gives for each item, in order, with up to `n` of them under way: for work that waits for a network.
+
+    An error comes out in the place of its item, whichever thread was quicker. What has not begun by then never is, nor when
+    the iterator is closed; what is under way ends by itself. With `n` of 1 there are no threads.
+
+    >>> list(ahead(abs, [-3, 1, -2], 2))
+    [3, 1, 2]
+    """
+    if min(n, len(items)) < 2:
+        yield from map(work, items)
+        return
+    pool = ThreadPoolExecutor(min(n, len(items)), thread_name_prefix="saev-store-ahead")
+    begun: deque[Future[T]] = deque()
+    finished = False
+    try:
+        for item in items:
+            if len(begun) == n:
+                yield begun.popleft().result()
+            begun.append(pool.submit(work, item))
+        while begun:
+            yield begun.popleft().result()
+        finished = True
+    finally:
+        pool.shutdown(wait=finished, cancel_futures=True)
 
 
 def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:

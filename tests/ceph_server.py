@@ -6,21 +6,29 @@ import atexit
 import contextlib
 import functools
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cloud_servers import free_port
 from servers import Bucket
+from waiting import HANG_S
 
 KEY, SECRET = "lab-access-key", "lab-secret-key"
+#: What a first start may meet (a port that somebody took meanwhile, a machine that stands still) a second one seldom does.
+N_STARTS = 3
+_PREFIX = "saev-store-ceph-"
+#: The system kills a daemon when its starter has been killed, so that it outlives no run of the tests.
+_ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _CONFIG = """
 [global]
 fsid = {fsid}
@@ -45,12 +53,16 @@ ms_bind_ipv6 = false
 [mon]
 mon_data = {root}/mon
 mon_data_avail_crit = 1
+mon_cluster_log_file = {root}/cluster.log
 [osd]
 osd_data = {root}/osd
 osd_objectstore = memstore
 memstore_device_bytes = 4294967296
 osd_max_object_name_len = 256
 osd_max_object_namespace_len = 64
+# On a busy machine it would tell the monitor its place before it has heard of the cluster's id: it ends with "wrong fsid".
+osd_class_update_on_start = false
+osd_crush_update_on_start = false
 [client.rgw]
 rgw_data = {root}/rgw
 rgw_frontends = beast endpoint=127.0.0.1:{rgw}
@@ -63,85 +75,145 @@ rgw_gc_processor_max_time = 3
 """
 
 
+class StartError(Exception):
+    """A daemon has ended, or a command has failed, while the cluster was started."""
+
+
+class Cluster:
+    """One monitor, one store in memory and one gateway. They end with `stop`, and with this process however it ends."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self.config = self.root / "ceph.conf"
+        self._maker = os.getpid()
+        self.daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> str:
+        """The gateway's address.
+
+        Raises:
+            StartError: it did not come up.
+        """
+        for name in ("mon", "osd", "rgw"):
+            (self.root / name).mkdir()
+        monitor, gateway, fsid = _free_port(), _free_port(), str(uuid.uuid4())
+        self.config.write_text(_CONFIG.format(fsid=fsid, root=self.root, mon=monitor, rgw=gateway))
+        monmap, osd = str(self.root / "monmap"), str(uuid.uuid4())
+        address = f"[v1:127.0.0.1:{monitor}/0]"
+        self._run("monmaptool", "--create", "--clobber", "--fsid", fsid, "--addv", "a", address, monmap, config=False)
+        self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap)
+        self._daemon("ceph-mon", "-i", "a")
+        self._run("ceph", "osd", "create", osd)
+        self._run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
+        self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=lab", "root=default")
+        self._daemon("ceph-osd", "-i", "0")
+        self._until("the store is up", lambda: "1 up" in self._run("ceph", "osd", "stat"))
+        self._daemon("radosgw", "-n", "client.rgw")
+        endpoint = f"http://127.0.0.1:{gateway}"
+        self._until("the gateway answers", lambda: _answers(endpoint))
+        self._run(
+            "radosgw-admin", "user", "create", "--uid=lab", "--display-name=lab",
+            f"--access-key={KEY}", f"--secret-key={SECRET}",
+        )  # fmt: skip
+        return endpoint
+
+    def stop(self) -> None:
+        """Kill what was started, and remove its files."""
+        if os.getpid() != self._maker:  # a fork that runs its parent's exit handlers
+            return
+        for daemon in reversed(self.daemons):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.wait()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _run(self, command: str, *arguments: str, config: bool = True) -> str:
+        given = ["-c", str(self.config)] if config else []
+        try:
+            done = subprocess.run(
+                [command, *given, *arguments], capture_output=True, text=True, check=False, timeout=HANG_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise StartError(f"{command} {' '.join(arguments[:3])} does not end") from error
+        if done.returncode != 0:
+            raise StartError(f"{command} {' '.join(arguments[:3])}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def _daemon(self, command: str, *arguments: str) -> None:
+        with (self.root / f"{command}.out").open("ab") as log:
+            self.daemons.append(
+                subprocess.Popen(
+                    [*_ENDS_WITH_US, command, "-c", str(self.config), *arguments, "-f"],
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+
+    def _until(self, what: str, condition: Callable[[], bool]) -> None:
+        ends_at = time.monotonic() + HANG_S
+        while not condition():
+            for daemon in self.daemons:
+                if daemon.poll() is not None:
+                    raise StartError(f"{daemon.args[0]} ended with {daemon.returncode}: {self._told()}")
+            if time.monotonic() > ends_at:
+                raise StartError(f"{what}: not within {HANG_S} s: {self._told()}")
+            time.sleep(0.25)
+
+    def _told(self) -> str:
+        """The end of what each daemon has logged."""
+        logs = sorted([*self.root.glob("*.out"), *self.root.glob("*.log")])
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1000:]}" for log in logs)
+
+
+def _free_port() -> int:
+    """A port that nobody is given by the system for a connection of his own before the daemon takes it."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return probe.getsockname()[1]
+
+
+def _answers(endpoint: str) -> bool:
+    try:
+        urllib.request.urlopen(endpoint, timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def remove_leftovers() -> None:
+    """Remove the files of runs that were killed before they could."""
+    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = root.name.removeprefix(_PREFIX).partition("-")[0]
+        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(root, ignore_errors=True)
+
+
 @functools.cache
 def ceph_endpoint() -> str:
-    """One monitor, one store in memory and one gateway, started for this process; they end with it."""
+    """One cluster for this process."""
     if not os.environ.get("SAEV_STORE_LONG"):
         pytest.skip("Ceph is part of the longer run: bash .ci/long")
     if not shutil.which("radosgw"):
         pytest.fail("radosgw is missing: apt-get install radosgw ceph-mon ceph-osd ceph-common")
-    root = Path(tempfile.mkdtemp(prefix="saev-store-ceph-"))
-    for name in ("mon", "osd", "rgw"):
-        (root / name).mkdir()
-    port, fsid, config = free_port(), str(uuid.uuid4()), root / "ceph.conf"
-    config.write_text(_CONFIG.format(fsid=fsid, root=root, mon=free_port(), rgw=port))
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def stop() -> None:
-        for process in reversed(processes):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        shutil.rmtree(root, ignore_errors=True)
-
-    atexit.register(stop)
-
-    def run(*command: str, check: bool = True) -> None:
-        with (root / "setup.log").open("ab") as log:
-            subprocess.run(
-                [command[0], "-c", str(config), *command[1:]], stdout=log, stderr=log, check=check, timeout=60
-            )
-
-    def start(*command: str) -> None:
-        with (root / "daemons.log").open("ab") as log:
-            processes.append(
-                subprocess.Popen(
-                    [command[0], "-c", str(config), *command[1:], "-f"], stdout=log, stderr=log, start_new_session=True
-                )
-            )
-
-    monitor = config.read_text().partition("mon_host = ")[2].split()[0]
-    monmap = str(root / "monmap")
-    with (root / "setup.log").open("ab") as log:
-        subprocess.run(
-            ["monmaptool", "--create", "--clobber", "--fsid", fsid, "--addv", "a", monitor, monmap],
-            stdout=log,
-            stderr=log,
-            check=True,
-        )
-    run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap)
-    start("ceph-mon", "-i", "a")
-    osd = str(uuid.uuid4())
-    run("ceph", "osd", "create", osd)
-    run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
-    run("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=lab", "root=default", check=False)
-    start("ceph-osd", "-i", "0")
-    for _ in range(60):
-        stat = subprocess.run(["ceph", "-c", str(config), "osd", "stat"], capture_output=True, text=True, check=False)
-        if "1 up" in stat.stdout:
-            break
-        time.sleep(1)
-    else:
-        pytest.fail((root / "osd.0.log").read_text()[-2000:])
-    start("radosgw", "-n", "client.rgw")
-    user = ("user", "create", "--uid=lab", "--display-name=lab", f"--access-key={KEY}", f"--secret-key={SECRET}")
-    for _ in range(60):
-        with contextlib.suppress(subprocess.SubprocessError):
-            run("radosgw-admin", *user)
-            break
-        time.sleep(1)
-    else:
-        pytest.fail((root / "setup.log").read_text()[-2000:])
-    endpoint = f"http://127.0.0.1:{port}"
-    for _ in range(120):
-        with contextlib.suppress(OSError):
-            try:
-                urllib.request.urlopen(endpoint, timeout=2).close()
-            except urllib.error.HTTPError:
-                return endpoint
-            return endpoint
-        time.sleep(0.5)
-    pytest.fail((root / "daemons.log").read_text()[-2000:])
+    remove_leftovers()
+    failures: list[str] = []
+    while len(failures) < N_STARTS:
+        cluster = Cluster()
+        atexit.register(cluster.stop)
+        try:
+            return cluster.start()
+        except StartError as error:
+            failures.append(str(error))
+        except BaseException:
+            cluster.stop()
+            raise
+        cluster.stop()
+        atexit.unregister(cluster.stop)
+    pytest.fail("\n".join(failures))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, WriterConflictError
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
 from saev_store.transport import FREE, Counters, Entry
 
 SECTOR = 16
@@ -30,6 +30,25 @@ class File:
     durable: bytearray | None
     seen: bytearray
     pending: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+def in_turn(ask, items, _n):
+    """In place of `saev_store._threads.ahead`: one question after the other, in this thread."""
+    yield from map(ask, items)
+
+
+def all_at_once(ask, items, _n):
+    """The other extreme: everything is asked before the first answer is looked at; what went wrong shows in its place."""
+    answers = []
+    for item in items:
+        try:
+            answers.append((ask(item), None))
+        except SaevStoreError as error:
+            answers.append((None, error))
+    for answer, error in answers:
+        if error is not None:
+            raise error
+        yield answer
 
 
 class Disk:

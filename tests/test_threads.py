@@ -6,9 +6,10 @@ import threading
 from collections import Counter, deque
 
 import pytest
+from waiting import HANG_S
 
 from saev_store import _threads
-from saev_store._threads import n_threads, share
+from saev_store._threads import ahead, n_threads, share
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])
@@ -44,3 +45,55 @@ def test_a_thread_for_each_core_with_enough_to_do(monkeypatch):
     assert [n_threads(nbytes, part_bytes=10) for nbytes in (0, 9, 19, 20, 75, 10_000)] == [1, 1, 1, 2, 7, 8]
     monkeypatch.undo()
     assert 1 <= n_threads(1 << 40, part_bytes=1) <= 8
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 50])
+@pytest.mark.parametrize("n_items", [0, 1, 7, 200])
+def test_answers_come_in_order(n, n_items):
+    before, lock, most = threading.active_count(), threading.Lock(), 0
+    under_way = 0
+
+    def work(item):
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        with lock:
+            under_way -= 1
+        return 2 * item
+
+    assert list(ahead(work, range(n_items), n)) == [2 * item for item in range(n_items)]
+    assert most <= n
+    assert threading.active_count() == before
+
+
+def test_an_error_comes_out_in_its_place():
+    later = threading.Event()
+    begun = []
+
+    def work(item):
+        begun.append(item)
+        if item == 3:
+            assert later.wait(HANG_S)
+            raise KeyError(item)
+        if item == 5:
+            later.set()
+            raise IndexError(item)
+        return item
+
+    found, answers = [], ahead(work, range(1000), 4)
+    with pytest.raises(KeyError, match="3"):
+        for answer in answers:
+            found.append(answer)  # noqa: PERF402 (kept when the error comes)
+    assert found == [0, 1, 2]
+    assert max(begun) <= 3 + 4
+    assert list(answers) == []
+
+
+def test_what_nobody_waits_for_is_not_begun():
+    begun = []
+    answers = ahead(begun.append, range(1000), 4)
+    assert begun == []
+    next(answers)
+    answers.close()
+    assert len(begun) <= 5

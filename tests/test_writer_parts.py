@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kill_harness_disk import Disk, File, PowerCut
+from kill_harness_disk import Disk, File, PowerCut, all_at_once, in_turn
 from kill_harness_oracle import Case, case
 from waiting import HANG_S
 
@@ -170,9 +170,13 @@ class Meanwhile(Disk):
         super().step(what)
 
 
+@pytest.mark.parametrize("ahead", [in_turn, all_at_once])
 @pytest.mark.parametrize("labelled", [True, False])
-def test_a_part_is_resumed_while_another_process_publishes(labelled: bool) -> None:
+def test_a_part_is_resumed_while_another_process_publishes(
+    labelled: bool, ahead: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every operation of the resume, the publisher has come as far as each of its own operations."""
+    monkeypatch.setattr("saev_store.writer._folder.ahead", ahead)
     this = case(n=6, per_shard=2, labelled=labelled)
     options = {"pad": this.pad, "block_bytes": this.block_bytes, "on_nonfinite": "allow"}
     written = Disk()

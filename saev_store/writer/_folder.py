@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+from saev_store._threads import ahead
 from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.layout import shard_name
 from saev_store.transport._base import Buffer, Lists, Sink, Transport, Upload, Uploads, Writes
+from saev_store.writer._blocks import digest
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 METADATA = "metadata.json"
 SHARDS = "shards.json"
@@ -28,6 +33,11 @@ TEMPORARY = ".saev_store.tmp-"
 
 #: Our own small documents are never longer than this: nobody can make us load more by replacing one.
 MAX_DOCUMENT_BYTES = 256 << 20
+
+#: Questions about shards that are on their way together, where an answer takes long.
+MOST_AHEAD = 32
+#: What they may bring along is held in memory until its turn comes.
+_AHEAD_BYTES = 64 << 20
 
 
 def receipt_path(shard_idx: int) -> str:
@@ -162,6 +172,28 @@ class Folder:
 
     def resumed_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
         return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
+
+    def each(self, ask: Callable[[S], T], items: Sequence[S], *, most_nbytes: int = 0) -> Generator[T]:
+        """The answers to questions about many shards, in order: a service is asked several at once, a disk one by one.
+
+        The error of the first item that has one comes out in its place. Only for questions: nothing that changes anything.
+
+        Args:
+            ask: The question; called in other threads.
+            items: What to ask about.
+            most_nbytes: The longest answer, where that matters.
+        """
+        if getattr(self.transport, "is_local", False):
+            return ahead(ask, items, 1)
+        return ahead(ask, items, max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, most_nbytes))))
+
+    def digests(self, path: str, ranges: Sequence[tuple[int, int]]) -> Generator[str]:
+        """The digest of each of some ranges of a file, in order."""
+
+        def read(wanted: tuple[int, int]) -> str:
+            return digest(memoryview(self.get_range(path, *wanted)))
+
+        return self.each(read, ranges, most_nbytes=max((end - start for start, end in ranges), default=0))
 
     def lock(self, what: str) -> AbstractContextManager[object]:
         return self.writes.lock(self.path(lock_path(what)))

@@ -10,10 +10,8 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Literal, cast
-
-import numpy as np
 
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
@@ -25,7 +23,7 @@ from saev_store.errors import (
 )
 from saev_store.layout import Layout, shard_name
 from saev_store.transport._base import Transport
-from saev_store.writer._blocks import BlockDigester, block_ranges, digest, part_examples, part_shards
+from saev_store.writer._blocks import BlockDigester, block_ranges, part_examples, part_shards
 from saev_store.writer._claim import Claim, check_claim, new_attempt, read_claim
 from saev_store.writer._digests import Digests, FileDigests
 from saev_store.writer._folder import (
@@ -39,10 +37,9 @@ from saev_store.writer._folder import (
     TEMPORARY,
     Folder,
     label_part_path,
-    receipt_path,
 )
 from saev_store.writer._progress import Progress
-from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part
+from saev_store.writer._receipts import Receipt, read_label_part, read_receipts
 from saev_store.writer._replace import JOURNAL
 
 if TYPE_CHECKING:
@@ -214,12 +211,13 @@ def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
     receipts: list[Receipt] = []
     missing: list[str] = []
     labelled: dict[bool, int] = {}
+    with contextlib.closing(read_receipts(folder, layout, range(layout.n_shards), claim.options.block_bytes)) as asked:
+        found = list(asked)
     for rank in range(claim.options.world):
         shards = part_shards(layout.n_shards, rank, claim.options.world)
         n_lacking = 0
         for shard_idx in shards:
-            raw = folder.read_or_none(receipt_path(shard_idx))
-            receipt = parse_receipt(raw, layout, shard_idx, claim.options.block_bytes) if raw is not None else None
+            receipt = found[shard_idx]
             if receipt is None or not receipt.complete:
                 n_lacking += 1
                 continue
@@ -249,11 +247,13 @@ def _check_shards(
 ) -> None:
     folder.transport.close()  # a map of an earlier, shorter file must not answer for the finished one
     reading = verify == "digests"
-    with Progress(layout.nbytes, "checking", shown=progress if reading else False) as bar:
-        for shard_idx, receipt in enumerate(receipts):
+    with (
+        Progress(layout.nbytes, "checking", shown=progress if reading else False) as bar,
+        contextlib.closing(folder.each(folder.size, [shard_name(i) for i in range(len(receipts))])) as sizes,
+    ):
+        for shard_idx, (receipt, size) in enumerate(zip(receipts, sizes, strict=True)):
             name = shard_name(shard_idx)
             expected = layout.shard_nbytes if claim.options.pad else receipt.used_nbytes
-            size = folder.size(name)
             if size != expected:
                 raise CorruptShardError(
                     f"{'it is gone' if size is None else f'it has {size} bytes'}; its receipt says {expected} bytes",
@@ -262,15 +262,16 @@ def _check_shards(
                 )
             if not reading:
                 continue
-            blocks = block_ranges(receipt.used_nbytes, claim.options.block_bytes)
-            for (start, end), expected_digest in zip(blocks, receipt.digests, strict=True):
-                if digest(memoryview(folder.get_range(name, start, end))) != expected_digest:
-                    raise CorruptShardError(
-                        f"bytes {start}:{end} are not what was written",
-                        where=folder.where(name),
-                        remedy="Resume the part that wrote it, then finalize.",
-                    )
-                bar.advance(end - start)
+            blocks = list(block_ranges(receipt.used_nbytes, claim.options.block_bytes))
+            with contextlib.closing(folder.digests(name, blocks)) as found:
+                for (start, end), is_there, was_written in zip(blocks, found, receipt.digests, strict=True):
+                    if is_there != was_written:
+                        raise CorruptShardError(
+                            f"bytes {start}:{end} are not what was written",
+                            where=folder.where(name),
+                            remedy="Resume the part that wrote it, then finalize.",
+                        )
+                    bar.advance(end - start)
 
 
 def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
@@ -279,9 +280,10 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
     sink = folder.resumed_sink(LABELS, used_nbytes=nbytes, file_nbytes=nbytes)
     try:
         digester = BlockDigester(claim.options.block_bytes)
-        for rows in _label_parts(folder, layout, receipts):
-            sink.write(digester.nbytes, [memoryview(rows)])
-            digester.update(rows)
+        with contextlib.closing(_label_parts(folder, layout, receipts)) as parts:
+            for rows in parts:
+                sink.write(digester.nbytes, [memoryview(rows)])
+                digester.update(rows)
         sink.commit()
     except BaseException:
         sink.abort()
@@ -289,17 +291,21 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
     return FileDigests(nbytes, tuple(digester.digests()))
 
 
-def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Iterator[bytes]:
-    for shard_idx, receipt in enumerate(receipts):
-        rows = read_label_part(folder, layout, shard_idx, receipt)
-        if rows is None:
-            raise CorruptShardError(
-                "the labels of a shard are gone, or are not what was written",
-                where=folder.where(label_part_path(shard_idx)),
-                remedy="Resume the part that wrote it, then finalize.",
-            )
-        if np.frombuffer(rows, np.uint8).size:
-            yield rows
+def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Generator[bytes]:
+    def read(shard_idx: int) -> bytes | None:
+        return read_label_part(folder, layout, shard_idx, receipts[shard_idx])
+
+    longest = layout.examples_per_shard * layout.content_tokens_per_example
+    with contextlib.closing(folder.each(read, range(len(receipts)), most_nbytes=longest)) as found:
+        for shard_idx, rows in enumerate(found):
+            if rows is None:
+                raise CorruptShardError(
+                    "the labels of a shard are gone, or are not what was written",
+                    where=folder.where(label_part_path(shard_idx)),
+                    remedy="Resume the part that wrote it, then finalize.",
+                )
+            if rows:
+                yield rows
 
 
 def remove_hidden(folder: Folder) -> None:

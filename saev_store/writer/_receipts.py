@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import cast
 
@@ -65,6 +67,31 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
+
+
+def read_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> Generator[Receipt | None]:
+    """The receipts of some shards, in order; None where there is none, or one that is as good as none."""
+
+    def read(shard_idx: int) -> Receipt | None:
+        raw = folder.read_or_none(receipt_path(shard_idx))
+        return parse_receipt(raw, layout, shard_idx, block_bytes) if raw is not None else None
+
+    return folder.each(read, shards)
+
+
+def leading_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> list[Receipt]:
+    """The receipts up to the first shard that is not complete, its own included."""
+    receipts: list[Receipt] = []
+    # Most often nothing has been written yet, and one question tells.
+    for some in (shards[:1], shards[1:]):
+        with closing(read_receipts(folder, layout, some, block_bytes)) as found:
+            for receipt in found:
+                if receipt is None:
+                    return receipts
+                receipts.append(receipt)
+                if not receipt.complete:
+                    return receipts
+    return receipts
 
 
 def _is_digest(value: object) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.layout import shard_name
-from saev_store.transport._base import Buffer, Sink
+from saev_store.transport._base import Sink
 from saev_store.writer._blocks import BlockDigester, block_ranges, digest
 from saev_store.writer._folder import METADATA, receipt_path, tail_path
 from saev_store.writer._progress import Progress
-from saev_store.writer._receipts import Receipt, parse_receipt, read_label_part, write_receipt
+from saev_store.writer._receipts import Receipt, leading_receipts, read_label_part, write_receipt
 from saev_store.writer._shard_file import ShardFile, ShardPlan
 
 
@@ -37,12 +38,21 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
     Shards are written in order, so everything after the first damage goes: what follows could only be kept if the
     caller appended examples out of order.
     """
-    receipts = _receipts(plan, shards)
+    receipts = leading_receipts(plan.folder, plan.layout, shards, plan.block_bytes)
     labelled = receipts[0].labels is not None if receipts else None
     total = sum(receipt.used_nbytes for receipt in receipts) if verify == "digests" else 0
-    with Progress(total, "verifying", shown=progress if total else False) as bar:
+    complete = [pair for pair in zip(shards, receipts, strict=False) if pair[1].complete]
+    longest = plan.layout.examples_per_shard * plan.layout.content_tokens_per_example
+    with (
+        Progress(total, "verifying", shown=progress if total else False) as bar,
+        closing(plan.folder.each(lambda pair: _is_there(plan, *pair), complete, most_nbytes=longest)) as there,
+    ):
         for shard_idx, receipt in zip(shards, receipts, strict=False):
-            if receipt.complete and _complete_is_whole(plan, shard_idx, receipt, verify, bar):
+            if (
+                receipt.complete
+                and next(there)
+                and (verify == "sizes" or _is_as_written(plan, shard_idx, receipt, bar))
+            ):
                 continue
             _check_unpublished(plan)
             file = _continued(plan, shard_idx, receipt, verify, bar)
@@ -72,20 +82,6 @@ def _check_unpublished(plan: ShardPlan) -> None:
         raise plan.owner.superseded()
 
 
-def _receipts(plan: ShardPlan, shards: range) -> list[Receipt]:
-    """The receipts up to the first shard that is not complete."""
-    receipts: list[Receipt] = []
-    for shard_idx in shards:
-        raw = plan.folder.read_or_none(receipt_path(shard_idx))
-        receipt = parse_receipt(raw, plan.layout, shard_idx, plan.block_bytes) if raw is not None else None
-        if receipt is None:
-            break
-        receipts.append(receipt)
-        if not receipt.complete:
-            break
-    return receipts
-
-
 def _whole_examples(plan: ShardPlan, receipt: Receipt) -> int:
     return receipt.used_nbytes // plan.layout.example_nbytes * plan.layout.example_nbytes
 
@@ -94,22 +90,23 @@ def _labels_are_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool
     return receipt.labels is None or read_label_part(plan.folder, plan.layout, shard_idx, receipt) is not None
 
 
-def _complete_is_whole(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, bar: Progress) -> bool:
-    name = shard_name(shard_idx)
-    if plan.folder.size(name) != plan.file_nbytes(shard_idx) or not _labels_are_there(plan, shard_idx, receipt):
+def _is_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
+    """Whether a complete shard has its size, and its labels."""
+    size = plan.folder.size(shard_name(shard_idx))
+    return size == plan.file_nbytes(shard_idx) and _labels_are_there(plan, shard_idx, receipt)
+
+
+def _is_as_written(plan: ShardPlan, shard_idx: int, receipt: Receipt, bar: Progress) -> bool:
+    """Whether a complete shard holds what its receipt says, block by block."""
+    blocks = list(block_ranges(receipt.used_nbytes, plan.block_bytes))
+    try:
+        with closing(plan.folder.digests(shard_name(shard_idx), blocks)) as found:
+            for (start, end), is_there, was_written in zip(blocks, found, receipt.digests, strict=True):
+                if is_there != was_written:
+                    return False
+                bar.advance(end - start)
+    except SaevStoreError:
         return False
-    if verify == "sizes":
-        return True
-    for (start, end), expected in zip(
-        block_ranges(receipt.used_nbytes, plan.block_bytes), receipt.digests, strict=True
-    ):
-        try:
-            block: Buffer = plan.folder.get_range(name, start, end)
-        except SaevStoreError:
-            return False
-        if digest(memoryview(block)) != expected:
-            return False
-        bar.advance(end - start)
     return True
 
 

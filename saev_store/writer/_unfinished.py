@@ -12,8 +12,8 @@ from saev_store.layout import Layout, shard_name
 from saev_store.transport._base import Lists, Transport
 from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import ShapingOptions, read_claim
-from saev_store.writer._folder import DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder, receipt_path
-from saev_store.writer._receipts import parse_receipt
+from saev_store.writer._folder import DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
+from saev_store.writer._receipts import leading_receipts
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -23,13 +23,9 @@ def n_durable(folder: Folder, layout: Layout, options: ShapingOptions) -> int:
     """How many examples a resume of all parts would keep, if nothing is damaged."""
     n_examples = 0
     for rank in range(options.world):
-        for shard_idx in part_shards(layout.n_shards, rank, options.world):
-            raw = folder.read_or_none(receipt_path(shard_idx))
-            receipt = parse_receipt(raw, layout, shard_idx, options.block_bytes) if raw is not None else None
-            if receipt is not None:
-                n_examples += receipt.used_nbytes // layout.example_nbytes
-            if receipt is None or not receipt.complete:
-                break
+        shards = part_shards(layout.n_shards, rank, options.world)
+        for receipt in leading_receipts(folder, layout, shards, options.block_bytes):
+            n_examples += receipt.used_nbytes // layout.example_nbytes
     return n_examples
 
 
