@@ -112,7 +112,8 @@ class Placed(Wrapper):
         for folder, _, names in os.walk(self._local, followlinks=True):
             for name in names:
                 path = f"{folder}/{name}"
-                if ".saev_store.tmp-" in name or (seen := _seen(path)) is None:
+                # A file that is being written on this machine is not there yet; one that was fetched is.
+                if (".saev_store.tmp-" in name and path not in _KNOWN) or (seen := _seen(path)) is None:
                     continue
                 there.add(path)
                 if _KNOWN.get(path) != seen:
@@ -120,7 +121,7 @@ class Placed(Wrapper):
                     _KNOWN[path] = seen
         for path in [path for path in _KNOWN if path.startswith(f"{self._local}/") and path not in there]:
             _BACK[0].delete(path.lstrip("/"))
-            del _KNOWN[path]
+            _KNOWN.pop(path, None)
 
     def _fetch(self, path: str) -> None:
         local = f"{self._local}/{path}"
@@ -165,6 +166,10 @@ class Placed(Wrapper):
     def delete(self, path: str) -> None:
         self._send()
         self._inner.delete(path)
+        with _MOVING:
+            self._forget(path)
+
+    def _forget(self, path: str) -> None:
         local = f"{self._local}/{path}"
         for folder, _, names in os.walk(local, topdown=False):
             for name in names:

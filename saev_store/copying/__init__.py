@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from saev_store.errors import ArgumentError
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
 
 if TYPE_CHECKING:
+    from saev_store.documents import Metadata
+    from saev_store.indexing import Progression
     from saev_store.selection import Tokens
     from saev_store.store import ShardStore
 
@@ -68,7 +70,7 @@ def copy_store(
         ArgumentError: a limit is not positive.
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
-    from saev_store.copying._layers import copy_layers, kept_tokens, part_of
+    from saev_store.copying._layers import copy_layers
     from saev_store.copying._whole import copy_whole
     from saev_store.store import ShardStore
 
@@ -80,20 +82,45 @@ def copy_store(
 
     with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
-        chosen = _chosen(store, layers)
-        kept = kept_tokens(store, tokens)
-        root = os.fspath(dst).rstrip("/") or "/"
-        if chosen == store.layers and kept.count == store.layout.tokens_per_example:
-            name = store.name
-            root = _without(root, name)
-            copy_whole(store, opened(root, dst_storage_options), resume=resume, progress=progress)
+        target = target_of(store, dst, layers, tokens)
+        to = opened(target.root, dst_storage_options)
+        if target.metadata is None:
+            copy_whole(store, to, resume=resume, progress=progress)
         else:
-            metadata = part_of(store.metadata, chosen, kept)
-            name = metadata.hash
-            root = _without(root, name)
-            to = opened(root, dst_storage_options)
-            copy_layers(store, metadata, to, tokens=kept, resume=resume, progress=progress)
-    return f"{root.rstrip('/')}/{name}"
+            copy_layers(store, target.metadata, to, tokens=target.tokens, resume=resume, progress=progress)
+    return target.url
+
+
+class Target(NamedTuple):
+    """Where a copy goes, and what it will be.
+
+    Attributes:
+        root: The folder in which its folder is made.
+        name: That folder.
+        metadata: What describes it; None for a whole copy.
+        tokens: Which tokens it has, by position.
+    """
+
+    root: str
+    name: str
+    metadata: Metadata | None
+    tokens: Progression
+
+    @property
+    def url(self) -> str:
+        """The copy's address."""
+        return f"{self.root.rstrip('/')}/{self.name}"
+
+
+def target_of(store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens) -> Target:
+    """Where `copy_store` copies to when it is called like this, and what."""
+    from saev_store.copying._layers import kept_tokens, part_of
+
+    chosen, kept = _chosen(store, layers), kept_tokens(store, tokens)
+    is_whole = chosen == store.layers and kept.count == store.layout.tokens_per_example
+    metadata = None if is_whole else part_of(store.metadata, chosen, kept)
+    name = store.name if metadata is None else metadata.hash
+    return Target(_without(os.fspath(dst).rstrip("/") or "/", name), name, metadata, kept)
 
 
 def _chosen(store: ShardStore, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -7,12 +7,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Literal
 
-from saev_store.errors import DeadlineError, WriterConflictError
+from saev_store.errors import DeadlineError, NotFoundError, WriterConflictError
+from saev_store.loaders._lease import Lease
 from saev_store.loaders.cache import CachedTransport
 from saev_store.selection import Tokens
 from saev_store.store import ShardStore
+from saev_store.transport import Transport, open_transport
+from saev_store.writer._folder import METADATA, TEMPORARY
 
 Layer = int | Sequence[int] | Literal["all"]
 
@@ -34,9 +38,12 @@ def stage(
     interrupted is continued, a finished one is used again. Only the bytes of these layers and tokens are read. A loader's
     state goes on with the copy.
 
+    A bucket has no locks: there the one that copies leaves a sign of life every few seconds, and the others go on with its
+    work when they have seen none for half a minute to a minute.
+
     Args:
         url: The store.
-        to: A folder, such as the machine's `$TMPDIR`; environment variables in it are filled in.
+        to: A folder, such as the machine's `$TMPDIR`, or an address; environment variables in it are filled in.
         layers: A label, several, or `"all"`.
         tokens: `"content"`, `"special"` (then the first content token comes along, because no store is without) or `"all"`.
         storage_options: For the source's file system.
@@ -46,22 +53,38 @@ def stage(
         DeadlineError: another process did not finish its copy in time.
         LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.copying.copy_store`.
     """
-    from saev_store.copying import copy_store
+    from saev_store.copying import copy_store, target_of
 
     wanted = None if isinstance(layers, str) else [layers] if isinstance(layers, int) else list(layers)
     folder = os.path.expandvars(os.fspath(to))
+    with ShardStore.open(url, storage_options) as store:
+        target = target_of(store, folder, wanted, tokens)
+    root = open_transport(target.root)
+    # A copy on a disk has locks, which end with their process.
+    is_local = getattr(root, "is_local", False)
+    lease = nullcontext(True) if is_local else Lease(root, f"{TEMPORARY}stage-{target.name}")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return copy_store(
-                url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
-            )
-        except WriterConflictError as conflict:
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"another process has been copying the store for {timeout_s:g} s", where=folder
-                ) from conflict
-            time.sleep(_POLL_S)
+            # What is published can be had by all at once.
+            with nullcontext(True) if _is_published(root, target.name) else lease as ours:
+                if ours:
+                    return copy_store(
+                        url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
+                    )
+        except WriterConflictError:
+            pass
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"another process has been copying the store for {timeout_s:g} s", where=folder)
+        time.sleep(_POLL_S)
+
+
+def _is_published(root: Transport, name: str) -> bool:
+    try:
+        root.size(f"{name}/{METADATA}")
+    except NotFoundError:
+        return False
+    return True
 
 
 def stage_in_background(

@@ -1,0 +1,165 @@
+"""Staging into a place without locks: one does it, the others wait, and go on where it ends."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from plain_stores import plain_store
+from waiting import HANG_S
+
+from saev_store import ShardStore, copying
+from saev_store.errors import TransportError
+from saev_store.loaders import _lease, stage, staging
+from saev_store.loaders._lease import Lease
+from saev_store.transport import MemoryTransport
+
+PATH = "lease.json"
+
+
+@pytest.fixture(autouse=True)
+def no_beats(monkeypatch):
+    monkeypatch.setattr(_lease, "BEAT_S", 3600.0)
+
+
+def test_one_at_a_time():
+    place = MemoryTransport()
+    first, second = Lease(place, PATH), Lease(place, PATH)
+    with first as ours, second as theirs:
+        assert (ours, theirs) == (True, False)
+    with second as theirs, first as ours:
+        assert (ours, theirs) == (False, True)
+    assert place.list() == []
+
+
+def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
+    monkeypatch.setattr(_lease, "PATIENCE", 1)  # and up to as many again: none
+    place = MemoryTransport()
+    place.put(PATH, b"crashed")
+    lease = Lease(place, PATH)
+    for sign in (b"alive", b"alive and well"):
+        with lease as ours:
+            assert not ours
+        place.put(PATH, sign)
+    with lease as ours:
+        assert not ours
+    with lease as ours:
+        assert ours
+    assert place.list() == []
+
+
+def test_signs_of_life_until_somebody_else_has_taken_over(monkeypatch):
+    monkeypatch.setattr(_lease, "BEAT_S", 0.001)
+    seen, changed = set(), threading.Event()
+
+    class Noted(MemoryTransport):
+        def put(self, path, data):
+            super().put(path, data)
+            seen.add(bytes(data))
+            if len(seen) == 3:
+                changed.set()
+
+    place = Noted()
+    with Lease(place, PATH) as ours:
+        assert ours
+        assert changed.wait(HANG_S)
+        beating = next(thread for thread in threading.enumerate() if thread.name == "saev-lease")
+        while beating.is_alive():  # a beat that was just under way is put over it
+            place.put(PATH, b"another's")
+            beating.join(0.01)
+        place.put(PATH, b"another's")
+    assert place.read(PATH) == b"another's"
+
+
+def test_a_lost_answer_is_no_defeat():
+    class Loses(MemoryTransport):
+        def create(self, path, data):
+            super().create(path, data)
+            raise TransportError("the answer was lost", where=path, transient=True)
+
+    with Lease(Loses(), PATH) as ours:
+        assert ours
+
+
+def test_where_creating_is_not_atomic_the_last_one_counts():
+    class Swift(MemoryTransport):
+        def create(self, path, data):
+            super().create(path, data)
+            self.put(path, b"another's")
+
+    place = Swift()
+    with Lease(place, PATH) as ours:
+        assert not ours
+    assert place.read(PATH) == b"another's"
+
+
+class Bucket(MemoryTransport):
+    """Without locks; nothing is uploaded before everybody has looked whether somebody is at work."""
+
+    is_local = False
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n, self.looked, self.all_looked = n, set(), threading.Event()
+        self.begun: list[str] = []
+
+    def read(self, path, *, max_bytes=None):
+        if "stage-" in path:
+            self.looked.add(threading.get_ident())
+            if len(self.looked) >= self.n:
+                self.all_looked.set()
+        return super().read(path, max_bytes=max_bytes)
+
+    def open_sink(self, path, **options):
+        assert self.all_looked.wait(HANG_S)
+        self.begun.append(path.rpartition("/")[2])
+        return super().open_sink(path, **options)
+
+    def put(self, path, data):
+        if "/owners/" in path:
+            self.begun.append("owner")
+        super().put(path, data)
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """In place of `bucket://near`; every look follows at once."""
+    bucket, real = Bucket(3), staging.open_transport
+
+    def opened(url, options=None, **more):
+        return bucket if str(url).startswith("bucket://") else real(url, options, **more)
+
+    monkeypatch.setattr(staging, "open_transport", opened)
+    monkeypatch.setattr(copying, "open_transport", opened)
+    monkeypatch.setattr(staging, "_POLL_S", 0.001)
+    monkeypatch.setattr(_lease, "PATIENCE", 1 << 40)
+    return bucket
+
+
+@pytest.mark.parametrize("layers", [[2, 11], "all"])
+def test_several_stage_into_a_bucket_and_one_works(tmp_path, bucket, layers):
+    """They used to take over one another again and again."""
+    plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(stage, plain.path, "bucket://near", layers=layers) for _ in range(3)]
+        (address,) = {future.result(HANG_S) for future in futures}
+    assert bucket.begun.count("owner") == (0 if layers == "all" else 1)
+    shards = [name for name in bucket.begun if name.startswith("acts")]
+    assert len(shards) == len(set(shards)) >= 4
+    assert [entry.path for entry in bucket.list()] == [address.rpartition("/")[2]]
+    store = ShardStore.open(bucket.at(address.rpartition("/")[2]))
+    np.testing.assert_array_equal(store[:], plain.acts[:, [0, 2]] if layers != "all" else plain.acts)
+
+
+def test_a_stager_that_crashed_is_succeeded(tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr(_lease, "PATIENCE", 5)
+    bucket.all_looked.set()
+    plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
+    with ShardStore.open(plain.path) as store:
+        name = copying.target_of(store, "bucket://near", [5], "all").name
+    bucket.put(f"{staging.TEMPORARY}stage-{name}", b"crashed")
+    assert stage(plain.path, "bucket://near", layers=5) == f"bucket://near/{name}"
+    np.testing.assert_array_equal(ShardStore.open(bucket.at(name))[:, 0], plain.acts[:, 1])
+    assert [entry.path for entry in bucket.list()] == [name]
