@@ -48,7 +48,7 @@ def test_ctrl_c_ends_within_a_second(tmp_path: Path, situation: str, receiver: s
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "KeyboardInterrupt" in errors
     assert process.returncode == -signal.SIGINT
     after = json.loads(said.splitlines()[-1])
     assert 0 <= after["awake_s"] < LIMIT_S, after
