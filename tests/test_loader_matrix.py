@@ -103,7 +103,7 @@ TRANSPORTS: dict[str, Callable[[Plain, ExitStack, object], Transport]] = {
 def settings() -> Iterator[dict[str, object]]:
     """1 to 64 threads with reads from single vectors to everything at once, for both kinds of slots."""
     sizes = itertools.cycle((1, 700, 5000, 10**9))
-    for slots in ("block", "row"):
+    for slots in ("batch", "block", "row"):
         for n_threads in (1, 2, 5, 16, 64):
             yield {"slots": slots, "n_threads": n_threads, "read_bytes": next(sizes)}
 
@@ -144,7 +144,7 @@ def test_how_it_is_read_never_shows(name: str, plain: Plain, truth: dict[str, np
 
 
 @pytest.mark.parametrize("tokens", ["all", "special"])
-@pytest.mark.parametrize("slots", ["block", "row"])
+@pytest.mark.parametrize("slots", ["batch", "block", "row"])
 def test_other_tokens(tokens: str, slots: str, plain: Plain) -> None:
     found = []
     for transport in (MmapTransport(plain.path), PreadTransport(plain.path), Fetched(in_memory(plain))):

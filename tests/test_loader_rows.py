@@ -96,7 +96,7 @@ def test_every_combination_exactly_once(plain, store, layer, tokens, ignore, bat
 
     options = {"batch_size": batch_size, "labels": store.labels, "n_threads": 2}
     order = None
-    for slots in ("block", "row"):
+    for slots in ("batch", "block", "row"):
         with ShuffledLoader(rows, **options, slots=slots, window_blocks=3) as loader:
             batches = list(loader)
         found = rows_of(batches, plain, store, labels)

@@ -23,6 +23,7 @@ from saev_store.order import (
     Emitted,
     Partition,
     Permutation,
+    RowsAhead,
     ShuffledOrder,
     Window,
     derive,
@@ -157,6 +158,33 @@ def ticks_of(part: Partition) -> list[Emitted]:
             window.admit([0], [cohort])
         found += map(window.emitted, window.tick([0], [tick]))
     return found
+
+
+@given(orders(), st.data())
+def test_it_is_known_ahead_where_a_row_will_be_handed_out(order: ShuffledOrder, data: st.DataObject):
+    """From any tick on, and however unequally partitions get on: the order the other way round."""
+    parts = [order.partition(number) for number in range(order.n_partitions)]
+    first_tick = [data.draw(st.integers(0, part.n_ticks)) for part in parts]
+    window = Window(parts, data.draw(st.integers(0, 2)))
+    ahead = RowsAhead(window, first_tick, lambda lane, start, stop: np.arange(start, stop) * len(parts) + lane)
+    next_cohort = first_tick.copy()
+    found = [np.full((part.n_rows, 2), -1, dtype=np.int64) for part in parts]
+    while lanes := [lane for lane, part in enumerate(parts) if next_cohort[lane] < part.n_cohorts]:
+        lanes = sorted(data.draw(st.sets(st.sampled_from(lanes), min_size=1)))
+        cohorts = [next_cohort[lane] for lane in lanes]
+        entered = window.admit(lanes, cohorts)
+        rows = ahead.enter(lanes, cohorts, entered)
+        where, lane = np.divmod(rows.place, len(parts))
+        np.testing.assert_array_equal(lane, np.repeat(lanes, entered.n_blocks)[rows.block])
+        for one in lanes:
+            next_cohort[one] += 1
+            mine = lane == one
+            assert (found[one][where[mine]] == -1).all()
+            found[one][where[mine]] = np.stack([entered.numbers[rows.block], rows.cell], axis=1)[mine]
+    for lane, part in enumerate(parts):
+        start = part.emitted_before(first_tick[lane])
+        assert (found[lane][:start] == -1).all()
+        np.testing.assert_array_equal(found[lane][start:], np.stack(part.rows(start, part.n_rows), axis=1))
 
 
 @given(orders(), st.data())

@@ -23,6 +23,7 @@ from saev_store.loaders._medium import Kind, medium_of, unwrapped
 from saev_store.loaders._memory import Allocate, HostWindow, Outputs, WindowMemory, allocate
 from saev_store.loaders._metrics import Metrics, Tally
 from saev_store.loaders._reads import Reads
+from saev_store.loaders._ring import BatchRing
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
 from saev_store.loaders._scale import norm_scale
 from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
@@ -124,6 +125,7 @@ class Loader(ABC):
         self._make_buffer = make_buffer
         self._outputs: Outputs | None = None
         self._window: WindowMemory | None = None
+        self._ring: BatchRing | None = None
         self._machinery: Machinery | None = None
         self._lock = threading.Lock()
         self._iterator: Callable[[], BatchIterator | None] = lambda: None
@@ -210,7 +212,7 @@ class Loader(ABC):
             self._end_iteration()
             if self._machinery is not None and self._machinery.has_strays:
                 # A read that hangs in the system may still be writing there.
-                self._outputs = self._window = None
+                self._outputs = self._window = self._ring = None
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
@@ -237,8 +239,9 @@ class Loader(ABC):
                     shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate
                 )
             self._window = self._window or self._new_window(self._outputs)
+            self._ring = self._ring or BatchRing(self._outputs)
             dressing = Dressing(self._space, self._labels, self.scale)
-            equipment = Equipment(reads, machinery, self._outputs, self._window, dressing)
+            equipment = Equipment(reads, machinery, self._outputs, self._window, self._ring, dressing)
             n_batches, make = len(self), self._batches(epoch, equipment)
             run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
             iterator = BatchIterator(
@@ -289,7 +292,7 @@ class Loader(ABC):
     def close(self) -> None:
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self._end_iteration()
-        self._outputs = self._window = None
+        self._outputs = self._window = self._ring = None
 
     def _end_iteration(self) -> None:
         iterator = self._iterator()

@@ -10,12 +10,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from saev_store.errors import SaevStoreError
 from saev_store.layout import IntArray
+from saev_store.loaders._ahead import BatchesAhead, no_room
 from saev_store.loaders._dressing import Coordinates, Dressing
 from saev_store.loaders._lanes import Lanes
 from saev_store.loaders._memory import Outputs, Rows, WindowMemory
 from saev_store.loaders._reads import Reads, Runs, merged, runs_of_planes
+from saev_store.loaders._ring import BatchRing
 from saev_store.loaders._run import Batch, Machinery
 from saev_store.loaders._slots import n_rows_of
 from saev_store.loaders._workers import Group
@@ -38,6 +39,7 @@ class Equipment:
         machinery: Threads and counters.
         outputs: Memory of batches.
         window: Memory of the window, kept from epoch to epoch.
+        ring: Memory of batches to come, likewise.
         dressing: What a batch holds besides vectors.
     """
 
@@ -45,6 +47,7 @@ class Equipment:
     machinery: Machinery
     outputs: Outputs
     window: WindowMemory
+    ring: BatchRing
     dressing: Dressing
 
 
@@ -106,7 +109,7 @@ class ShuffledBatches:
                     found[lane] = lanes.padding(lane, n[lane] - done)
             entries = np.concatenate(found)
             if not len(entries) and total:
-                raise _no_room()
+                raise no_room()
             rows, coordinates = lanes.rows(entries), lanes.coordinates(entries)
             if len(entries) == total:
                 where = coordinates
@@ -136,12 +139,51 @@ class ShuffledBatches:
         machinery.tally.gather_s += time.perf_counter() - started
 
 
-def _no_room() -> SaevStoreError:
-    return SaevStoreError(
-        "the window's memory has no room for the rows that come next, although it was planned for them",
-        where="slots",
-        remedy="Please report this. slots='block' plans in another way.",
-    )
+class PlacedBatches:
+    """The same batches, whose rows are put where they belong as soon as they are read.
+
+    Args:
+        order: The order of the epoch.
+        partitions: This rank's.
+        fill_up: As for `ShuffledBatches`.
+        n_ahead: Cohorts read ahead of the window.
+        equipment: What to make them with.
+    """
+
+    def __init__(
+        self, order: ShuffledOrder, partitions: range, *, fill_up: bool, n_ahead: int, equipment: Equipment
+    ) -> None:
+        self._order, self._partitions, self._fill_up = order, partitions, fill_up
+        self._n_ahead, self._eq = n_ahead, equipment
+
+    def batches(self, first: int, stop: int) -> Iterator[Batch]:
+        """The batches `first` to `stop`, counted from the epoch's beginning."""
+        if first >= stop:
+            return
+        eq = self._eq
+        ahead = BatchesAhead(
+            [self._order.partition(number) for number in self._partitions],
+            first,
+            stop,
+            fill_up=self._fill_up,
+            n_ahead=self._n_ahead,
+            n_lent=eq.outputs.n_kept,
+            ring=eq.ring,
+            reads=eq.reads,
+            machinery=eq.machinery,
+        )
+        ahead.pump()
+        for number in range(first, stop):
+            act, where = ahead.batch(number)
+            ahead.pump()
+            eq.machinery.tally.window_fill = ahead.fill
+            if eq.dressing.scale is not None:
+                eq.window.scale(act, eq.dressing.scale)
+            batch = eq.dressing.batch(act, where)
+            # The consumer alone decides how long it lives.
+            del act, where
+            yield batch
+            del batch
 
 
 class OrderedBatches:

@@ -7,7 +7,7 @@ import mmap
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray
 from saev_store.loaders._workers import Group
 from saev_store.reader import FloatArray
+from saev_store.transport import Buffer
 
 if TYPE_CHECKING:
     from saev_store.loaders._run import Machinery
@@ -61,7 +62,7 @@ class Outputs:
     """
 
     def __init__(self, shape: tuple[int, int], n_kept: int, make: Allocate = allocate) -> None:
-        self.shape, self._n_kept, self._make = shape, n_kept, make
+        self.shape, self.n_kept, self.make = shape, n_kept, make
         self._kept: list[FloatArray] = []
         self._owners: list[np.ndarray] = []
         self._idle: list[int] = []
@@ -71,8 +72,8 @@ class Outputs:
         for number, n_idle in enumerate(self._idle):
             if sys.getrefcount(self._owners[number]) <= n_idle:
                 return self._kept[number][:]
-        made = self._make(self.shape)
-        if len(self._kept) == self._n_kept:
+        made = self.make(self.shape)
+        if len(self._kept) == self.n_kept:
             return made
         self._kept.append(made)
         # A view of a view refers to the array at the bottom, so that is where references are counted.
@@ -106,6 +107,15 @@ class Target(Protocol):
 
     def fill(self, place: IntArray, count: IntArray, read: Callable[[IntArray, FloatArray], None]) -> None:
         """Fill the rows `place[i]` to `place[i] + count[i]` with what `read(place, buffer)` puts at such places of a buffer."""
+        ...
+
+
+@runtime_checkable
+class Takes(Protocol):
+    """Rows that are copied from wherever they arrived."""
+
+    def take(self, place: int, count: int, source: Buffer) -> None:
+        """Fill the rows `place` to `place + count` from their bytes."""
         ...
 
 

@@ -18,10 +18,10 @@ from saev_store.indexing import Axis, Progression
 from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
-from saev_store.loaders._memory import Rows, Target
+from saev_store.loaders._memory import Rows, Takes, Target
 from saev_store.reader import FloatArray, Reader, _Piece
 from saev_store.transport import ReadsInto
-from saev_store.transport._base import ReadsRuns
+from saev_store.transport._base import Buffer, LendsRuns, ReadsRuns
 
 #: A read that failed for a passing reason is tried again after these waits.
 _WAITS_S = (0.05, 0.2, 0.8)
@@ -137,6 +137,7 @@ class Reads:
         transport = reader.transport
         self._into = transport if isinstance(transport, ReadsInto) else None
         self._runs = transport if isinstance(transport, ReadsRuns) else None
+        self._lends = transport if isinstance(transport, LendsRuns) else None
         self._one_by_one = waits and self._runs is not None
         self._resident = np.isinf(transport.cost.max_gap_bytes)
         # Gaps are read into memory that is thrown away; where the source is memory, only a token's worth pays.
@@ -160,12 +161,14 @@ class Reads:
         # A task ends with its shard, and where it has enough to do.
         part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
         bounds = np.concatenate(([0], np.flatnonzero(np.diff(part)) + 1, [len(part)])).tolist()
+        takes = target if self._lends is not None and isinstance(target, Takes) else None
         for lo, hi in pairwise(bounds):
             some = runs.take(slice(lo, hi))
-            yield (
-                (lambda some=some: target.fill(some.place, some.count, partial(self._read, some))),
-                shard_name(int(some.shard[0])),
-            )
+            if takes is not None:
+                task = partial(self._take, some, takes)
+            else:
+                task = partial(target.fill, some.place, some.count, partial(self._read, some))
+            yield task, shard_name(int(some.shard[0]))
 
     def _small(self, runs: Runs, target: Target) -> Iterator[tuple[Callable[[], None], str]]:
         """Scattered single vectors: the reader gathers them from maps, or merges them into requests."""
@@ -195,18 +198,9 @@ class Reads:
     def _read(self, runs: Runs, place: IntArray, buffer: FloatArray) -> None:
         """Runs of one shard, in the order of the shard, to the rows from `place[i]` on of a buffer."""
         started = time.perf_counter()
-        v, shard, example_nbytes = self.layout.vector_nbytes, int(runs.shard[0]), self.layout.example_nbytes
-        # Lists: a task has few runs, often one.
-        begins, places, origins = (runs.vector * v).tolist(), (place * v).tolist(), runs.origin.tolist()
-        stops = ((runs.vector + runs.count) * v).tolist()
-        self._touch(shard, begins[0] // example_nbytes, (max(stops) - 1) // example_nbytes)
-        # Vectors that are wanted twice are read twice.
-        first = [
-            run
-            for run in range(1, len(begins))
-            if not 0 <= begins[run] - stops[run - 1] <= self._max_gap_bytes or origins[run] != origins[run - 1]
-        ]
-        first = [0, *first, len(begins)]
+        v, shard = self.layout.vector_nbytes, int(runs.shard[0])
+        begins, stops, first = self._requests(runs)
+        places = (place * v).tolist()
         raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # whatever the transport handed out
         if self._advice is not None:
             self._advice.before(shard)
@@ -234,6 +228,46 @@ class Reads:
         if self._advice is not None:
             for lo, hi in pairwise(first):
                 self._advice.after(shard, begins[lo], stops[hi - 1])
+        self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
+
+    def _requests(self, runs: Runs) -> tuple[list[int], list[int], list[int]]:
+        """First and last byte of each run, and the number of the first run of each request, with how many runs there are."""
+        v, example_nbytes = self.layout.vector_nbytes, self.layout.example_nbytes
+        # Lists: a task has few runs, often one.
+        begins, origins = (runs.vector * v).tolist(), runs.origin.tolist()
+        stops = ((runs.vector + runs.count) * v).tolist()
+        self._touch(int(runs.shard[0]), begins[0] // example_nbytes, (max(stops) - 1) // example_nbytes)
+        # Vectors that are wanted twice are read twice.
+        first = [
+            run
+            for run in range(1, len(begins))
+            if not 0 <= begins[run] - stops[run - 1] <= self._max_gap_bytes or origins[run] != origins[run - 1]
+        ]
+        return begins, stops, [0, *first, len(begins)]
+
+    def _take(self, runs: Runs, target: Takes) -> None:
+        """Runs of one shard, in the order of the shard, from where they arrived to the places of a target."""
+        if self._lends is None:  # pragma: no cover - looked at before
+            return
+        started, lends, shard = time.perf_counter(), self._lends, int(runs.shard[0])
+        begins, stops, first = self._requests(runs)
+        places, counts = runs.place.tolist(), runs.count.tolist()
+        for at in range(0, len(first) - 1, _RUNS_AT_ONCE):
+            requests = list(pairwise(first[at : at + _RUNS_AT_ONCE + 1]))
+
+            def take(number: int, found: Buffer, requests: list[tuple[int, int]] = requests) -> None:
+                lo, hi = requests[number]
+                for run in range(lo, hi):
+                    start, stop = begins[run] - begins[lo], stops[run] - begins[lo]
+                    target.take(places[run], counts[run], memoryview(found)[start:stop])
+
+            lows, highs = [begins[lo] for lo, _ in requests], [stops[hi - 1] for _, hi in requests]
+            try:
+                self._retried(partial(lends.lend_runs, shard_name(shard), starts=lows, ends=highs, take=take))
+            except NotFoundError:
+                self._look_again(shard)
+                raise
+        nbytes = sum(stops[hi - 1] - begins[lo] for lo, hi in pairwise(first))
         self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
 
     def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Unpack
+from typing import Literal, Unpack, get_args
 
 import numpy as np
 
 from saev_store.errors import ArgumentError
 from saev_store.loaders._base import Loader, Options
-from saev_store.loaders._batches import Equipment, ShuffledBatches, n_window_rows
+from saev_store.loaders._batches import Equipment, PlacedBatches, ShuffledBatches, n_window_rows
 from saev_store.loaders._explain import Plan
 from saev_store.loaders._medium import Medium
 from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
@@ -22,7 +22,7 @@ from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, Shuffled
 from saev_store.selected import Selection
 from saev_store.selection import RowSpace
 
-Slots = Literal["block", "row"]
+Slots = Literal["batch", "block", "row"]
 
 #: Cohorts of a partition that are read ahead of the window: the second where it holds few blocks. Neither depends on the
 #: medium, because the order must not. Four keep enough requests under way where each waits for a network.
@@ -85,7 +85,7 @@ class ShuffledLoader(Loader):
         *,
         seed: int = 17,
         window_bytes: int = 2 << 30,
-        slots: Slots = "block",
+        slots: Slots | None = None,
         examples_per_block: int | None = None,
         n_partitions: int | None = None,
         window_blocks: int | None = None,
@@ -95,11 +95,16 @@ class ShuffledLoader(Loader):
         super().__init__(rows, **options)
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
             raise ArgumentError(f"seed is {seed!r}; it must be an integer", where="seed")
-        if slots not in ("block", "row"):
-            raise ArgumentError(f"slots is {slots!r}; it must be 'block' or 'row'", where="slots")
+        if slots is not None and slots not in get_args(Slots):
+            raise ArgumentError(f"slots is {slots!r}; it must be 'batch', 'block' or 'row'", where="slots")
+        if slots == "batch" and make_window is not HostWindow:
+            raise ArgumentError(
+                "slots is 'batch', which keeps no window that could lie elsewhere", where="slots", remedy="Use 'block' or 'row'."
+            )
         for name, value in (("window_bytes", window_bytes), ("window_blocks", window_blocks or 1), ("n_partitions", n_partitions or 1)):  # fmt: skip
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1", where=name)
+        self._slots: Slots = slots or ("block" if make_window is not HostWindow or self._make_buffer else "batch")
         self._seed, self._rows_apart, self._window_bytes = int(seed), slots == "row", int(window_bytes)
         self._fixed_window, self._make_window = window_blocks is not None, make_window
         group = examples_per_block or _examples_per_block(self._space, self._medium)
@@ -181,10 +186,15 @@ class ShuffledLoader(Loader):
     # -- the contract of Loader ----------------------------------------------------------------------------------------
 
     def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:
+        fill_up = self._world > 1 and not self.drop_last
+        if self._slots == "batch":
+            return PlacedBatches(
+                self._order(epoch), self._partitions(), fill_up=fill_up, n_ahead=self._n_ahead, equipment=equipment
+            ).batches
         return ShuffledBatches(
             self._order(epoch),
             self._partitions(),
-            fill_up=self._world > 1 and not self.drop_last,
+            fill_up=fill_up,
             n_ahead=self._n_ahead,
             rows_apart=self._rows_apart,
             equipment=equipment,
@@ -215,7 +225,7 @@ class ShuffledLoader(Loader):
             n_vectors=sum(part.n_blocks for part in parts) * order.blocks.cells_per_block,
             n_buffers=self._prefetch + 3,
             window_bytes=rows * layout.vector_nbytes,
-            slots="row" if self._rows_apart else "block",
+            slots=self._slots,
             n_partitions=order.n_partitions,
             examples_per_block=order.blocks.examples_per_block,
             mixing=predict_mixing(order, self.batch_size, len(self._partitions())),

@@ -6,6 +6,7 @@ what batches will be made of. With ignored labels a `ShuffledOrder` keeps eight 
 
 from __future__ import annotations
 
+from saev_store.order._ahead import Ahead, RowsAhead, Where
 from saev_store.order._blocks import MAX_ROWS_PER_BLOCK, Blocks, Places
 from saev_store.order._mixing import Mixing, predict_mixing
 from saev_store.order._permutation import Permutation
@@ -17,6 +18,7 @@ from saev_store.order._words import derive, shuffled, shuffled_rows, words
 __all__ = [
     "MAX_ROWS_PER_BLOCK",
     "ORDER_VERSION",
+    "Ahead",
     "Batching",
     "Blocks",
     "Cohort",
@@ -25,7 +27,9 @@ __all__ = [
     "Partition",
     "Permutation",
     "Places",
+    "RowsAhead",
     "ShuffledOrder",
+    "Where",
     "Window",
     "derive",
     "predict_mixing",

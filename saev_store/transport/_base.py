@@ -143,6 +143,20 @@ class ReadsRuns(Protocol):
 
 
 @runtime_checkable
+class LendsRuns(Protocol):
+    """Shows the bytes of many places of one file where they arrived, to whoever copies them elsewhere anyway."""
+
+    def lend_runs(
+        self, path: str, *, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]
+    ) -> None:
+        """Call `take(number, bytes)` for each range, in this thread, whole, in any order; they may be gone when it returns.
+
+        After an error some may have been taken.
+        """
+        ...
+
+
+@runtime_checkable
 class Nests(Protocol):
     """Has folders that can be roots of their own, through the same client."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError
@@ -162,6 +162,18 @@ class ObstoreTransport:
                 self._forked().readinto(path, start=start, buffers=views)
         else:
             self._object(below).read_runs(starts, targets, nbytes=sum(ends) - sum(starts))
+
+    def lend_runs(
+        self, path: str, *, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]
+    ) -> None:
+        """Fetch all ranges side by side, each in one request, and show each as it came."""
+        below = self._below(path)
+        check_ranges(self._where(below), starts, ends)
+        if is_forked():
+            for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                take(number, self._forked().get_ranges(path, starts=[start], ends=[end])[0])
+        else:
+            self._object(below).lend_runs(starts, ends, take)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -95,6 +95,17 @@ class Object:
             [partial(self._now, start, start + sum(map(len, views))) for start, views in pieces],
             lambda number, data: scatter(data, pieces[number][1]),
             nbytes=nbytes,
+        )
+
+    def lend_runs(self, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]) -> None:
+        """Show the bytes of several places, fetched side by side; waits in the caller's thread."""
+        ranges = [(number, start, end) for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        self.client.blocking(
+            "read",
+            self.where,
+            [partial(self._now, start, end) for _, start, end in ranges],
+            lambda at, data: take(ranges[at][0], memoryview(data)),
+            nbytes=sum(ends) - sum(starts),
         )
 
     def _now(self, start: int, end: int) -> Bytes:

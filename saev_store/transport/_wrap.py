@@ -12,6 +12,7 @@ from saev_store.transport._base import (
     CopiesWithin,
     Counters,
     Entry,
+    LendsRuns,
     Lists,
     Moves,
     Nests,
@@ -31,7 +32,7 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `Lists`, `Writes`, `Uploads`, `CopiesWithin`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
+    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `LendsRuns`, `Lists`, `Writes`, `Uploads`, `CopiesWithin`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
     override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
@@ -107,6 +108,14 @@ class _ReadingRuns(Wrapper):
         inner = cast("ReadsRuns", self._inner)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         self._around("read_runs", nbytes, lambda: inner.read_runs(path, starts=starts, buffers=buffers))
+
+
+class _LendingRuns(Wrapper):
+    def lend_runs(
+        self, path: str, *, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]
+    ) -> None:
+        inner, nbytes = cast("LendsRuns", self._inner), sum(ends) - sum(starts)
+        self._around("lend_runs", nbytes, lambda: inner.lend_runs(path, starts=starts, ends=ends, take=take))
 
 
 class _Listing(Wrapper):
@@ -229,6 +238,7 @@ class _WrappedUpload(_WrappedSink):
 _ABILITIES: dict[type, type[Wrapper]] = {
     ReadsInto: _ReadingInto,
     ReadsRuns: _ReadingRuns,
+    LendsRuns: _LendingRuns,
     Lists: _Listing,
     Nests: _Nesting,
     Writes: _Writing,
