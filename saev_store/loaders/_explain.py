@@ -41,7 +41,9 @@ class Plan:
     mixing: Mixing | None = None
 
 
-def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, task_bytes: int, world: int) -> Estimate:
+def epoch_cost(
+    plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, world: int, waits: bool
+) -> Estimate:
     """What an epoch of one rank costs.
 
     Args:
@@ -50,8 +52,9 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, task_bytes: int, wor
         space: What is read, over all ranks.
         task_bytes: What a task reads.
         world: How many ranks share the work.
+        waits: Whether the shards lie where a fault on a map waits.
     """
-    reads = PlannedReads(reader, task_bytes=task_bytes)
+    reads = PlannedReads(reader, task_bytes=task_bytes, waits=waits)
     n_parts = plan.n_parts
     some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
     found = sum(reads.count(plan.runs(number)) for number in some)

@@ -328,13 +328,14 @@ class PlannedReads(Reads):
     Args:
         reader: The store's.
         task_bytes: As of the reads that this stands for.
+        waits: Likewise.
     """
 
-    def __init__(self, reader: Reader, *, task_bytes: int) -> None:
+    def __init__(self, reader: Reader, *, task_bytes: int, waits: bool = False) -> None:
         self._planner = Planner(reader)
         #: Requests that look at the size of a shard, for those whose size is not known yet.
         self.sizes = self._planner.forget_sizes()
-        super().__init__(self._planner, ReadTally(), threading.Event(), task_bytes=task_bytes)
+        super().__init__(self._planner, ReadTally(), threading.Event(), task_bytes=task_bytes, waits=waits)
 
     def count(self, runs: Runs) -> int:
         """Count what reading these runs costs; returns how many vectors they have."""
@@ -367,6 +368,10 @@ class PlannedReads(Reads):
                 planner._mapped(shard)
             n_maps, map_bytes = len(planner.mapped), sum(planner.mapped.values())
         return round(requests) + n_maps + sizes, round(n_bytes) + map_bytes
+
+    def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
+        for start, buffer in zip(starts, buffers, strict=True):
+            self._fill(shard, start, [buffer])
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
         del shard, start
