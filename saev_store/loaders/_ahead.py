@@ -100,9 +100,9 @@ class BatchesAhead:
             return [lane * self._share for lane in range(len(self._parts))]
         return [0, *accumulate(self._shares(number)[0])]
 
-    def pump(self) -> None:
-        """Start reading every cohort that there is room for."""
-        while lanes := [lane for lane in range(len(self._parts)) if self._has_room(lane)]:
+    def pump(self, *, n_least: int = 1) -> None:
+        """Start reading every cohort that there is room for, as long as at least so many lanes have it."""
+        while len(lanes := [lane for lane in range(len(self._parts)) if self._has_room(lane)]) >= n_least:
             cohorts = [self._next[lane] for lane in lanes]
             entered = self._window.admit(lanes, cohorts)
             self._place(lanes, cohorts, entered)

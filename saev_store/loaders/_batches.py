@@ -173,9 +173,11 @@ class PlacedBatches:
             machinery=eq.machinery,
         )
         ahead.pump()
+        n_least = (len(self._partitions) + 1) // 2
         for number in range(first, stop):
             act, where = ahead.batch(number)
-            ahead.pump()
+            # Few large steps: what one costs is mostly its calls.
+            ahead.pump(n_least=n_least)
             eq.machinery.tally.window_fill = ahead.fill
             if eq.dressing.scale is not None:
                 eq.window.scale(act, eq.dressing.scale)

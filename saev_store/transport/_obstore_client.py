@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +27,7 @@ from saev_store.errors import (
 )
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
-from saev_store.transport._obstore_threads import Callers
+from saev_store.transport._obstore_threads import Callers, Gate
 from saev_store.transport._parts import Buffers
 from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
@@ -167,19 +168,25 @@ class Client:
     ) -> None:
         """As `call`, for work that waits inside obstore instead of in our loop: cheaper, for few large requests.
 
-        All is under way together, and `done(number, result)` is called in this thread. What is still under way when the time
-        is over cannot be cancelled: what it brings is forgotten, and its thread goes on when obstore's own limits end it.
+        All is under way together. `done(number, result)` is called in the thread that waited, which has the result in its
+        core's cache; never after this has returned. What is still under way when the time is over cannot be cancelled: what it
+        brings is forgotten, and its thread goes on when obstore's own limits end it.
 
         Raises:
             ForkError, DeadlineError, SaevStoreError: as `call`.
         """
         _running()  # obstore's threads are there from now on, and not in a forked child
         timeout_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
-        deadline = time.monotonic() + timeout_s
-        futures = [self._callers.begin(work) for work in works]
+        deadline, gate = time.monotonic() + timeout_s, Gate()
+
+        def whole(number: int, work: Callable[[], T]) -> None:
+            result = work()
+            gate.enter(lambda: done(number, result))
+
+        futures = [self._callers.begin(partial(whole, number, work)) for number, work in enumerate(works)]
         try:
-            for number, future in enumerate(futures):
-                done(number, future.result(max(deadline - time.monotonic(), 0.0)))
+            for future in futures:
+                future.result(max(deadline - time.monotonic(), 0.0))
         except SaevStoreError:
             raise
         except TimeoutError:
@@ -187,6 +194,7 @@ class Client:
         except Exception as error:
             raise self.translate(error, doing=doing, where=where) from None
         finally:
+            gate.close()
             for future in futures:
                 future.cancel()
 

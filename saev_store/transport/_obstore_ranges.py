@@ -88,7 +88,6 @@ class Object:
     def read_runs(self, starts: Sequence[int], targets: Sequence[Sequence[memoryview]], *, nbytes: int) -> None:
         """Fill memory from several places, side by side; waits in the caller's thread."""
         pieces = [piece for start, views in zip(starts, targets, strict=True) for piece in _pieces(start, views)]
-        # Copied in this thread, so that nothing is copied any more once it has given up.
         self.client.blocking(
             "read",
             self.where,

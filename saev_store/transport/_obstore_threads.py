@@ -17,6 +17,34 @@ T = TypeVar("T")
 _IDLE_S = 5.0
 
 
+class Gate:
+    """Lets threads through until it is closed, and `close` waits for those that are inside."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_inside, self._is_closed = 0, False
+
+    def enter(self, work: Callable[[], None]) -> None:
+        """Carry out some work, unless the gate is closed."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._n_inside += 1
+        try:
+            work()
+        finally:
+            with self._changed:
+                self._n_inside -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """From now on nothing is carried out any more."""
+        with self._changed:
+            self._is_closed = True
+            while self._n_inside:
+                self._changed.wait()
+
+
 class Callers:
     """As many threads as calls are under way together, up to `n_most`; daemons, because a call may hang.
 
