@@ -176,7 +176,7 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
             starts = list(range(0, size, PART_BYTES))
             transport.get_ranges(name, starts=starts, ends=[min(start + PART_BYTES, size) for start in starts])
 
-    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=BATCH_ROWS, window_bytes=nbytes // 2, slots=os.environ.get("SLOTS") or None)
+    shuffled = ShuffledLoader(store.sel(tokens="all"), batch_size=BATCH_ROWS, window_bytes=nbytes // 2)
     extent = shuffled.explain().extent_bytes
     window = np.zeros((nbytes // 2 // extent, extent // 4), np.float32)
     vectors = window.reshape(-1, layout.d_model)

@@ -162,7 +162,7 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_opti
     assert price_of(transport) == (PRICES[scheme] if scheme else Price())
 
 
-@pytest.mark.parametrize("slots", [None, "block", "row"])
+@pytest.mark.parametrize("slots", [None, "batch", "block", "row"])
 @pytest.mark.parametrize("layer", [7, "all"])
 @pytest.mark.parametrize("tokens", ["content", "special"])
 def test_an_epoch_costs_what_the_loader_says(slots: str | None, layer: object, tokens: str):
@@ -208,6 +208,27 @@ def test_a_shard_is_mapped_once_however_long_the_epoch(
             after = store.transport.counters
             assert expected.bytes_read == after.bytes_read - before.bytes_read
             assert expected.requests == after.requests - before.requests
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+@pytest.mark.parametrize("slots", ["batch", "block", "row"])
+def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str, slots: str):
+    """Also where many runs are read in one call."""
+    layout = Layout(
+        n_examples=300, layers=(3, 7), content_tokens_per_example=40, cls_token=True, d_model=128, examples_per_shard=100
+    )
+    for name, data in plain_store(layout).files.items():
+        (tmp_path / name).write_bytes(data)
+    store = opened(open_transport(str(tmp_path), engine=engine))
+    with ShuffledLoader(store.sel(layer=3), batch_size=64, slots=slots, window_blocks=20) as loader:
+        list(loader)  # sizes are known from now on
+        before = store.transport.counters
+        expected = loader.explain().cost
+        assert store.transport.counters == before
+        list(loader)
+        near = 0.3 if slots == "row" else 0.01  # which rows share a request is settled while reading
+        assert expected.requests == pytest.approx(loader.metrics().n_requests, rel=near)
+        assert expected.bytes_read == pytest.approx(loader.metrics().bytes_read, rel=near)
 
 
 def test_of_a_long_epoch_some_is_planned():

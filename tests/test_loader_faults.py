@@ -48,6 +48,7 @@ def our_threads() -> list[str]:
 KINDS = {
     "ordered": (OrderedLoader, {}),
     "block": (ShuffledLoader, {"window_blocks": 3}),
+    "batch": (ShuffledLoader, {"window_blocks": 3, "slots": "batch"}),
     "row": (ShuffledLoader, {"window_blocks": 3, "slots": "row"}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 import tracemalloc
@@ -21,7 +22,8 @@ from saev_store.errors import ArgumentError
 from saev_store.layout import Layout
 from saev_store.loaders import NO_LABEL, OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader
-from saev_store.loaders._memory import Outputs, allocate
+from saev_store.loaders._memory import HostWindow, Outputs, allocate
+from saev_store.loaders._ring import BatchRing
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, ShuffledOrder
@@ -179,10 +181,11 @@ def test_ranks_share_the_work(plain, store, kind, world, drop_last):
 def test_a_batch_belongs_to_whoever_holds_it(plain, store):
     """Memory is used again, but never while a batch, or a piece of one, is held."""
     rows = store.sel(layer=5, tokens="content")
-    for kind in (OrderedLoader, ShuffledLoader):
+    for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {"slots": "block"}), (ShuffledLoader, {"slots": "batch"})):
         kept, copies = [], []
-        with kind(rows, batch_size=8, n_threads=2) as loader:
-            for number, batch in enumerate(loader):
+        with kind(rows, batch_size=8, n_threads=2, **more) as loader:
+            for number, batch in enumerate(itertools.chain(loader, loader)):
+                batch["act"] += np.float32(number)  # his to write to
                 held = batch["act"] if number % 3 else batch["act"][2:5].reshape(-1)[1:]
                 if number % 2:
                     kept.append(held)
@@ -376,14 +379,15 @@ def test_ten_thousand_million_rows_cost_what_a_million_do():
     assert spent[1] < 5 * spent[0] + 2  # not a judgement of speed: 10^10 of anything would be hours
 
 
-def test_only_rows_of_the_window_are_in_memory(tmp_path):
+@pytest.mark.parametrize("slots", ["batch", "block"])
+def test_only_rows_of_the_window_are_in_memory(tmp_path, slots):
     """The process grows by the budget, not by the data."""
     psutil = pytest.importorskip("psutil")
     plain = plain_store(tmp_path, n=300, layers=(1,), tokens=16, per_shard=100, d_model=1024)  # 20 MB
     rows = ShardStore.open(plain.path, engine="pread").sel(tokens="content")
     del plain
     budget, process = 4 << 20, psutil.Process()
-    loader = ShuffledLoader(rows, batch_size=64, window_bytes=budget, n_threads=2)
+    loader = ShuffledLoader(rows, batch_size=64, window_bytes=budget, n_threads=2, slots=slots)
     buffers = loader.explain().buffer_bytes
     for batch in loader:
         del batch
@@ -393,7 +397,8 @@ def test_only_rows_of_the_window_are_in_memory(tmp_path):
     for batch in loader:
         del batch
         most = max(most, process.memory_info().rss)
-    assert loader.explain().window_bytes <= budget
+    # Places for rows take 28 bytes each, and rounding a row for each block.
+    assert loader.explain().window_bytes <= (1.1 if slots == "batch" else 1) * budget
     assert most - before < 1.1 * (budget + buffers) + (8 << 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
@@ -515,3 +520,34 @@ def test_several_threads_gather(plain, store):
     for expected, found in zip(batches, many, strict=True):
         np.testing.assert_array_equal(found["act"], expected["act"])
     assert len(rows_of(many, plain, store, store.layers)) == len(rows)
+
+
+def test_a_ring_lends_so_many_batches_and_then_gives_copies():
+    """Slots that a consumer keeps are missing for reading ahead, so he keeps a few; of more he gets memory of his own."""
+    ring = BatchRing(Outputs((2, 3), n_kept=1))
+    held = []
+    for round_ in range(2):  # the second one begins while batches of the first are held
+        ring.begin(10, n_slots=2, n_lent=3, n_lanes=1, batch_rows=2, d_model=3)
+        for number in range(10, 20):
+            assert ring.open(number + 2)
+            for row in range(2):
+                ring.put(np.array([ring.row(number, row)]), np.full(3, 100 * round_ + number + row / 2, np.float32))
+            act, where = ring.hand_out(number, 2)
+            held.append((100 * round_ + number, act))
+            assert len(where.example) == 2
+            assert not ring.open(number + 6)
+    for number, act in held:
+        np.testing.assert_array_equal(act, np.float32([[number] * 3, [number + 0.5] * 3]))
+    in_ring = [act for _, act in held if np.may_share_memory(act, ring._rows)]
+    assert len(in_ring) == 3
+    assert len({act.ctypes.data for _, act in held}) == len(held)
+    del act, held, in_ring
+    assert ring.open(20 + 5 - 1)
+
+
+def test_slots_are_chosen_by_what_saves_a_copy(store, plain):
+    rows = store.sel(layer=5, tokens="content")
+    assert ShuffledLoader(rows).explain().slots == "block"
+    assert ShuffledLoader(rows, slots="batch").explain().slots == "batch"
+    with pytest.raises(ArgumentError, match="keeps no window that could lie elsewhere"):
+        ShuffledLoader(rows, slots="batch", make_window=lambda outputs: HostWindow(outputs))

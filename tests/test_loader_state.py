@@ -23,9 +23,11 @@ def rows(tmp_path_factory):
 KINDS = {
     "ordered": (OrderedLoader, {}),
     "block": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 4}),
+    "batch": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 4, "slots": "batch"}),
     "row": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 4, "slots": "row"}),
     "groups": (ShuffledLoader, {"window_blocks": 2, "n_partitions": 2, "examples_per_block": 3}),
     "whole": (ShuffledLoader, {"window_bytes": 1 << 22}),
+    "whole batches": (ShuffledLoader, {"window_bytes": 1 << 22, "slots": "batch"}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -427,7 +427,7 @@ def test_nothing_leaks(plain):
 
     def once(number: int) -> None:
         kind = list(LOADERS)[number % 2]
-        loader = make(plain, kind, **({"slots": ("block", "row")[number % 4 // 2]} if kind == "shuffled" else {}))
+        loader = make(plain, kind, **({"slots": ("batch", "block", "row")[number % 3]} if kind == "shuffled" else {}))
         iterator = iter(DataLoader(loader.as_iterable_dataset(), batch_size=None) if number % 5 == 4 else loader)
         for _ in range(number % 7):
             next(iterator)

@@ -19,18 +19,21 @@ from saev_store.loaders._workers import Group
 from saev_store.order import Cohort, Partition, RowsAhead, Window
 from saev_store.reader import FloatArray
 
+#: Where slots are free, because the consumer has fewer batches than he may, so many times as many cohorts are read ahead.
+_MORE_AHEAD = 2
+
 
 def n_batches_ahead(partitions: Sequence[Partition], n_ahead: int) -> int:
-    """Batches that are filled at the same time at most.
+    """Batches' worth of rows that are in memory at the same time at most, besides one that is begun and one that ends.
 
-    In d ticks, d cohorts' worth of rows are handed out: a block more at either end, because cohorts are of whole blocks, and
-    for each block in the window a row more, because shares are of whole rows.
+    What w ticks hand out must find room. That is the rows of w cohorts, give or take two blocks, because cohorts are of whole
+    blocks; and at the end of the stream up to one row more for each block in the window, because shares are rounded down.
     """
     found = 1
     for part in partitions:
         w, width, longest = part.window_ticks, part.blocks_per_tick, part.order.blocks.cells_per_block
-        n_rows = min((w + max(n_ahead, 2)) * width * longest + (2 * w + n_ahead) * width, part.n_rows)
-        found = max(found, -(-n_rows // part.order.rows_per_tick) + 2)
+        n_rows = min((w + max(n_ahead, 2)) * width * longest + w * width, part.n_rows)
+        found = max(found, -(-n_rows // part.order.rows_per_tick))
     return found
 
 
@@ -67,17 +70,22 @@ class BatchesAhead:
         self._share, self._longest, self._stop = order.rows_per_tick, order.longest(), stop
         self._shortest = min(part.n_rows for part in partitions)
         self._fill_up, self._blocks = fill_up, order.blocks
-        self._window = Window(partitions, n_ahead)
-        ring.reserve(
-            n_batches_ahead(partitions, n_ahead), n_lent, len(partitions), self._share * len(partitions),
-            reads.layout.d_model, first,
+        self._window = Window(partitions, _MORE_AHEAD * n_ahead)
+        ring.begin(
+            first, n_slots=n_batches_ahead(partitions, n_ahead) + 2, n_lent=n_lent, n_lanes=len(partitions),
+            batch_rows=self._share * len(partitions), d_model=reads.layout.d_model,
         )  # fmt: skip
-        ring.where.layer[:] = self._blocks.space.layer_idx[0]
+        ring.sources.layer[:] = self._blocks.space.layer_idx[0]
         self._slots = BlockSlots(self._window)
-        self._target = Scattered(ring, len(self._window.numbers) * self._window.longest)
+        self._target = Scattered(
+            ring, len(self._window.numbers) * self._window.longest, reads.layout.d_model, machinery.tally.reads
+        )
         # A lane that has no row left for the first batch may have to repeat its last.
         self._start = [min(first * self._share, max(part.n_rows - fill_up, 0)) for part in partitions]
-        ticks = [part.tick_of(min(at, part.n_rows - 1)) if part.n_rows else 0 for part, at in zip(partitions, self._start, strict=True)]
+        ticks = [
+            part.tick_of(min(at, part.n_rows - 1)) if part.n_rows else 0
+            for part, at in zip(partitions, self._start, strict=True)
+        ]
         self._ahead = RowsAhead(self._window, ticks, self._where)
         self._tick, self._next, self._first = ticks, ticks.copy(), first
         #: Of each lane, the position before which all rows have arrived.
@@ -149,16 +157,16 @@ class BatchesAhead:
         if len(rows.cell) < len(entered.slots) * longest:
             self._target.to.reshape(-1, longest)[entered.slots] = self._ring.unwanted
         self._target.to[(entered.slots * longest)[rows.block] + rows.cell] = rows.place
-        places, where, n_tokens = blocks.places(entered.numbers), self._ring.where, blocks.space.tokens.count
+        places, sources, n_tokens = blocks.places(entered.numbers), self._ring.sources, blocks.space.tokens.count
         if blocks.examples_per_block == 1:
             within, token = 0, rows.cell
         else:
             within, token = np.divmod(rows.cell, n_tokens)
-        where.example[rows.place] = blocks.examples(places.first[rows.block] + within)
-        where.token[rows.place] = token + blocks.space.tokens.start
+        sources.example[rows.place] = blocks.examples(places.first[rows.block] + within)
+        sources.token[rows.place] = token + blocks.space.tokens.start
         if len(blocks.space.layer_idx) > 1:
             layer = np.asarray(blocks.space.layer_idx, dtype=np.int64)[places.layer]
-            where.layer[rows.place] = layer[rows.block]
+            sources.layer[rows.place] = layer[rows.block]
 
     def batch(self, number: int) -> tuple[FloatArray, Coordinates]:
         """A batch and where its rows come from, once they have been read."""

@@ -167,7 +167,8 @@ class PlacedBatches:
             stop,
             fill_up=self._fill_up,
             n_ahead=self._n_ahead,
-            n_lent=eq.outputs.n_kept,
+            # Two more are in the ring, begun and not full.
+            n_lent=max(eq.outputs.n_kept - 2, 1),
             ring=eq.ring,
             reads=eq.reads,
             machinery=eq.machinery,

@@ -41,9 +41,7 @@ class Plan:
     mixing: Mixing | None = None
 
 
-def epoch_cost(
-    plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, world: int, waits: bool
-) -> Estimate:
+def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, world: int, waits: bool) -> Estimate:
     """What an epoch of one rank costs.
 
     Args:

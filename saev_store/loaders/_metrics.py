@@ -22,7 +22,7 @@ class Metrics:
         bytes_read: Bytes that were read for that.
         n_retries: Reads that were repeated after a passing failure.
         read_s: Time spent in reads, summed over threads.
-        gather_s: Time spent in gathering rows into batches.
+        gather_s: Time spent in copying rows to batches; with batch slots summed over threads.
         waited_s: Time the consumer waited for batches.
         window_fill: Rows of the window that are read and not yet handed out, as a share of what it can hold.
         batches_ready: Batches that are finished and wait for the consumer.
@@ -71,7 +71,7 @@ class Tally:
             bytes_read=reads.n_bytes,
             n_retries=reads.n_retries,
             read_s=reads.read_s,
-            gather_s=self.gather_s,
+            gather_s=self.gather_s + reads.copy_s,
             waited_s=self.waited_s,
             window_fill=self.window_fill,
             batches_ready=batches_ready,

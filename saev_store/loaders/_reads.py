@@ -100,6 +100,7 @@ class ReadTally:
     n_bytes: int = 0
     n_retries: int = 0
     read_s: float = 0.0
+    copy_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, requests: int, n_bytes: int, seconds: float) -> None:
@@ -108,6 +109,12 @@ class ReadTally:
             self.n_requests += requests
             self.n_bytes += n_bytes
             self.read_s += seconds
+
+    def add_copy(self, seconds: float) -> None:
+        """Count time in which what was read was copied to batches, which is no reading."""
+        with self.lock:
+            self.copy_s += seconds
+            self.read_s -= seconds
 
 
 class Reads:

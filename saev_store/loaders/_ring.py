@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,64 +14,76 @@ import numpy.typing as npt
 from saev_store.layout import IntArray
 from saev_store.loaders._dressing import Coordinates
 from saev_store.loaders._memory import Outputs, allocate
-from saev_store.order._words import ranges
+from saev_store.loaders._reads import ReadTally
+from saev_store.order import ranges
 from saev_store.reader import FloatArray
 from saev_store.transport import Buffer
+
+#: Bytes that are kept of each row besides the row: where it comes from, and where it goes to.
+TABLE_BYTES = 28
+
+
+class Sources(NamedTuple):
+    """Where the rows of all slots come from: positions on the axes."""
+
+    example: npt.NDArray[np.int64]
+    layer: npt.NDArray[np.int32]
+    token: npt.NDArray[np.int32]
 
 
 class BatchRing:
     """Slots of one batch each, in one piece of memory that is made once. Batches are lent to their consumer from it.
 
     A slot is free again when nobody refers to its batch any more (see `Outputs`). Besides the slots there is a row for each
-    lane, and one for rows that nobody wants.
+    lane, and one for rows that nobody wants. Only one thread may call its methods, but for `put`.
 
     Args:
-        outputs: Memory for consumers who keep more batches than are lent.
+        outputs: Makes the memory, and that of batches for consumers who keep more than they are lent.
     """
 
     def __init__(self, outputs: Outputs) -> None:
         self._outputs = outputs
-        self._shape = (0, 0)
-        self._n_slots = 0
+        self._batch_rows = self._n_slots = self._n_lent = self._next = 0
         self._rows: FloatArray = np.zeros((0, 0), dtype=np.float32)
-        # Batches that a consumer has, or had: (slot, array that owns the view he has).
+        self._as_void: npt.NDArray[np.void] = np.zeros(0, dtype="V4")
         self._lent: list[tuple[int, np.ndarray]] = []
         self._n_idle = 0
         self._free: list[int] = []
-        self._slots: IntArray = np.zeros(0, dtype=np.int64)
-        self._first = 0
+        self._slots: list[int] = []
+        #: Of every row.
+        self.sources = Sources(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-    def reserve(self, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int, first: int) -> None:
+    def begin(self, first: int, *, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int) -> None:
         """Begin with the batch number `first`: forget all batches that have not been handed out.
 
         Args:
-            n_slots: Batches that are filled at the same time at most.
-            n_lent: Batches that consumers have besides, before they get copies.
+            first: The first batch.
+            n_slots: Batches that must find room at the same time.
+            n_lent: Batches that consumers may have besides, before they get copies.
             n_lanes: Rows besides.
             batch_rows: Rows of a batch.
             d_model: Numbers of a row.
-            first: The first batch.
         """
         shape = ((n_slots + n_lent) * batch_rows + n_lanes + 1, d_model)
-        if self._shape != shape or self._batch_rows != batch_rows:
+        if self._rows.shape != shape or self._batch_rows != batch_rows:
             self._lent.clear()
-            self._rows, self._shape = np.zeros((0, 0), dtype=np.float32), shape  # give it back first
+            # Give it back first: both at once might be too much.
+            self._rows, self._as_void = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype="V4")
             self._rows = self._outputs.make(shape)
-            self._as_void: npt.NDArray[np.void] = self._rows.view(f"V{4 * d_model}")[:, 0]
-        self._batch_rows, self._n_lent = batch_rows, n_lent
-        self._n_slots = n_slots + n_lent
+            self._as_void = self._rows.view(f"V{4 * d_model}")[:, 0]
+            n = shape[0]
+            self.sources = Sources(np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, np.int32))
+        self._batch_rows, self._n_slots, self._n_lent, self._next = batch_rows, n_slots + n_lent, n_lent, first
         self._reclaim()
         taken = {slot for slot, _ in self._lent}
         # The first ones are used first, so that memory which is never needed is never touched.
         self._free = [slot for slot in reversed(range(self._n_slots)) if slot not in taken]
-        self._slots = np.zeros(self._n_slots, dtype=np.int64)
-        self._first = self._next = first
-        self.where = Coordinates(*np.zeros((3, shape[0]), dtype=np.int64))
+        self._slots = [0] * self._n_slots
 
     @property
     def unwanted(self) -> int:
         """The row for rows that nobody wants."""
-        return self._shape[0] - 1
+        return len(self._rows) - 1
 
     def spare(self, lane: int) -> int:
         """The row of a lane."""
@@ -78,8 +91,6 @@ class BatchRing:
 
     def open(self, stop: int) -> bool:
         """Have slots for all batches before `stop`; False, and nothing done, where not enough are free."""
-        if stop <= self._next:
-            return True
         if stop - self._next > len(self._free):
             self._reclaim()
         if stop - self._next > len(self._free):
@@ -90,33 +101,32 @@ class BatchRing:
         return True
 
     def row(self, batch: int, row: int) -> int:
-        """Where one row lies."""
-        return int(self._slots[batch % self._n_slots]) * self._batch_rows + row
+        """Where a row of a batch lies that has a slot."""
+        return self._slots[batch % self._n_slots] * self._batch_rows + row
 
     def copy_row(self, source: int, row: int) -> None:
         """Make a row, and where it comes from, that of another one."""
         self._rows[row] = self._rows[source]
-        for column in self.where:
+        for column in self.sources:
             column[row] = column[source]
 
     def hand_out(self, batch: int, n_rows: int) -> tuple[FloatArray, Coordinates]:
-        """A batch that is full, and where it comes from; its memory belongs to whoever holds it. Batches are handed out in order."""
-        slot = int(self._slots[batch % self._n_slots])
+        """A full batch and where it comes from; its memory belongs to whoever holds it. Every batch once, in order."""
+        slot = self._slots[batch % self._n_slots]
         start = slot * self._batch_rows
-        where = Coordinates(*(column[start : start + n_rows].copy() for column in self.where))
+        rows = self._rows[start : start + n_rows]
+        where = Coordinates(*(column[start : start + n_rows].astype(np.int64) for column in self.sources))
         if len(self._lent) >= self._n_lent:
             self._reclaim()
         if len(self._lent) >= self._n_lent:
             act = self._outputs.get()[:n_rows]
-            np.copyto(act, self._rows[start : start + n_rows])
+            np.copyto(act, rows)
             self._free.append(slot)
             return act, where
-        d_model = self._shape[1]
-        owner = np.frombuffer(memoryview(self._rows[start : start + n_rows]).cast("B"), np.float32)
-        self._lent.append((slot, owner))
-        del owner
+        # An array of its own, so that references to this batch can be told from those to others.
+        self._lent.append((slot, np.frombuffer(memoryview(rows).cast("B"), np.float32)))  # type: ignore[arg-type]  # an array is a buffer
         self._n_idle = sys.getrefcount(self._lent[-1][1])
-        return self._lent[-1][1].reshape(n_rows, d_model), where
+        return self._lent[-1][1].reshape(rows.shape), where
 
     def _reclaim(self) -> None:
         """Take back what nobody refers to any more."""
@@ -128,40 +138,46 @@ class BatchRing:
                 self._free.append(self._lent[number][0])
         self._lent = held
 
-    def put(self, to: IntArray, source: Buffer) -> None:
-        """Rows of `source`, bytes, go to the rows `to`."""
+    def put(self, to: IntArray | npt.NDArray[np.int32], source: Buffer) -> None:
+        """The rows in `source`, bytes, go to the rows `to`."""
+        # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
         self._as_void[to] = np.frombuffer(source, self._as_void.dtype)
 
 
 class Scattered:
-    """The rows of a window as places that vectors are read into, each in the batch that it will be handed out with.
+    """Places of a window, of which each is a row of a batch to come; see `saev_store.loaders._memory.Target`.
 
     Args:
         ring: Where the batches are.
         n_rows: Places.
-        n_scratch: Threads that read.
+        d_model: Numbers of a row.
+        tally: Where the time it takes is counted.
     """
 
-    def __init__(self, ring: BatchRing, n_rows: int) -> None:
-        self._ring = ring
+    def __init__(self, ring: BatchRing, n_rows: int, d_model: int, tally: ReadTally) -> None:
+        self._ring, self._d_model, self._tally = ring, d_model, tally
         #: The ring's row for each place.
-        self.to: IntArray = np.zeros(n_rows, dtype=np.int64)
+        self.to: npt.NDArray[np.int32] = np.zeros(n_rows, dtype=np.int32)
         self._scratch: deque[FloatArray] = deque()
 
     def fill(self, place: IntArray, count: IntArray, read: Callable[[IntArray, FloatArray], None]) -> None:
-        """See `Target`: read into memory that the thread has at hand, and copy from there while it is in its cache."""
+        """Read into memory that is kept for that, as much as threads read at a time, and copy it from there."""
         n_rows = int(count.sum())
         try:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = np.zeros((0, 0), np.float32)
         if len(scratch) < n_rows:
-            scratch = allocate((n_rows, self._ring._shape[1]))
+            scratch = allocate((n_rows, self._d_model))
         read(np.cumsum(count) - count, scratch)
-        to = self.to[place[0] : place[0] + n_rows] if len(place) == 1 else self.to[ranges(place, count)]
-        self._ring.put(to, memoryview(scratch[:n_rows]).cast("B"))
+        self._put(self.to[ranges(place, count)], memoryview(scratch[:n_rows]).cast("B"))  # type: ignore[arg-type]  # an array is a buffer
         self._scratch.append(scratch)
 
     def take(self, place: int, count: int, source: Buffer) -> None:
         """See `Takes`."""
-        self._ring.put(self.to[place : place + count], source)
+        self._put(self.to[place : place + count], source)
+
+    def _put(self, to: npt.NDArray[np.int32], source: Buffer) -> None:
+        started = time.perf_counter()
+        self._ring.put(to, source)
+        self._tally.add_copy(time.perf_counter() - started)

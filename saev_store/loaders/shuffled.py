@@ -9,18 +9,21 @@ from typing import Literal, Unpack, get_args
 import numpy as np
 
 from saev_store.errors import ArgumentError
+from saev_store.loaders._ahead import n_batches_ahead
 from saev_store.loaders._base import Loader, Options
 from saev_store.loaders._batches import Equipment, PlacedBatches, ShuffledBatches, n_window_rows
 from saev_store.loaders._explain import Plan
 from saev_store.loaders._medium import Medium
 from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
 from saev_store.loaders._reads import Runs
+from saev_store.loaders._ring import TABLE_BYTES
 from saev_store.loaders._run import Batch
 from saev_store.loaders._slots import BlockSlots, RowSlots, runs_of_blocks
 from saev_store.loaders._state import whole_number
 from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
 from saev_store.selected import Selection
 from saev_store.selection import RowSpace
+from saev_store.transport import LendsRuns
 
 Slots = Literal["batch", "block", "row"]
 
@@ -31,6 +34,8 @@ _N_AHEAD, _N_AHEAD_SMALL = 4, 2
 _N_PARTITIONS = 8
 #: A lane's window holds at least this many blocks, or there are fewer lanes.
 _MIN_WINDOW_BLOCKS = 8
+#: Rows of a block from which on batch slots are the default where they save a copy.
+_MIN_BLOCK_ROWS = 32
 #: What one read should bring where requests are dear and neighbouring examples are neighbours in the file.
 _DEAR_EXTENT_BYTES = 4 << 20
 
@@ -56,8 +61,9 @@ class ShuffledLoader(Loader):
         seed: Any integer.
         window_bytes: Memory for the window, of this rank. More mixes better; a window of the size of the data gives exact
             permutations.
-        slots: What memory is managed in: whole blocks, or `"row"`s: twice as many blocks in the same memory, for longer
-            I/O vectors. With equal `window_blocks` the order is the same.
+        slots: What memory is managed in: whole `"block"`s; `"row"`s: twice as many blocks in the same memory, for longer
+            I/O vectors; or `"batch"`es to come, to which rows are copied from where they arrived: the default where that saves
+            a copy. With equal `window_blocks` the order is the same.
         examples_per_block: Examples that are read and shuffled as one; default: 1, and more where requests are dear and
             neighbouring examples are neighbours in the file.
         n_partitions: Streams of the order, a multiple of `world` that divides the global batch; default: 8 where possible.
@@ -99,12 +105,14 @@ class ShuffledLoader(Loader):
             raise ArgumentError(f"slots is {slots!r}; it must be 'batch', 'block' or 'row'", where="slots")
         if slots == "batch" and make_window is not HostWindow:
             raise ArgumentError(
-                "slots is 'batch', which keeps no window that could lie elsewhere", where="slots", remedy="Use 'block' or 'row'."
+                "slots is 'batch', which keeps no window that could lie elsewhere",
+                where="slots",
+                remedy="Use 'block' or 'row'.",
             )
         for name, value in (("window_bytes", window_bytes), ("window_blocks", window_blocks or 1), ("n_partitions", n_partitions or 1)):  # fmt: skip
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1", where=name)
-        self._slots: Slots = slots or ("block" if make_window is not HostWindow or self._make_buffer else "batch")
+        self._slots: Slots = slots or "block"
         self._seed, self._rows_apart, self._window_bytes = int(seed), slots == "row", int(window_bytes)
         self._fixed_window, self._make_window = window_blocks is not None, make_window
         group = examples_per_block or _examples_per_block(self._space, self._medium)
@@ -117,6 +125,10 @@ class ShuffledLoader(Loader):
         window = window_blocks or self._fitting_window(blocks, n_lanes)
         self._geometry = _Geometry(group, n_lanes, window)
         self._blocks = blocks
+        # Short blocks need more memory in batches than they would as blocks.
+        lends = isinstance(rows._reader.transport, LendsRuns) and blocks.cells_per_block >= _MIN_BLOCK_ROWS
+        if slots is None and lends and make_window is HostWindow and self._make_buffer is None:
+            self._slots = "batch"
 
     # -- choosing the geometry -----------------------------------------------------------------------------------------
 
@@ -217,14 +229,17 @@ class ShuffledLoader(Loader):
                 order.blocks, numbers, np.zeros_like(numbers), np.array([len(some) for some in found])
             )
 
-        rows = n_window_rows(order, self._partitions(), self._n_ahead, rows_apart=self._rows_apart)
+        window_bytes = self._needed_bytes()
+        if self._slots == "batch":
+            n_rows = n_batches_ahead(parts, self._n_ahead) * self.batch_size
+            window_bytes = n_rows * (layout.vector_nbytes + TABLE_BYTES)
         return Plan(
             extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),
             n_parts=max(part.n_cohorts for part in parts),
             runs=runs,
             n_vectors=sum(part.n_blocks for part in parts) * order.blocks.cells_per_block,
             n_buffers=self._prefetch + 3,
-            window_bytes=rows * layout.vector_nbytes,
+            window_bytes=window_bytes,
             slots=self._slots,
             n_partitions=order.n_partitions,
             examples_per_block=order.blocks.examples_per_block,

@@ -13,7 +13,7 @@ from saev_store.order._permutation import Permutation
 from saev_store.order._sequential import Batching
 from saev_store.order._shuffle import ORDER_VERSION, Cohort, Emitted, Partition, ShuffledOrder
 from saev_store.order._window import Window
-from saev_store.order._words import derive, shuffled, shuffled_rows, words
+from saev_store.order._words import derive, ranges, shuffled, shuffled_rows, words
 
 __all__ = [
     "MAX_ROWS_PER_BLOCK",
@@ -33,6 +33,7 @@ __all__ = [
     "Window",
     "derive",
     "predict_mixing",
+    "ranges",
     "shuffled",
     "shuffled_rows",
     "words",

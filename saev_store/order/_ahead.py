@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store.layout import IntArray
 from saev_store.order._words import ranges, shuffled_each
@@ -14,29 +15,29 @@ if TYPE_CHECKING:
     from saev_store.order._shuffle import Cohort
     from saev_store.order._window import Window
 
-#: Places for the rows at some positions of a partition: (partition, first position, position after the last), int64.
+#: Places for the rows at some positions of a partition: (partition, first position, position after the last), below 2^31.
 Where = Callable[[int, int, int], IntArray]
 
 
 class Ahead(NamedTuple):
-    """Rows of cohorts that have just entered, int64 each, block after block.
+    """Rows of cohorts that have just entered, block after block.
 
     Attributes:
-        block: Which of the cohorts' blocks a row is of.
-        cell: Which cell of the block.
-        place: Where it will be handed out, in terms of `Where`.
+        block: Which of the cohorts' blocks a row is of, int64.
+        cell: Which cell of the block, int64.
+        place: Where it will be handed out, in terms of `Where`, int32.
     """
 
     block: IntArray
     cell: IntArray
-    place: IntArray
+    place: npt.NDArray[np.int32]
 
 
 class RowsAhead:
     """The order of some partitions, worked out cohort by cohort: what `Window.tick` does, inverted.
 
     A tick is permuted when the first of its cohorts enters; until its last one has, it has a line, as that cohort has in the
-    window. Memory: eight bytes per row of the window.
+    window. Memory: four bytes per row of the window.
 
     Args:
         window: Which cohorts enter, in rising order, a partition's first one being that of its first tick.
@@ -54,7 +55,7 @@ class RowsAhead:
         self._end_after: list[tuple[int, int]] = [(-1, 0)] * len(self.end)
         # By line: how many rows of its tick have a place, and all places, in the order before the permutation.
         self._n_placed = np.zeros(n_lines, dtype=np.int64)
-        self._places = np.zeros((n_lines, 0), dtype=np.int64)
+        self._places: npt.NDArray[np.int32] = np.zeros((n_lines, 0), dtype=np.int32)
 
     def enter(self, lanes: Sequence[int], cohorts: Sequence[int], entered: Cohort) -> Ahead:
         """The rows of cohorts that `Window.admit` has just let in, but for those of ticks before the first."""
@@ -108,13 +109,13 @@ class RowsAhead:
         n_rows = [self.end[lane] - begin for (lane, _), begin in zip(pairs, begins, strict=True)]
         keys = np.array([self._window.partitions[lane].tick_key(tick) for lane, tick in pairs], dtype=np.uint64)
         order = shuffled_each(keys, np.array(n_rows, dtype=np.int64))
-        place = np.empty(len(order), dtype=np.int64)
+        place = np.empty(len(order), dtype=np.int32)
         place[order] = np.concatenate(
             [self._where(lane, begin, begin + n) for (lane, _), begin, n in zip(pairs, begins, n_rows, strict=True)]
         )
         longest = max(n_rows)
         if longest > self._places.shape[1]:
-            wider = np.zeros((len(self._places), longest + longest // 8), dtype=np.int64)
+            wider = np.zeros((len(self._places), longest + longest // 8), dtype=np.int32)
             wider[:, : self._places.shape[1]] = self._places
             self._places = wider
         at = 0

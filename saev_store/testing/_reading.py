@@ -17,7 +17,7 @@ from saev_store.errors import (
     TransportError,
     UnsafeContentError,
 )
-from saev_store.transport import Lists, Moves, Nests, ReadsInto, ReadsRuns, Transport, Writes
+from saev_store.transport import Buffer, LendsRuns, Lists, Moves, Nests, ReadsInto, ReadsRuns, Transport, Writes
 
 #: What lies in the transport that a contract is tried on.
 FILES = {
@@ -177,6 +177,34 @@ class ReadContract:
         with pytest.raises(ArgumentError, match="each range needs both"):
             transport.read_runs("acts000000.bin", starts=[0], buffers=[])
 
+    def test_lends_what_arrived_from_many_places(self, transport: Transport) -> None:
+        if not isinstance(transport, LendsRuns):
+            pytest.skip("does not lend")
+        starts, sizes, data = [900, 3, 3, 50_000, 100_000], [400, 1, 77_000, 50_000, 0], FILES["acts000000.bin"]
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        lent: dict[int, bytes] = {}
+
+        def take(number: int, found: Buffer) -> None:
+            assert number not in lent
+            lent[number] = bytes(found)
+
+        transport.lend_runs("acts000000.bin", starts=starts, ends=ends, take=take)
+        assert {number: found for number, found in lent.items() if found} == {
+            number: data[start:end] for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+        }
+        transport.lend_runs("empty.bin", starts=[], ends=[], take=take)
+        with pytest.raises(CorruptShardError):
+            transport.lend_runs("acts000000.bin", starts=[100_002], ends=[100_004], take=take)
+        for starts, ends, rule in (([0], [-1], "backwards"), ([0, 1], [1], "each range needs both")):
+            with pytest.raises(ArgumentError, match=rule):
+                transport.lend_runs("acts000000.bin", starts=starts, ends=ends, take=take)
+
+        def refuse(number: int, found: Buffer) -> None:
+            raise KeyError(number)
+
+        with pytest.raises(KeyError):
+            transport.lend_runs("acts000000.bin", starts=[0], ends=[9], take=refuse)
+
     def test_refuses_memory_it_cannot_fill(self, transport: Transport) -> None:
         if not isinstance(transport, ReadsInto):
             pytest.skip("does not fill memory")
@@ -225,7 +253,7 @@ class ReadContract:
         again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301  # what was pickled a moment ago
         assert (again.url, again.name, again.cost) == (transport.url, transport.name, transport.cost)
         assert again.read("acts000001.bin") == FILES["acts000001.bin"]
-        for kind in (ReadsInto, ReadsRuns, Lists, Writes, Moves, Nests):
+        for kind in (ReadsInto, ReadsRuns, LendsRuns, Lists, Writes, Moves, Nests):
             assert isinstance(again, kind) == isinstance(transport, kind)
         if isinstance(transport, Nests):
             part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301  # what was pickled a moment ago

@@ -163,7 +163,7 @@ class ShuffledConfig(_OldNames):
         buffer_size: How many batches the shuffle may hold: sets the window where `window_bytes` does not, up to 2 GiB.
         min_buffer_fill: Understood and met: the window is full before the first batch.
         window_bytes: Memory for the window.
-        slots: `"block"` or `"row"`, see `saev_store.loaders.ShuffledLoader`.
+        slots: `"batch"`, `"block"` or `"row"`, see `saev_store.loaders.ShuffledLoader`.
         examples_per_block: Likewise.
         n_partitions: Likewise.
         window_device: Keep the window on that device, which must be `device`: vectors are gathered there, and this
@@ -187,7 +187,7 @@ class ShuffledConfig(_OldNames):
     use_tmpdir: bool = False
     buffer_bytes: Count = 256 << 20
     window_bytes: Count | None = None
-    slots: Literal["block", "row"] = "block"
+    slots: Literal["batch", "block", "row"] | None = None
     examples_per_block: Count | None = None
     n_partitions: Count | None = None
     storage_options: dict[str, object] | None = None

@@ -292,16 +292,14 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
             slots=cfg.slots,
             examples_per_block=cfg.examples_per_block,
             n_partitions=cfg.n_partitions,
-            make_window=self._new_window,
+            make_window=HostWindow if cfg.window_device is None else self._new_window,
             **self._common(),
         )
 
     def _new_window(self, outputs: Outputs) -> WindowMemory:
-        cfg = self.cfg
-        if cfg.window_device is None:
-            return HostWindow(outputs)
+        del outputs
         copies = self._copies or PlainCopies(torch.device("cpu"))
-        return DeviceWindow(copies, self._loader.n_threads, pinned(cfg.device))
+        return DeviceWindow(copies, self._loader.n_threads, pinned(self.cfg.device))
 
 
 class BatchDataset(IterableDataset[ExampleBatch], Generic[Config]):

@@ -86,6 +86,13 @@ def _running() -> _Loop:
         return _loop
 
 
+class _NotOurs(Exception):
+    """Carries what a callback raised past those who translate errors."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class Client:
     """The store behind an address, shared by all transports below it; thread-safe.
 
@@ -181,7 +188,10 @@ class Client:
 
         def whole(number: int, work: Callable[[], T]) -> None:
             result = work()
-            gate.enter(lambda: done(number, result))
+            try:
+                gate.enter(lambda: done(number, result))
+            except Exception as error:
+                raise _NotOurs(error) from None
 
         futures = [self._callers.begin(partial(whole, number, work)) for number, work in enumerate(works)]
         try:
@@ -189,6 +199,8 @@ class Client:
                 future.result(max(deadline - time.monotonic(), 0.0))
         except SaevStoreError:
             raise
+        except _NotOurs as error:
+            raise error.error from None
         except TimeoutError:
             raise DeadlineError(f"could not {doing} within {timeout_s:g} s", where=where, transient=True) from None
         except Exception as error:

@@ -98,7 +98,9 @@ class Object:
 
     def lend_runs(self, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]) -> None:
         """Show the bytes of several places, fetched side by side; waits in the caller's thread."""
-        ranges = [(number, start, end) for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        ranges = [
+            (number, start, end) for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+        ]
         self.client.blocking(
             "read",
             self.where,
