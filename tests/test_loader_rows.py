@@ -7,6 +7,7 @@ import resource
 import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -550,4 +551,4 @@ def test_slots_are_chosen_by_what_saves_a_copy(store, plain):
     assert ShuffledLoader(rows).explain().slots == "block"
     assert ShuffledLoader(rows, slots="batch").explain().slots == "batch"
     with pytest.raises(ArgumentError, match="keeps no window that could lie elsewhere"):
-        ShuffledLoader(rows, slots="batch", make_window=lambda outputs: HostWindow(outputs))
+        ShuffledLoader(rows, slots="batch", make_window=partial(HostWindow))

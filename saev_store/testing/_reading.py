@@ -199,7 +199,7 @@ class ReadContract:
             with pytest.raises(ArgumentError, match=rule):
                 transport.lend_runs("acts000000.bin", starts=starts, ends=ends, take=take)
 
-        def refuse(number: int, found: Buffer) -> None:
+        def refuse(number: int, _: Buffer) -> None:
             raise KeyError(number)
 
         with pytest.raises(KeyError):
