@@ -23,7 +23,6 @@ from saev_store.order import (
     Emitted,
     Partition,
     Permutation,
-    RowsAhead,
     ShuffledOrder,
     Window,
     derive,
@@ -31,6 +30,7 @@ from saev_store.order import (
     shuffled,
     words,
 )
+from saev_store.order._ahead import RowsAhead
 from saev_store.order._words import shuffled_each
 from saev_store.selection import RowSpace, row_space
 

@@ -16,7 +16,8 @@ from saev_store.loaders._ring import BatchRing, Scattered
 from saev_store.loaders._run import Machinery
 from saev_store.loaders._slots import BlockSlots
 from saev_store.loaders._workers import Group
-from saev_store.order import Cohort, Partition, RowsAhead, Window
+from saev_store.order import Cohort, Partition, Window
+from saev_store.order._ahead import RowsAhead
 from saev_store.reader import FloatArray
 
 #: Where slots are free, because the consumer has fewer batches than he may, so many times as many cohorts are read ahead.

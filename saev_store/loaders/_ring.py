@@ -15,7 +15,7 @@ from saev_store.layout import IntArray
 from saev_store.loaders._dressing import Coordinates
 from saev_store.loaders._memory import Outputs, allocate
 from saev_store.loaders._reads import ReadTally
-from saev_store.order import ranges
+from saev_store.order._words import ranges
 from saev_store.reader import FloatArray
 from saev_store.transport import Buffer
 

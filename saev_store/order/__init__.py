@@ -6,19 +6,17 @@ what batches will be made of. With ignored labels a `ShuffledOrder` keeps eight 
 
 from __future__ import annotations
 
-from saev_store.order._ahead import Ahead, RowsAhead, Where
 from saev_store.order._blocks import MAX_ROWS_PER_BLOCK, Blocks, Places
 from saev_store.order._mixing import Mixing, predict_mixing
 from saev_store.order._permutation import Permutation
 from saev_store.order._sequential import Batching
 from saev_store.order._shuffle import ORDER_VERSION, Cohort, Emitted, Partition, ShuffledOrder
 from saev_store.order._window import Window
-from saev_store.order._words import derive, ranges, shuffled, shuffled_rows, words
+from saev_store.order._words import derive, shuffled, shuffled_rows, words
 
 __all__ = [
     "MAX_ROWS_PER_BLOCK",
     "ORDER_VERSION",
-    "Ahead",
     "Batching",
     "Blocks",
     "Cohort",
@@ -27,13 +25,10 @@ __all__ = [
     "Partition",
     "Permutation",
     "Places",
-    "RowsAhead",
     "ShuffledOrder",
-    "Where",
     "Window",
     "derive",
     "predict_mixing",
-    "ranges",
     "shuffled",
     "shuffled_rows",
     "words",
