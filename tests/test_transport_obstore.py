@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from functools import partial
 
@@ -511,6 +512,38 @@ def test_what_arrives_too_late_changes_nothing(s3_bucket, monkeypatch):
     held.set()
     assert arrived.wait(HANG_S)
     assert memory == b"x" * 10 + bytes(40)
+
+
+def test_nothing_is_lent_any_more_once_it_was_given_up(s3_bucket, monkeypatch):
+    """Whoever takes copies to memory that is somebody else's afterwards; what is being taken is waited for."""
+    open_s3(s3_bucket).put("a.bin", b"x" * 100)
+    transport = open_s3(s3_bucket)
+    transport._client.timeout_s = 0.2
+    held, arrived, taking, taken, get = threading.Event(), threading.Event(), threading.Event(), [], obstore.get
+
+    def late(*args, **kwargs):
+        if kwargs["options"]["range"][0]:
+            held.wait(HANG_S)
+        try:
+            return get(*args, **kwargs)
+        finally:
+            if kwargs["options"]["range"][0]:
+                arrived.set()
+
+    def take(number, found):
+        taking.set()
+        time.sleep(0.5)  # longer than there is time for
+        taken.append((number, bytes(found)))
+
+    monkeypatch.setattr(obstore, "get", late)
+    with pytest.raises(DeadlineError):
+        transport.lend_runs("a.bin", starts=[0, 70], ends=[30, 90], take=take)
+    before = list(taken)
+    assert len(before) == taking.is_set()  # all or nothing
+    held.set()
+    assert arrived.wait(HANG_S)
+    time.sleep(0.1)
+    assert taken == before
 
 
 def test_runs_are_pieces_of_one_object(s3_bucket, monkeypatch):
