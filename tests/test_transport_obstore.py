@@ -516,6 +516,8 @@ def test_what_arrives_too_late_changes_nothing(s3_bucket, monkeypatch):
 
 def test_nothing_is_lent_any_more_once_it_was_given_up(s3_bucket, monkeypatch):
     """Whoever takes copies to memory that is somebody else's afterwards; what is being taken is waited for."""
+    import obstore
+
     open_s3(s3_bucket).put("a.bin", b"x" * 100)
     transport = open_s3(s3_bucket)
     transport._client.timeout_s = 0.2
