@@ -194,11 +194,15 @@ def main(situation: str, path: str, fifo: str, *, any_thread: bool) -> None:
     from saev_store.loaders import OrderedLoader, ShuffledLoader
 
     with contextlib.ExitStack() as stack:
-        if situation in ("obstore", "fsspec"):
+        engine = situation.rpartition(" ")[2]
+        if engine in ("obstore", "fsspec"):
             server = stack.enter_context(stuck_server(Path(path), partial(hang, fifo)))
-            store = ShardStore.open(server, engine=situation)
+            store = ShardStore.open(server, engine=engine)
         else:
             store = local(path, situation, fifo)
+        if situation.startswith("indexed"):
+            press.press_when(lambda: True)
+            store.sel(layer=5, tokens="content").rows(range(8))
         kind, more = (OrderedLoader, {}) if situation == "ordered" else (ShuffledLoader, {"window_blocks": 2})
         loader = kind(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=4, batch_timeout_s=600, **more)
         if situation == "training":

@@ -39,7 +39,7 @@ from saev_store.transport._obstore_client import bucket_region
 from saev_store.transport._obstore_options import place_of
 from saev_store.transport._obstore_threads import Callers
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 # In this process threads are running when it forks: that is the very thing to be tested.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 

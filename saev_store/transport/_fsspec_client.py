@@ -29,6 +29,7 @@ from saev_store.transport._fsspec_options import tuned
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
+from saev_store.transport._waits import awaited
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
@@ -172,12 +173,8 @@ class Client:
             return getattr(fs, operation)(*arguments, **options)
         begin = getattr(fs, f"_{operation}")
         future = self.submit(lambda: begin(*arguments, **options), nbytes=nbytes)
-        try:
-            # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-            return future.result(self.timeout(nbytes) + 10)
-        finally:
-            if not future.done():
-                future.cancel()
+        # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
+        return awaited(future, self.timeout(nbytes) + 10)
 
     def submit(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> Future[T]:
         """Begin `work()` in the loop of an asynchronous file system; its errors are the library's own."""
@@ -198,12 +195,8 @@ class Client:
         """
         with self.errors(doing, path):
             future = self.submit(work, nbytes=nbytes)
-            try:
-                # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-                return future.result(self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S + 10)
-            finally:
-                if not future.done():
-                    future.cancel()
+            # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
+            return awaited(future, self.timeout(nbytes) + 10)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""

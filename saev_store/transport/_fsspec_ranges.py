@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib import import_module
 from typing import Any, TypeVar
 
 from saev_store.errors import TransportError
 from saev_store.transport._base import IN_FLIGHT
 from saev_store.transport._pins import Version
+from saev_store.transport._waits import awaited
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def ranges(
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     # The inner deadline cancels; the outer one is for a loop that is stuck.
-    return import_module("fsspec.asyn").sync(fs.loop, all_of_them, timeout=timeout_s + 10)
+    return awaited(asyncio.run_coroutine_threadsafe(all_of_them(), fs.loop), timeout_s + 10)
 
 
 async def _checked(get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str) -> Answer:

@@ -31,6 +31,7 @@ from saev_store.transport._obstore_threads import Callers, Gate
 from saev_store.transport._parts import Buffers
 from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
+from saev_store.transport._waits import awaited
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -157,18 +158,14 @@ class Client:
         future = asyncio.run_coroutine_threadsafe(within(), running.loop)
         try:
             # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-            return future.result(timeout_s + 10)
+            return awaited(future, timeout_s + 10)
         except SaevStoreError:
             raise
         except TimeoutError:
-            future.cancel()
             raise DeadlineError(f"could not {doing} within {timeout_s:g} s", where=where, transient=True) from None
         except Exception as error:
             # Not `from error`: its text holds whole answers of the server, addresses and headers.
             raise self.translate(error, doing=doing, where=where) from None
-        finally:
-            if not future.done():  # the waiting was interrupted
-                future.cancel()
 
     def blocking(
         self, doing: str, where: str, works: Sequence[Callable[[], T]], done: Callable[[int, T], None], *, nbytes: int
@@ -196,7 +193,7 @@ class Client:
         futures = [self._callers.begin(partial(whole, number, work)) for number, work in enumerate(works)]
         try:
             for future in futures:
-                future.result(max(deadline - time.monotonic(), 0.0))
+                awaited(future, deadline - time.monotonic())
         except SaevStoreError:
             raise
         except _NotOurs as error:
