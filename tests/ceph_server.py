@@ -28,9 +28,10 @@ KEY, SECRET = "lab-access-key", "lab-secret-key"
 N_STARTS = 3
 #: Who asks the monitor before he has heard the cluster's id from it, as happens on a busy machine, is refused: EPERM, "wrong
 #: fsid". All of our commands may be given twice.
-_N_TRIES = 20
+_N_TRIES = 40
 _PREFIX = "saev-store-ceph-"
-#: The system kills a daemon when its starter has been killed, so that it outlives no run of the tests.
+_PAUSE_S = 0.25
+#: The system kills what we start when we have been killed, so that it outlives no run of the tests.
 _ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _CONFIG = """
 [global]
@@ -139,7 +140,11 @@ class Cluster:
         for _ in range(_N_TRIES):
             try:
                 done = subprocess.run(
-                    [command, *given, *arguments], capture_output=True, text=True, check=False, timeout=HANG_S
+                    [*_ENDS_WITH_US, command, *given, *arguments],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=HANG_S,
                 )
             except subprocess.TimeoutExpired as error:
                 raise StartError(f"{shown} does not end") from error
@@ -147,7 +152,7 @@ class Cluster:
                 return done.stdout
             if "EPERM" not in done.stderr:
                 break
-            time.sleep(0.5)
+            time.sleep(_PAUSE_S)
         raise StartError(f"{shown}: {done.stdout}{done.stderr}")
 
     def _daemon(self, command: str, *arguments: str) -> None:
@@ -166,10 +171,10 @@ class Cluster:
         while not condition():
             for daemon in self.daemons:
                 if daemon.poll() is not None:
-                    raise StartError(f"{daemon.args[0]} ended with {daemon.returncode}: {self._told()}")
+                    raise StartError(f"{daemon.args[len(_ENDS_WITH_US)]} ended with {daemon.returncode}: {self._told()}")
             if time.monotonic() > ends_at:
                 raise StartError(f"{what}: not within {HANG_S} s: {self._told()}")
-            time.sleep(0.25)
+            time.sleep(_PAUSE_S)
 
     def _told(self) -> str:
         """The end of what each daemon has logged."""
