@@ -171,7 +171,9 @@ class Cluster:
         while not condition():
             for daemon in self.daemons:
                 if daemon.poll() is not None:
-                    raise StartError(f"{daemon.args[len(_ENDS_WITH_US)]} ended with {daemon.returncode}: {self._told()}")
+                    raise StartError(
+                        f"{daemon.args[len(_ENDS_WITH_US)]} ended with {daemon.returncode}: {self._told()}"
+                    )
             if time.monotonic() > ends_at:
                 raise StartError(f"{what}: not within {HANG_S} s: {self._told()}")
             time.sleep(_PAUSE_S)
