@@ -22,7 +22,7 @@ class Metrics:
         bytes_read: Bytes that were read for that.
         n_retries: Reads that were repeated after a passing failure.
         read_s: Time spent in reads, summed over threads.
-        gather_s: Time spent in copying rows to batches; with batch slots summed over threads.
+        gather_s: Time spent in copying rows to batches; with batch slots it is summed over threads, and part of `read_s`.
         waited_s: Time the consumer waited for batches.
         window_fill: Rows of the window that are read and not yet handed out, as a share of what it can hold.
         batches_ready: Batches that are finished and wait for the consumer.

@@ -111,10 +111,9 @@ class ReadTally:
             self.read_s += seconds
 
     def add_copy(self, seconds: float) -> None:
-        """Count time in which what was read was copied to batches, which is no reading."""
+        """Count time in which what was read was copied to batches."""
         with self.lock:
             self.copy_s += seconds
-            self.read_s -= seconds
 
 
 class Reads:
