@@ -257,7 +257,10 @@ def resident(store: ShardStore, args: argparse.Namespace) -> dict[str, float]:
         for batch in loader:
             del batch
             most = max(most, process.memory_info().rss)
-    return {"grew_mib": (most - before) / 2**20, "promised_mib": (plan.window_bytes + plan.buffer_bytes) / 2**20}
+    return {
+        "grew_mib": (most - before) / 2**20,
+        "promised_mib": (plan.window_bytes + plan.buffer_bytes + plan.in_flight_bytes) / 2**20,
+    }
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ Who is raced, in turn, medians of the rounds after one that is not counted:
 * ranges: 64 in flight, each in memory of its own. The bare loop learns every object's version (`get_async`), as we must to
   tell a replaced object; one that does not want to know (`get_range_async`) stands beside it, without a goal.
 * shuffled loader: an epoch, in batches of 4,096, of a store twice as large as the window, against our own ranges of
-  8 MiB of the same files. Beside it what no loader with a window can do without: requests of the size of its extents, a
+  8 MiB of the same files. Beside it what a loader that gathers batches from a window cannot do without: requests of the size of its extents, a
   copy into the window, a gather of as many rows, all at once and in no order.
 * upload: parts of 8 MiB, eight in flight. Our sink takes memory that is lent to it, as the writer does; "copying" is the same
   with memory that the caller wants back. The writer copies what it is given, makes block digests and receipts, and publishes.

@@ -549,6 +549,10 @@ def test_a_ring_lends_so_many_batches_and_then_gives_copies():
 def test_slots_are_chosen_by_what_saves_a_copy(store, plain):
     rows = store.sel(layer=5, tokens="content")
     assert ShuffledLoader(rows).explain().slots == "block"
-    assert ShuffledLoader(rows, slots="batch").explain().slots == "batch"
+    assert ShuffledLoader(rows).explain().in_flight_bytes == 0  # read to where it stays
+    found = ShuffledLoader(rows, slots="batch", n_threads=3, read_bytes=1 << 20).explain()
+    assert (found.slots, found.in_flight_bytes) == ("batch", 3 << 20)
+    assert "3.0 MiB on the way" in str(found)
+    assert ShuffledLoader(rows, medium="remote", n_threads=2, read_bytes=500).explain().in_flight_bytes == 1000
     with pytest.raises(ArgumentError, match="keeps no window that could lie elsewhere"):
         ShuffledLoader(rows, slots="batch", make_window=partial(HostWindow))

@@ -79,6 +79,7 @@ class Explanation:
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.
+        in_flight_bytes: Memory of what is being read, where it does not go straight to the window or a batch, at most.
         slots: `block`, `row`, or empty without a window.
         n_partitions: Streams of the order; any number of ranks that divides it gives the same global batches.
         examples_per_block: Examples that are read, and shuffled, as one.
@@ -96,6 +97,7 @@ class Explanation:
     keeps_pages: bool | None
     window_bytes: int
     buffer_bytes: int
+    in_flight_bytes: int
     slots: str
     n_partitions: int
     examples_per_block: int
@@ -112,12 +114,15 @@ class Explanation:
         return self.cost.bytes_read
 
     def __str__(self) -> str:
+        memory = f"{_size(self.window_bytes)} window, {_size(self.buffer_bytes)} batches"
+        if self.in_flight_bytes:
+            memory += f", {_size(self.in_flight_bytes)} on the way"
         lines = [
             ("rows", f"{self.n_rows:,} in {self.n_batches:,} batches"),
             ("medium", f"{self.medium}: {self.reason} (engine {self.engine})"),
             ("reads", f"{self.n_requests:,} of about {_size(self.extent_bytes)}, {self.n_threads} at a time"),
             ("bytes", f"{_size(self.bytes_read)} per epoch{_PAGES[self.keeps_pages]}"),
-            ("memory", f"{_size(self.window_bytes)} window, {_size(self.buffer_bytes)} batches"),
+            ("memory", memory),
         ]
         if self.medium == "remote":
             price = f"${self.cost.request_dollars:.2f} per epoch for requests"
