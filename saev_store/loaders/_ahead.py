@@ -116,13 +116,10 @@ class BatchesAhead:
             entered = self._window.admit(lanes, cohorts)
             self._place(lanes, cohorts, entered)
             runs = self._slots.runs(lanes, entered, np.zeros_like(entered.counts))
-            tasks = list(self._reads.tasks(runs, self._target))
-            group = Group(len(tasks))
+            group = self._machinery.read(self._reads.tasks(runs, self._target))
             for lane, cohort in zip(lanes, cohorts, strict=True):
                 self._reading[lane][cohort] = group
                 self._next[lane] = cohort + 1
-            for task, where in tasks:
-                self._machinery.readers.submit(task, group, where)
 
     def _has_room(self, lane: int) -> bool:
         part, cohort = self._parts[lane], self._next[lane]

@@ -77,13 +77,10 @@ class Lanes:
                 if self._first_tick[lane] > part.first_tick(cohort):
                     spent[mine] = part.spent_before(self._first_tick[lane], cohort, entered.counts[mine])
                 at += n
-            tasks = list(self._reads.tasks(self._slots.runs(lanes, entered, spent), self._memory))
-            group = Group(len(tasks))
+            group = self._machinery.read(self._reads.tasks(self._slots.runs(lanes, entered, spent), self._memory))
             for lane, cohort in zip(lanes, cohorts, strict=True):
                 self._reading[lane][cohort] = group
                 self._next[lane] = cohort + 1
-            for task, where in tasks:
-                self._machinery.readers.submit(task, group, where)
 
     def _has_room(self, lane: int) -> bool:
         part, cohort = self.partitions[lane], self._next[lane]

@@ -6,13 +6,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from saev_store.errors import ArgumentError, ForkError
 from saev_store.loaders._metrics import Tally
-from saev_store.loaders._workers import JOIN_S, Handoff, StoppedError, Workers
+from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
 #: `token_labels` (n,) uint8.
@@ -39,6 +39,14 @@ class Machinery:
         self.maker: threading.Thread | None = None
         self.readers = Workers(n_threads, "saev-read", self.stop)
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
+
+    def read(self, tasks: Iterable[tuple[Callable[[], None], str]]) -> Group:
+        """Queue tasks for the reading threads, each with the name of its file; gives what to wait for."""
+        found = list(tasks)
+        group = Group(len(found))
+        for task, where in found:
+            self.readers.submit(task, group, where)
+        return group
 
     @property
     def has_strays(self) -> bool:
