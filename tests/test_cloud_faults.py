@@ -38,11 +38,13 @@ pytest.importorskip("obstore")
 
 
 def in_turn(kinds):
-    """Each kind with one client, the two in turn: `fault_campaign.py` tries all with both."""
+    """Each kind with one client, in turn: `fault_campaign.py` tries all with each."""
     return pytest.mark.parametrize(("kind", "engine"), [(kind, ENGINES[n % 2]) for n, kind in enumerate(kinds)])
 
 
-@in_turn(READING)
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(k, engine) for n, k in enumerate(READING) for engine in (ENGINES[n % 2], "fetcher")]
+)
 def test_right_bytes_or_a_named_error_in_time(s3_bucket, kind, engine):
     found = read_through(s3_endpoint(), s3_bucket, engine, kind, operations=6)
     assert not found.problems

@@ -7,12 +7,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
 from saev_store.errors import ArgumentError, ForkError
+from saev_store.loaders._lent import Lent
 from saev_store.loaders._metrics import Tally
 from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
+from saev_store.transport._base import Fetcher
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
 #: `token_labels` (n,) uint8.
@@ -27,9 +30,12 @@ class Machinery:
         n_gather: Threads that gather, besides the one that makes batches.
         tally: Where measures are kept.
         helps: Whether the thread that makes batches reads as well instead of waiting for reads, because they are copies.
+        fetcher: Asked first for what tasks read; closed together with the threads.
     """
 
-    def __init__(self, n_threads: int, n_gather: int, tally: Tally, *, helps: bool = False) -> None:
+    def __init__(
+        self, n_threads: int, n_gather: int, tally: Tally, *, helps: bool = False, fetcher: Fetcher | None = None
+    ) -> None:
         self.helps = helps
         self.stop = threading.Event()
         self.tally = tally
@@ -38,6 +44,7 @@ class Machinery:
         #: The thread that makes batches.
         self.maker: threading.Thread | None = None
         self.readers = Workers(n_threads, "saev-read", self.stop)
+        self._fetcher = fetcher
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
 
     def read(self, tasks: Iterable[tuple[Callable[[], None], str]]) -> Group:
@@ -45,13 +52,28 @@ class Machinery:
         found = list(tasks)
         group = Group(len(found))
         for task, where in found:
-            self.readers.submit(task, group, where)
+            if not self._begun(task, group, where):
+                self.readers.submit(task, group, where)
         return group
+
+    def _begun(self, task: Callable[[], None], group: Group, where: str) -> bool:
+        """Whether what a task reads has been asked for ahead of time."""
+        if self._fetcher is None or not isinstance(task, Lent):
+            return False
+        return task.begin(self._fetcher, partial(self._fetched, task, group, where))
+
+    def _fetched(self, task: Lent, group: Group, where: str, whole: bool) -> None:
+        """What was asked for ahead of time is there, or has to be read in the ordinary way."""
+        if whole or self.stop.is_set():
+            group.finish(None if whole else StoppedError())
+        else:
+            self.readers.submit(task, group, where)
 
     @property
     def has_strays(self) -> bool:
         """Whether a thread has not ended yet, and may still use the memory it was given."""
         others = self.gatherers is not None and self.gatherers.is_alive
+        others = others or (self._fetcher is not None and self._fetcher.is_alive)
         return self.readers.is_alive or others or (self.maker is not None and self.maker.is_alive())
 
     def close(self, deadline: float) -> None:
@@ -59,6 +81,9 @@ class Machinery:
         workers = [self.readers, *([self.gatherers] if self.gatherers is not None else [])]
         for some in workers:
             some.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher.join(deadline)
         for some in workers:
             some.join(deadline)
         self.on_close()

@@ -129,6 +129,7 @@ class ShuffledLoader(Loader):
         lends = isinstance(rows._reader.transport, LendsRuns) and blocks.cells_per_block >= _MIN_BLOCK_ROWS
         if slots is None and lends and make_window is HostWindow and self._make_buffer is None:
             self._slots = "batch"
+        self._fetches_ahead = self._slots == "batch"
 
     # -- choosing the geometry -----------------------------------------------------------------------------------------
 
@@ -191,6 +192,14 @@ class ShuffledLoader(Loader):
         return rows * self._space.layout.vector_nbytes
 
     @property
+    def _n_placed_ahead(self) -> int:
+        """Cohorts read ahead where rows need no window: of a far store twice as many, for more requests to be under way."""
+        if self._medium.kind != "remote":
+            return self._n_ahead
+        more = self._n_threads * self._read_bytes // (self.batch_size * self._space.layout.vector_nbytes)
+        return self._n_ahead + min(self._n_ahead, more)
+
+    @property
     def _is_strided(self) -> bool:
         """Neighbouring blocks are read at different times."""
         return True
@@ -201,7 +210,11 @@ class ShuffledLoader(Loader):
         fill_up = self._world > 1 and not self.drop_last
         if self._slots == "batch":
             return PlacedBatches(
-                self._order(epoch), self._partitions(), fill_up=fill_up, n_ahead=self._n_ahead, equipment=equipment
+                self._order(epoch),
+                self._partitions(),
+                fill_up=fill_up,
+                n_ahead=self._n_placed_ahead,
+                equipment=equipment,
             ).batches
         return ShuffledBatches(
             self._order(epoch),
@@ -231,7 +244,7 @@ class ShuffledLoader(Loader):
 
         window_bytes = self._needed_bytes()
         if self._slots == "batch":
-            n_rows = n_batches_ahead(parts, self._n_ahead) * self.batch_size
+            n_rows = n_batches_ahead(parts, self._n_placed_ahead) * self.batch_size
             window_bytes = n_rows * (layout.vector_nbytes + TABLE_BYTES)
         return Plan(
             extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),

@@ -25,6 +25,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
+from saev_store.transport._http_fetcher import SpareConnections
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
 from saev_store.transport._obstore_threads import Callers, Gate
@@ -44,7 +45,7 @@ T = TypeVar("T")
 IN_FLIGHT = 64
 #: Slower than this is as good as stalled, so it is part of every deadline.
 SLOWEST_BYTES_PER_S = 1 << 20
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5.0, 10.0
+_CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 10.0
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
 _RETRIES, _FIRST_WAIT_S, _LONGEST_WAIT_S = 6, 0.1, 3.0
 
@@ -112,6 +113,7 @@ class Client:
         self.place = place_of(url, options.all)
         self.tally = Tally()
         self.buffers = Buffers()
+        self.spare = SpareConnections()
         # Of each client its own: calls that hang must not hold up those to another service.
         self._callers = Callers(IN_FLIGHT)
         self._lock = ForkSafeLock()
@@ -256,7 +258,7 @@ def _open(place: Place, *, timeout_s: float) -> ObjectStore:
     client_options: dict[str, object] = {
         "allow_http": place.allow_http,
         "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT_S, timeout_s)),
-        "read_timeout": timedelta(seconds=min(_READ_TIMEOUT_S, timeout_s)),
+        "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, timeout_s)),
         # For the whole request, body included: the deadline of `Client.call` is what counts.
         "timeout": timedelta(seconds=timeout_s + (1 << 30) / SLOWEST_BYTES_PER_S),
         "pool_max_idle_per_host": str(IN_FLIGHT),

@@ -1,0 +1,399 @@
+"""Ranges of files that a server speaks of in plain HTTP/1.1: asked for ahead of time, received as they come by few threads.
+
+A client that gives each answer to whoever asked for it needs a thread for each request under way, and memory for each answer.
+Here requests are sent at once, the kernel keeps what arrives (RFC 9293, 3.8.6), and a thread a core copies from there what is
+ready. Nothing is forgiven: an answer that is not exactly what was asked for ends its connection, and whoever asked is told to
+read the range in another way, where there are retries and errors with names.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+
+from saev_store.transport._http_range import Connection, NotAsAskedError, Wanted, check_head
+from saev_store.transport._locks import ForkSafeLock
+
+#: A socket tells of its bytes when it has so many of them (the kernel may settle for less), or all that are missing.
+_READY_BYTES = 1 << 22
+_HEAD_BYTES, _MOST_HEAD_BYTES = 2048, 16 << 10
+#: Threads look whether something has to be given up every so often; slower than this is as good as silent.
+_SLICE_S, _SWEEP_S = 0.2, 1.0
+_SLOWEST_BYTES_PER_S = 1 << 20
+#: After so many failures in a row nothing is asked for a while: the server, or the way to it, is not as it should be.
+_MOST_FAILURES, _PAUSE_S = 3, 10.0
+#: Servers end connections that nobody uses for longer, some sooner.
+_SPARE_S = 5.0
+
+#: How long a thread waits for a body that has begun, and how the kernel is told.
+_MOMENT_S = 0.02
+_MOMENT = struct.pack("ll", 0, int(_MOMENT_S * 1e6))
+
+#: Whether this system can do it: it takes Linux's `epoll`.
+IS_POSSIBLE = hasattr(select, "epoll") and hasattr(os, "eventfd")
+
+
+class SpareConnections:
+    """Connections that a fetcher had to spare when it ended, for the next one to the same server; thread-safe.
+
+    They are closed with this object, or when a process that was forked finds them: they belong to its parent.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self._lock = os.getpid(), ForkSafeLock()
+        self._socks: list[tuple[float, socket.socket]] = []
+        weakref.finalize(self, _close_all, self._socks)
+
+    def take(self) -> socket.socket | None:
+        """One that nobody used for a short while only, the latest first."""
+        with self._lock:
+            if os.getpid() != self._pid or (self._socks and time.monotonic() - self._socks[-1][0] > _SPARE_S):
+                self._pid = os.getpid()
+                _close_all(self._socks)
+            return self._socks.pop()[1] if self._socks else None
+
+    def give(self, socks: list[socket.socket]) -> None:
+        """Keep some instead of older ones."""
+        with self._lock:
+            _close_all(self._socks)
+            self._pid = os.getpid()
+            self._socks.extend((time.monotonic(), sock) for sock in socks)
+
+
+def _close_all(socks: list[tuple[float, socket.socket]]) -> None:
+    while socks:
+        socks.pop()[1].close()
+
+
+class _Scratch:
+    """Memory of one thread, which grows as needed."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
+
+    def room(self, nbytes: int) -> memoryview:
+        """At least so many bytes, whose content nobody knows."""
+        if len(self._memory) < nbytes:
+            self._memory = memoryview(bytearray(nbytes))
+        return self._memory
+
+
+class HttpFetcher:
+    """Connections to one server, and threads that receive; `close` ends both.
+
+    Args:
+        address: As `socket.getaddrinfo` gives it: (family, socket address).
+        n_threads: Threads.
+        n_connections: Ranges under way at most; more of them wait.
+        timeout_s: A connection on which nothing happens for so long is given up.
+        spare: Connections to begin with, and where to leave them.
+    """
+
+    def __init__(
+        self, address: tuple[int, tuple[object, ...]], spare: SpareConnections, *, n_threads: int, n_connections: int,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        (self._family, self._address), self._spare = address, spare
+        self._n_connections, self._timeout_s = n_connections, timeout_s
+        self._lock = threading.Lock()
+        self._waiting: deque[Wanted] = deque()
+        self._connections: dict[int, Connection] = {}
+        self._idle: list[Connection] = []
+        self._n_failures, self._pause_until = 0, 0.0
+        self._is_closed = False
+        self._swept = time.monotonic()
+        self._polling = threading.Lock()
+        self._ready: list[tuple[int, int, Connection]] = []
+        self._numbers = itertools.count(1)
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._n_running = n_threads
+        self._threads = [
+            threading.Thread(target=self._work, name=f"saev_store-fetch-{number}", daemon=True)
+            for number in range(n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def fetch(self, wanted: Wanted) -> bool:
+        """Ask for a range, without waiting; False, and nothing done, where it had better be read in another way."""
+        with self._lock:
+            if self._is_closed or time.monotonic() < self._pause_until:
+                return False
+            if len(self._connections) - len(self._idle) >= self._n_connections:
+                self._waiting.append(wanted)
+                return True
+            connection = self._idle.pop() if self._idle else None
+        self._send(wanted, connection)
+        return True
+
+    def _send(self, wanted: Wanted, connection: Connection | None) -> None:
+        """Send a request on a connection that nobody else uses, or on a new one."""
+        if connection is None and not wanted.is_again and (spare := self._spare.take()) is not None:
+            connection = Connection(spare, n_answers=1)
+        if connection is None:
+            connection = Connection(socket.socket(self._family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+        connection.wanted, connection.since = wanted, time.monotonic()
+        connection.until = connection.since + self._timeout_s + (wanted.end - wanted.start) / _SLOWEST_BYTES_PER_S
+        connection.number = wanted.number = wanted.number or next(self._numbers)
+        try:
+            if connection.is_open:
+                self._ask(connection, wanted)
+                return
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.sock.connect_ex(self._address) not in (0, errno.EINPROGRESS):
+                raise NotAsAskedError
+            self._arm(connection, select.EPOLLOUT)
+        except (OSError, NotAsAskedError):
+            self._fail(connection)
+
+    def _ask(self, connection: Connection, wanted: Wanted) -> None:
+        connection.head, connection.got, connection.rest, connection.in_body = b"", 0, b"", False
+        if connection.sock.send(wanted.head) != len(wanted.head):
+            raise NotAsAskedError
+        self._arm(connection, select.EPOLLIN)
+
+    def _arm(self, connection: Connection, events: int) -> None:
+        """Give a connection to whoever sees next that something happened on it."""
+        with self._lock:
+            if self._is_closed:
+                raise NotAsAskedError
+            connection.is_armed = True
+            if connection.is_known:
+                self._epoll.modify(connection.sock, events | select.EPOLLONESHOT)
+            else:
+                self._epoll.register(connection.sock, events | select.EPOLLONESHOT)
+                self._connections[connection.sock.fileno()] = connection
+                connection.is_known = True
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        scratch = _Scratch()
+        try:
+            while not self._is_closed:
+                if (connection := self._oldest_ready()) is not None:
+                    self._progress(connection, scratch)
+                self._sweep()
+        finally:
+            with self._lock:
+                self._n_running -= 1
+                is_last = self._n_running == 0
+            if is_last:
+                self._end()
+
+    def _oldest_ready(self) -> Connection | None:
+        """Of all connections on which something happened, that of the oldest request, which its caller waits for first."""
+        with self._polling:
+            ready = self._ready
+            for fd, _ in self._epoll.poll(0 if ready else _SLICE_S):
+                if (connection := self._mine(fd)) is not None:
+                    heapq.heappush(ready, (connection.number, fd, connection))
+            return heapq.heappop(ready)[2] if ready and not self._is_closed else None
+
+    def _mine(self, fd: int) -> Connection | None:
+        with self._lock:
+            connection = self._connections.get(fd)
+            if connection is None or not connection.is_armed:
+                return None
+            connection.is_armed = False
+            return connection
+
+    def _progress(self, connection: Connection, scratch: _Scratch) -> None:
+        """Take what came on a connection that this thread owns."""
+        connection.since, wanted = time.monotonic(), connection.wanted
+        if wanted is None:  # pragma: no cover - idle connections are not armed
+            return
+        try:
+            if not connection.is_open:
+                self._opened(connection)
+                self._ask(connection, wanted)
+            elif (connection.in_body or self._head(connection, wanted)) and self._body(connection, wanted, scratch):
+                self._succeed(connection, wanted)
+            else:
+                self._arm(connection, select.EPOLLIN)
+        except Exception:  # what `take` refuses it refuses again, and is heard, where the range is read in another way
+            self._fail(connection)
+
+    def _opened(self, connection: Connection) -> None:
+        """A connection has come about, or not. From now on receiving waits, but only for a moment."""
+        sock = connection.sock
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise NotAsAskedError
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _MOMENT)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _MOMENT)
+        connection.is_open = True
+
+    def _head(self, connection: Connection, wanted: Wanted) -> bool:
+        """Receive the head of an answer; True once it is there and as it has to be."""
+        try:
+            data = connection.sock.recv(_HEAD_BYTES)
+        except BlockingIOError:
+            return False
+        connection.head += data
+        end = connection.head.find(b"\r\n\r\n")
+        if not data or (end < 0 and len(connection.head) > _MOST_HEAD_BYTES):
+            raise NotAsAskedError
+        if end < 0:
+            return False
+        connection.closes = check_head(connection.head[: end + 2], wanted)
+        connection.in_body, connection.began, connection.rest = True, connection.since, connection.head[end + 4 :]
+        connection.got = len(connection.rest)
+        if connection.got > wanted.end - wanted.start:
+            raise NotAsAskedError
+        return True
+
+    def _body(self, connection: Connection, wanted: Wanted, scratch: _Scratch) -> bool:
+        """Receive what there is of a body, and show it; True once it is all there."""
+        sock, nbytes, item = connection.sock, wanted.end - wanted.start, wanted.item_nbytes
+        memory = scratch.room(_READY_BYTES + item)
+        # What streams in is received in one go; a connection that has disappointed us has to have it ready.
+        flags = socket.MSG_DONTWAIT if connection.is_slow else socket.MSG_WAITALL
+        while (missing := nbytes - connection.got) > 0:
+            have = len(connection.rest)
+            n = min(missing, len(memory) - have)
+            try:
+                got = sock.recv_into(memory[have:], n, flags)
+            except BlockingIOError:
+                break
+            if got == 0:
+                raise NotAsAskedError
+            memory[:have] = connection.rest
+            have, connection.got = have + got, connection.got + got
+            whole = have // item * item
+            connection.rest = bytes(memory[whole:have])
+            if whole:
+                wanted.take(connection.got - have, memory[:whole])
+            if got < n:
+                break
+        if (missing := nbytes - connection.got) > 0:
+            connection.is_slow = True
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(missing, _READY_BYTES))
+            return False
+        if connection.rest:  # all of it came with the head
+            wanted.take(nbytes - len(connection.rest), memoryview(connection.rest))
+        connection.is_slow = time.monotonic() - connection.began > _MOMENT_S
+        return True
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _succeed(self, connection: Connection, wanted: Wanted) -> None:
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        connection.n_answers += 1
+        with self._lock:
+            self._n_failures = 0
+            following = self._waiting.popleft() if self._waiting else None
+            connection.wanted = None
+            if connection.closes:
+                self._drop(connection)
+            elif following is None:
+                self._idle.append(connection)
+        if following is not None:
+            self._send(following, None if connection.closes else connection)
+        wanted.done(True)
+
+    def _fail(self, connection: Connection) -> None:
+        """Give up a connection; its range is sent anew if nobody can have answered, or wanted in another way."""
+        given_up: list[Wanted] = []
+        with self._lock:
+            wanted, connection.wanted = connection.wanted, None
+            # Servers end connections that nobody used for a while: that is no failure.
+            is_stale = connection.n_answers > 0 and not connection.head and wanted is not None and not wanted.is_again
+            self._drop(connection)
+            if not is_stale:
+                self._n_failures += 1
+            if self._n_failures >= _MOST_FAILURES:
+                self._pause_until = time.monotonic() + _PAUSE_S
+            if self._is_closed or self._n_failures >= _MOST_FAILURES:
+                given_up.extend(self._waiting)
+                self._waiting.clear()
+            following = self._waiting.popleft() if self._waiting else None
+        if wanted is not None and is_stale and not self._is_closed:
+            wanted.is_again = True
+            self._send(wanted, None)
+        elif wanted is not None:
+            given_up.append(wanted)
+        for some in given_up:
+            some.done(False)
+        if following is not None:
+            self._send(following, None)
+
+    def _drop(self, connection: Connection) -> None:
+        """Close a connection; under the lock."""
+        if self._connections.get(connection.sock.fileno()) is connection:
+            del self._connections[connection.sock.fileno()]
+            # A forked child may hold it open: then closing it alone would not end its events.
+            with suppress(OSError):
+                self._epoll.unregister(connection.sock)
+        connection.sock.close()
+
+    def _sweep(self) -> None:
+        """Give up connections on which nothing happened for too long, or not enough."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._swept < _SWEEP_S:
+                return
+            self._swept = now
+            late = [
+                connection
+                for connection in self._connections.values()
+                if connection.is_armed and (now - connection.since > self._timeout_s or now > connection.until)
+            ]
+            for connection in late:
+                connection.is_armed = False
+                connection.n_answers = 0  # silence is no stale connection
+        for connection in late:
+            self._fail(connection)
+
+    def close(self) -> None:
+        """Ask for nothing more, and end the threads; `join` waits for them."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.eventfd_write(self._wake, 1)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the threads until `time.monotonic()` is `deadline`."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a thread may still call `take`."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _end(self) -> None:
+        """What the last thread does."""
+        with self._lock:
+            unanswered = [*self._waiting]
+            for connection in list(self._connections.values()):
+                if connection.wanted is not None:
+                    unanswered.append(connection.wanted)
+                    connection.wanted = None
+                if connection not in self._idle:
+                    self._drop(connection)
+            self._connections.clear()
+            self._waiting.clear()
+            self._ready.clear()
+            self._epoll.close()
+            os.close(self._wake)
+            self._spare.give([connection.sock for connection in self._idle])
+            self._idle.clear()
+        for wanted in unanswered:
+            with suppress(Exception):
+                wanted.done(False)
