@@ -67,10 +67,10 @@ class Group:
 
 
 class Workers:
-    """A fixed number of threads and a queue of tasks.
+    """Threads, of which there are more only when all are at work, and a queue of tasks.
 
     Args:
-        n: How many threads.
+        n: How many threads at most.
         name: Prefix of the threads' names.
         stop: When set, waiting tasks are dropped (their groups are told) and the threads end.
     """
@@ -80,16 +80,22 @@ class Workers:
         self.n_threads = n
         self._tasks: SimpleQueue[tuple[Callable[[], None], Group, str] | None] = SimpleQueue()
         self._busy: dict[int, str] = {}
-        self._threads = [
-            threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True)
-            for number in range(n)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        # Tasks that wait or are under way.
+        self._n_open = 0
 
     def submit(self, task: Callable[[], None], group: Group, where: str) -> None:
         """Queue a task; `where` names what it reads, for messages about time-outs."""
-        self._tasks.put((task, group, where))
+        with self._lock:
+            self._n_open += 1
+            if len(self._threads) < min(self._n_open, self.n_threads) and not self._stop.is_set():
+                number = len(self._threads)
+                thread = threading.Thread(target=self._work, args=(number,), name=f"{self._name}-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            self._tasks.put((task, group, where))
 
     @property
     def is_alive(self) -> bool:
@@ -133,13 +139,16 @@ class Workers:
             except BaseException as raised:
                 error = raised
             self._busy.pop(number, None)
+        with self._lock:
+            self._n_open -= 1
         group.finish(error)
 
     def close(self) -> None:
         """Tell the threads to end; `join` waits for them."""
         self._stop.set()
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._lock:
+            for _ in self._threads:
+                self._tasks.put(None)
 
     def join(self, deadline: float) -> None:
         """Wait for the threads until `time.monotonic()` is `deadline`; one that hangs in a system call is left behind."""
