@@ -11,6 +11,7 @@ FIFO, also from a worker process), never after a time. What is printed when noth
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import http.server
 import json
@@ -108,8 +109,9 @@ def hang_worker(fifo: str, number: int) -> None:
 
 
 @contextlib.contextmanager
-def stuck_server(folder: Path, hang: Callable[[], None]):
-    """The address of a folder by ranges, of whose shards only the first half of an answer comes."""
+def stuck_server(folder: Path, hang: Callable[[], None], *, n_whole: int = 0):
+    """The address of a folder by ranges; after so many whole answers of a shard only the first half of one comes."""
+    answered: collections.Counter[str] = collections.Counter()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -132,8 +134,10 @@ def stuck_server(folder: Path, hang: Callable[[], None]):
                 data = data[int(start) : int(end) + 1 if end else size]
                 self.send_header("Content-Range", f"bytes {start}-{int(start) + len(data) - 1}/{size}")
             self.send_header("Content-Length", str(len(data)))
+            self.send_header("ETag", '"always the same"')
             self.end_headers()
-            if body and path.suffix == ".bin":
+            answered[path.name] += body
+            if body and path.suffix == ".bin" and answered[path.name] > n_whole:
                 self.wfile.write(data[: len(data) // 2])
                 self.wfile.flush()
                 hang()
@@ -196,7 +200,8 @@ def main(situation: str, path: str, fifo: str, *, any_thread: bool) -> None:
     with contextlib.ExitStack() as stack:
         engine = situation.rpartition(" ")[2]
         if engine in ("obstore", "fsspec"):
-            server = stack.enter_context(stuck_server(Path(path), partial(hang, fifo)))
+            n_whole = 1 if situation.startswith("fetched") else 0
+            server = stack.enter_context(stuck_server(Path(path), partial(hang, fifo), n_whole=n_whole))
             store = ShardStore.open(server, engine=engine)
         else:
             store = local(path, situation, fifo)
@@ -204,6 +209,8 @@ def main(situation: str, path: str, fifo: str, *, any_thread: bool) -> None:
             press.press_when(lambda: True)
             store.sel(layer=5, tokens="content").rows(range(8))
         kind, more = (OrderedLoader, {}) if situation == "ordered" else (ShuffledLoader, {"window_blocks": 2})
+        if situation.startswith("fetched"):
+            more |= {"slots": "batch", "examples_per_block": 1, "n_partitions": 1}
         loader = kind(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=4, batch_timeout_s=600, **more)
         if situation == "training":
             trains = threading.Event()

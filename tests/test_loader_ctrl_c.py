@@ -27,7 +27,7 @@ def test_waits_are_bounded():
 SITUATIONS = ["hung reads", "ordered", "slow reads", "training", "obstore", "fsspec", "worker"]
 CASES = [(what, who) for what in SITUATIONS for who in ("group", "any")]
 #: A terminal tells the worker process, too; what the main thread waits for itself ends at once when it is told.
-CASES = [*CASES[:-1], ("indexed obstore", "any"), ("indexed fsspec", "any")]
+CASES = [*CASES[:-1], ("indexed obstore", "any"), ("indexed fsspec", "any"), ("fetched obstore", "group")]
 
 
 @pytest.mark.parametrize(("situation", "receiver"), CASES)
