@@ -1,6 +1,6 @@
 """How fast ranges and batches come from, and uploads go to, a bucket on this machine, against bare obstore and plain s3fs.
 
-    python benchmarks/remote.py [--mib 256] [--rounds 5] [--only WORD …] [--json]
+    python benchmarks/remote.py [--mib 256] [--rounds 9] [--only WORD …] [--json]
 
 The server (`_far_server.py`) is a process of its own that shares the cores with the client; it sends files by `sendfile` and
 drops uploads in the kernel, which is as fast as nginx or faster. It answers at once, and 30 ms late. Beside each rate stand
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument(
         "--mib", type=int, default=256, help="what ranges read; uploads move twice, the loader four times as much"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--late", nargs="*", type=int, choices=(0, 30), default=[0, 30], metavar="MS")
     parser.add_argument("--json", action="store_true")

@@ -291,7 +291,7 @@ class Fetching:
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         with self._lock:
-            self._fetcher = self._fetcher or self._inner.open_fetcher()
+            self._fetcher = self._fetcher or self._inner.open_fetcher(in_flight_bytes=1 << 20)
         fetcher, found = self._fetcher, [bytearray(end - start) for start, end in zip(starts, ends, strict=True)]
         told: list[SimpleQueue[bool]] = [SimpleQueue() for _ in found]
         for start, end, memory, ended in zip(starts, ends, found, told, strict=True):

@@ -14,8 +14,9 @@ import pytest
 from waiting import HANG_S
 
 from saev_store.transport import _http_fetcher
-from saev_store.transport._http_fetcher import HttpFetcher, SpareConnections
+from saev_store.transport._http_fetcher import HttpFetcher
 from saev_store.transport._http_range import Wanted
+from saev_store.transport._http_spare import SpareConnections
 
 TRUTH = np.random.default_rng(5).bytes(9_000_000)
 ETAG = '"abc"'
@@ -106,7 +107,7 @@ def fetching(answers: Answers, **options: object) -> Iterator[tuple[Server, Http
 
 
 def open_fetcher(server: Server, spare: SpareConnections, **options: object) -> HttpFetcher:
-    options = {"n_threads": 2, "n_connections": 8, "timeout_s": HANG_S, **options}
+    options = {"n_threads": 2, "n_connections": 8, "in_flight_bytes": 1 << 30, "timeout_s": HANG_S, **options}
     return HttpFetcher((socket.AF_INET, server.listener.getsockname()), spare, **options)
 
 
@@ -142,6 +143,26 @@ def test_many_ranges_over_few_connections():
         assert server.n_requests == 300
         assert server.n_connections <= 8
         assert all(fetch.told.empty() for fetch in fetches)
+
+
+def test_no_more_bytes_are_under_way_than_allowed():
+    """Or one range: who asks for more than that at once has to get it, too."""
+    lock, now, most = threading.Lock(), 0, 0
+
+    def answers(n: int, start: int, end: int) -> Iterator[bytes]:
+        nonlocal now, most
+        with lock:
+            now += end - start
+            most = max(most, now)
+        time.sleep(0.002)
+        with lock:
+            now -= end - start
+        yield from right(n, start, end)
+
+    with fetching(answers, in_flight_bytes=3000) as (_, fetcher):
+        sizes = [*[1000] * 30, 5000, *[1000] * 30]
+        assert all(fetch.whole() for fetch in [Fetch(fetcher, n, n + size) for n, size in enumerate(sizes)])
+    assert 2000 <= most <= 5000
 
 
 def test_ranges_longer_than_what_is_received_at_once():
@@ -335,6 +356,6 @@ def test_the_next_fetcher_goes_on_with_connections_that_are_left(monkeypatch: py
     for name, value in (("time.monotonic", time.monotonic() + 60), ("os.getpid", -1)):
         spare.give([socket.socket()])
         with monkeypatch.context() as changed:
-            changed.setattr(f"saev_store.transport._http_fetcher.{name}", lambda value=value: value)
+            changed.setattr(f"saev_store.transport._http_spare.{name}", lambda value=value: value)
             assert spare.take() is None
     server.close()

@@ -234,7 +234,7 @@ def test_servers_that_can_be_asked_plainly(url, options, base, monkeypatch):
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     assert _obstore_fetcher._base_of(place_of(url, options)) == base
     transport = ObstoreTransport(url, options)
-    fetcher = transport.open_fetcher()
+    fetcher = transport.open_fetcher(in_flight_bytes=1 << 20)
     assert (fetcher is not None) == (IS_POSSIBLE and (base or "").startswith("http://"))
     if fetcher is not None:
         # Nothing was read yet: nobody knows which object is meant.
@@ -243,7 +243,7 @@ def test_servers_that_can_be_asked_plainly(url, options, base, monkeypatch):
         fetcher.join(time.monotonic() + HANG_S)
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:3128")
         monkeypatch.setenv("no_proxy", "elsewhere")
-        assert transport.open_fetcher() is None
+        assert transport.open_fetcher(in_flight_bytes=1 << 20) is None
 
 
 @needs_epoll
@@ -251,7 +251,7 @@ def test_no_secret_in_what_is_shown(s3_bucket):
     transport = ObstoreTransport(s3_bucket.url, s3_bucket.options)
     transport.put("a.bin", b"abc")
     transport.get_ranges("a.bin", starts=[0], ends=[1])
-    fetcher, told = transport.open_fetcher(), []
+    fetcher, told = transport.open_fetcher(in_flight_bytes=1 << 20), []
     assert fetcher.fetch(
         "a.bin", start=0, end=3, item_nbytes=3, take=lambda at, some: told.append(bytes(some)), done=told.append
     )

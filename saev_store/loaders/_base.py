@@ -220,7 +220,9 @@ class Loader(ABC):
             # A transport around another one may wait for whatever it likes.
             transport = self._rows._reader.transport
             copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
-            fetcher = transport.open_fetcher() if self._fetches_ahead and isinstance(transport, FetchesAhead) else None
+            fetcher = None
+            if self._fetches_ahead and isinstance(transport, FetchesAhead):
+                fetcher = transport.open_fetcher(in_flight_bytes=self._n_threads * self._read_bytes)
             machinery = self._machinery = Machinery(
                 self._n_threads, self._n_gather, tally, helps=copies, fetcher=fetcher
             )

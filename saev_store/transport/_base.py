@@ -189,8 +189,8 @@ class Fetcher(Protocol):
 class FetchesAhead(Protocol):
     """Can be asked for ranges before anybody waits for them, where the way to the server is simple enough."""
 
-    def open_fetcher(self) -> Fetcher | None:
-        """A fetcher, which belongs to whoever opened it; None where there can be none."""
+    def open_fetcher(self, *, in_flight_bytes: int) -> Fetcher | None:
+        """A fetcher, which belongs to whoever opened it and has no more bytes under way; None where there can be none."""
         ...
 
 

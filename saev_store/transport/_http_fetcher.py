@@ -17,12 +17,11 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from contextlib import suppress
 
 from saev_store.transport._http_range import Connection, NotAsAskedError, Wanted, check_head
-from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._http_spare import SpareConnections
 
 #: A socket tells of its bytes when it has so many of them (the kernel may settle for less), or all that are missing.
 _READY_BYTES = 1 << 22
@@ -32,8 +31,6 @@ _SLICE_S, _SWEEP_S = 0.2, 1.0
 _SLOWEST_BYTES_PER_S = 1 << 20
 #: After so many failures in a row nothing is asked for a while: the server, or the way to it, is not as it should be.
 _MOST_FAILURES, _PAUSE_S = 3, 10.0
-#: Servers end connections that nobody uses for longer, some sooner.
-_SPARE_S = 5.0
 
 #: How long a thread waits for a body that has begun, and how the kernel is told.
 _MOMENT_S = 0.02
@@ -41,38 +38,6 @@ _MOMENT = struct.pack("ll", 0, int(_MOMENT_S * 1e6))
 
 #: Whether this system can do it: it takes Linux's `epoll`.
 IS_POSSIBLE = hasattr(select, "epoll") and hasattr(os, "eventfd")
-
-
-class SpareConnections:
-    """Connections that a fetcher had to spare when it ended, for the next one to the same server; thread-safe.
-
-    They are closed with this object, or when a process that was forked finds them: they belong to its parent.
-    """
-
-    def __init__(self) -> None:
-        self._pid, self._lock = os.getpid(), ForkSafeLock()
-        self._socks: list[tuple[float, socket.socket]] = []
-        weakref.finalize(self, _close_all, self._socks)
-
-    def take(self) -> socket.socket | None:
-        """One that nobody used for a short while only, the latest first."""
-        with self._lock:
-            if os.getpid() != self._pid or (self._socks and time.monotonic() - self._socks[-1][0] > _SPARE_S):
-                self._pid = os.getpid()
-                _close_all(self._socks)
-            return self._socks.pop()[1] if self._socks else None
-
-    def give(self, socks: list[socket.socket]) -> None:
-        """Keep some instead of older ones."""
-        with self._lock:
-            _close_all(self._socks)
-            self._pid = os.getpid()
-            self._socks.extend((time.monotonic(), sock) for sock in socks)
-
-
-def _close_all(socks: list[tuple[float, socket.socket]]) -> None:
-    while socks:
-        socks.pop()[1].close()
 
 
 class _Scratch:
@@ -95,18 +60,20 @@ class HttpFetcher:
         address: As `socket.getaddrinfo` gives it: (family, socket address).
         n_threads: Threads.
         n_connections: Ranges under way at most; more of them wait.
+        in_flight_bytes: Bytes under way at most, or one range: so much the kernel may have to keep.
         timeout_s: A connection on which nothing happens for so long is given up.
         spare: Connections to begin with, and where to leave them.
     """
 
     def __init__(
         self, address: tuple[int, tuple[object, ...]], spare: SpareConnections, *, n_threads: int, n_connections: int,
-        timeout_s: float,
+        in_flight_bytes: int, timeout_s: float,
     ) -> None:  # fmt: skip
         (self._family, self._address), self._spare = address, spare
-        self._n_connections, self._timeout_s = n_connections, timeout_s
+        self._n_connections, self._in_flight_bytes, self._timeout_s = n_connections, in_flight_bytes, timeout_s
         self._lock = threading.Lock()
         self._waiting: deque[Wanted] = deque()
+        self._n_under_way = self._bytes_under_way = 0
         self._connections: dict[int, Connection] = {}
         self._idle: list[Connection] = []
         self._n_failures, self._pause_until = 0, 0.0
@@ -133,12 +100,30 @@ class HttpFetcher:
         with self._lock:
             if self._is_closed or time.monotonic() < self._pause_until:
                 return False
-            if len(self._connections) - len(self._idle) >= self._n_connections:
-                self._waiting.append(wanted)
-                return True
-            connection = self._idle.pop() if self._idle else None
-        self._send(wanted, connection)
+            self._waiting.append(wanted)
+            admitted = self._admit()
+            connections = [self._idle.pop() if self._idle else None for _ in admitted]
+        for some, connection in zip(admitted, connections, strict=True):
+            self._send(some, connection)
         return True
+
+    def _admit(self) -> list[Wanted]:
+        """Those that have waited longest and may be under way now; under the lock."""
+        found: list[Wanted] = []
+        while self._waiting and self._n_under_way < self._n_connections:
+            nbytes = self._waiting[0].end - self._waiting[0].start
+            if self._n_under_way and self._bytes_under_way + nbytes > self._in_flight_bytes:
+                break
+            self._n_under_way += 1
+            self._bytes_under_way += nbytes
+            found.append(self._waiting.popleft())
+        return found
+
+    def _ended(self, wanted: Wanted) -> list[Wanted]:
+        """Count a range as no longer under way; who takes its place. Under the lock."""
+        self._n_under_way -= 1
+        self._bytes_under_way -= wanted.end - wanted.start
+        return [] if self._is_closed else self._admit()
 
     def _send(self, wanted: Wanted, connection: Connection | None) -> None:
         """Send a request on a connection that nobody else uses, or on a new one."""
@@ -296,41 +281,40 @@ class HttpFetcher:
         connection.n_answers += 1
         with self._lock:
             self._n_failures = 0
-            following = self._waiting.popleft() if self._waiting else None
-            connection.wanted = None
+            connection.wanted, following = None, self._ended(wanted)
             if connection.closes:
                 self._drop(connection)
-            elif following is None:
+            else:
                 self._idle.append(connection)
-        if following is not None:
-            self._send(following, None if connection.closes else connection)
+            connections = [self._idle.pop() if self._idle else None for _ in following]
+        for some, its in zip(following, connections, strict=True):
+            self._send(some, its)
         wanted.done(True)
 
     def _fail(self, connection: Connection) -> None:
         """Give up a connection; its range is sent anew if nobody can have answered, or wanted in another way."""
-        given_up: list[Wanted] = []
         with self._lock:
             wanted, connection.wanted = connection.wanted, None
             # Servers end connections that nobody used for a while: that is no failure.
             is_stale = connection.n_answers > 0 and not connection.head and wanted is not None and not wanted.is_again
             self._drop(connection)
-            if not is_stale:
+            if wanted is None or (is_stale and not self._is_closed):
+                given_up, following = [], []
+            else:
                 self._n_failures += 1
-            if self._n_failures >= _MOST_FAILURES:
-                self._pause_until = time.monotonic() + _PAUSE_S
-            if self._is_closed or self._n_failures >= _MOST_FAILURES:
-                given_up.extend(self._waiting)
-                self._waiting.clear()
-            following = self._waiting.popleft() if self._waiting else None
-        if wanted is not None and is_stale and not self._is_closed:
+                given_up = [wanted]
+                if self._n_failures >= _MOST_FAILURES:
+                    self._pause_until = time.monotonic() + _PAUSE_S
+                    given_up += self._waiting
+                    self._waiting.clear()
+                following = self._ended(wanted)
+        if wanted is not None and not given_up:
             wanted.is_again = True
             self._send(wanted, None)
-        elif wanted is not None:
-            given_up.append(wanted)
         for some in given_up:
             some.done(False)
-        if following is not None:
-            self._send(following, None)
+        for some in following:
+            self._send(some, None)
 
     def _drop(self, connection: Connection) -> None:
         """Close a connection; under the lock."""

@@ -176,9 +176,9 @@ class ObstoreTransport:
         else:
             self._object(below).lend_runs(starts, ends, take)
 
-    def open_fetcher(self) -> Fetcher | None:
+    def open_fetcher(self, *, in_flight_bytes: int) -> Fetcher | None:
         """Receives ranges of objects that were read before, from a server without TLS; see `HttpFetcher`."""
-        return open_fetcher(self._client, self._pins, self._below, self._key)
+        return open_fetcher(self._client, self._pins, self._below, self._key, in_flight_bytes)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""

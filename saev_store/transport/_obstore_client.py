@@ -25,7 +25,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._http_fetcher import SpareConnections
+from saev_store.transport._http_spare import SpareConnections
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
 from saev_store.transport._obstore_threads import Callers, Gate

@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from saev_store.transport._base import Buffer
 from saev_store.transport._http_fetcher import IS_POSSIBLE, HttpFetcher
 from saev_store.transport._http_range import Wanted
-from saev_store.transport._obstore_client import IN_FLIGHT, READ_TIMEOUT_S, Client, is_forked
+from saev_store.transport._obstore_client import READ_TIMEOUT_S, Client, is_forked
 from saev_store.transport._obstore_options import Place
 from saev_store.transport._pins import Pins
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: A signed address is used for half of the time that it is good for.
 _SIGNED_FOR_S = 900.0
 #: More threads than this would wait for the interpreter's lock.
-_MOST_THREADS = 4
+_MOST_THREADS, _MOST_CONNECTIONS = 4, 128
 
 
 class ObstoreFetcher:
@@ -36,6 +36,7 @@ class ObstoreFetcher:
         address: The server's.
         below: From a path to the path that is pinned.
         key: From there to the object's name in the bucket.
+        in_flight_bytes: Bytes under way at most.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ObstoreFetcher:
         address: tuple[int, tuple[object, ...]],
         below: Callable[[str], str],
         key: Callable[[str], str],
+        in_flight_bytes: int,
     ) -> None:
         self._client, self._pins, self._below, self._key = client, pins, below, key
         self._pid = os.getpid()
@@ -53,7 +55,8 @@ class ObstoreFetcher:
             address,
             client.spare,
             n_threads=min(len(os.sched_getaffinity(0)), _MOST_THREADS),
-            n_connections=2 * IN_FLIGHT,
+            n_connections=_MOST_CONNECTIONS,
+            in_flight_bytes=in_flight_bytes,
             timeout_s=min(READ_TIMEOUT_S, client.timeout_s),
         )
         self.close, self.join = self._http.close, self._http.join
@@ -104,7 +107,9 @@ class ObstoreFetcher:
         return head
 
 
-def open_fetcher(client: Client, pins: Pins, below: Callable[[str], str], key: Callable[[str], str]) -> Fetcher | None:
+def open_fetcher(
+    client: Client, pins: Pins, below: Callable[[str], str], key: Callable[[str], str], in_flight_bytes: int
+) -> Fetcher | None:
     """A fetcher for a client's server, if it can have one."""
     base = _base_of(client.place)
     if not IS_POSSIBLE or is_forked() or base is None:
@@ -115,7 +120,7 @@ def open_fetcher(client: Client, pins: Pins, below: Callable[[str], str], key: C
         return None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return ObstoreFetcher(client, pins, (family, address), below, key)
+        return ObstoreFetcher(client, pins, (family, address), below, key, in_flight_bytes)
     except (OSError, RuntimeError):  # no such host, no more descriptors or threads: obstore will say so
         return None
 
