@@ -310,6 +310,21 @@ def test_nobody_listens():
         server.listener = socket.create_server(("127.0.0.1", 0))  # for the end to close
 
 
+def test_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch):
+    with fetching(right, n_connections=2) as (_, fetcher):
+        assert Fetch(fetcher, 0, 10).whole()
+        with monkeypatch.context() as changed:
+
+            def refuse(*_: object) -> None:
+                raise OSError(24, "Too many open files")
+
+            changed.setattr(_http_fetcher.socket, "socket", refuse)
+            fetches = [Fetch(fetcher, n, n + 100_000) for n in range(8)]
+            found = [fetch.whole() for fetch in fetches if fetch.is_asked]
+        assert True in found  # there is one connection
+        assert all(fetch.told.empty() for fetch in fetches)
+
+
 def test_what_take_refuses_is_not_taken():
     with fetching(right) as (_, fetcher):
         fetch = Fetch.__new__(Fetch)

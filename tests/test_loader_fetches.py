@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import threading
 import time
 import warnings
@@ -233,10 +234,15 @@ def test_servers_that_can_be_asked_plainly(url, options, base, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     assert _obstore_fetcher._base_of(place_of(url, options)) == base
-    transport = ObstoreTransport(url, options)
-    fetcher = transport.open_fetcher(in_flight_bytes=1 << 20)
-    assert (fetcher is not None) == (IS_POSSIBLE and (base or "").startswith("http://"))
-    if fetcher is not None:
+    # Somebody has to listen, at one of the host's addresses.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = f"localhost:{server.getsockname()[1]}"
+        options = {key: near_to(value, near) for key, value in options.items()}
+        transport = ObstoreTransport(near_to(url, near), options)
+        fetcher = transport.open_fetcher(in_flight_bytes=1 << 20)
+        assert (fetcher is not None) == (IS_POSSIBLE and (base or "").startswith("http://"))
+        if fetcher is None:
+            return
         # Nothing was read yet: nobody knows which object is meant.
         assert not fetcher.fetch("a", start=0, end=1, item_nbytes=1, take=print, done=print)
         fetcher.close()
@@ -244,6 +250,13 @@ def test_servers_that_can_be_asked_plainly(url, options, base, monkeypatch):
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:3128")
         monkeypatch.setenv("no_proxy", "elsewhere")
         assert transport.open_fetcher(in_flight_bytes=1 << 20) is None
+        monkeypatch.delenv("http_proxy")
+        assert fetch_threads() == []
+    assert transport.open_fetcher(in_flight_bytes=1 << 20) is None
+
+
+def near_to(value: object, near: str) -> object:
+    return value.replace("127.0.0.1:9000", near) if isinstance(value, str) else value
 
 
 @needs_epoll

@@ -66,8 +66,11 @@ class Machinery:
         """What was asked for ahead of time is there, or has to be read in the ordinary way."""
         if whole or self.stop.is_set():
             group.finish(None if whole else StoppedError())
-        else:
+            return
+        try:
             self.readers.submit(task, group, where)
+        except RuntimeError as error:  # there can be no more threads
+            group.finish(error)
 
     @property
     def has_strays(self) -> bool:

@@ -57,7 +57,7 @@ class HttpFetcher:
     """Connections to one server, and threads that receive; `close` ends both.
 
     Args:
-        address: As `socket.getaddrinfo` gives it: (family, socket address).
+        address: Of the server: family and socket address.
         n_threads: Threads.
         n_connections: Ranges under way at most; more of them wait.
         in_flight_bytes: Bytes under way at most, or one range: so much the kernel may have to keep.
@@ -130,7 +130,11 @@ class HttpFetcher:
         if connection is None and not wanted.is_again and (spare := self._spare.take()) is not None:
             connection = Connection(spare, n_answers=1)
         if connection is None:
-            connection = Connection(socket.socket(self._family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            try:
+                connection = Connection(socket.socket(self._family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            except OSError:  # no descriptor is left
+                self._give_up(wanted)
+                return
         connection.wanted, connection.since = wanted, time.monotonic()
         connection.until = connection.since + self._timeout_s + (wanted.end - wanted.start) / _SLOWEST_BYTES_PER_S
         connection.number = wanted.number = wanted.number or next(self._numbers)
@@ -295,22 +299,25 @@ class HttpFetcher:
         """Give up a connection; its range is sent anew if nobody can have answered, or wanted in another way."""
         with self._lock:
             wanted, connection.wanted = connection.wanted, None
-            # Servers end connections that nobody used for a while: that is no failure.
-            is_stale = connection.n_answers > 0 and not connection.head and wanted is not None and not wanted.is_again
             self._drop(connection)
-            if wanted is None or (is_stale and not self._is_closed):
-                given_up, following = [], []
-            else:
-                self._n_failures += 1
-                given_up = [wanted]
-                if self._n_failures >= _MOST_FAILURES:
-                    self._pause_until = time.monotonic() + _PAUSE_S
-                    given_up += self._waiting
-                    self._waiting.clear()
-                following = self._ended(wanted)
-        if wanted is not None and not given_up:
+        # Servers end connections that nobody used for a while: that is no failure.
+        is_stale = connection.n_answers > 0 and not connection.head
+        if wanted is not None and is_stale and not wanted.is_again and not self._is_closed:
             wanted.is_again = True
             self._send(wanted, None)
+        elif wanted is not None:
+            self._give_up(wanted)
+
+    def _give_up(self, wanted: Wanted) -> None:
+        """A range, and after too many of them those that wait, have to be read in another way."""
+        given_up = [wanted]
+        with self._lock:
+            self._n_failures += 1
+            if self._n_failures >= _MOST_FAILURES:
+                self._pause_until = time.monotonic() + _PAUSE_S
+                given_up += self._waiting
+                self._waiting.clear()
+            following = self._ended(wanted)
         for some in given_up:
             some.done(False)
         for some in following:

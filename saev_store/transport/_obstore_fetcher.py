@@ -21,6 +21,8 @@ from saev_store.transport._pins import Pins
 if TYPE_CHECKING:
     from saev_store.transport._base import Fetcher
 
+#: Who does not answer in this time is left to obstore.
+_CONNECT_TIMEOUT_S = 2.0
 #: A signed address is used for half of the time that it is good for.
 _SIGNED_FOR_S = 900.0
 #: More threads than this would wait for the interpreter's lock.
@@ -119,9 +121,11 @@ def open_fetcher(
     if parts.scheme != "http" or host is None or _has_proxy(host):
         return None
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return ObstoreFetcher(client, pins, (family, address), below, key, in_flight_bytes)
-    except (OSError, RuntimeError):  # no such host, no more descriptors or threads: obstore will say so
+        # Of several addresses of a host not all may have somebody who listens.
+        with socket.create_connection((host, port), timeout=min(_CONNECT_TIMEOUT_S, client.timeout_s)) as sock:
+            address = sock.family, sock.getpeername()
+        return ObstoreFetcher(client, pins, address, below, key, in_flight_bytes)
+    except (OSError, RuntimeError):  # no such host, no more descriptors or threads: obstore has words for it
         return None
 
 
