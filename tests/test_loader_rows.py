@@ -556,3 +556,17 @@ def test_slots_are_chosen_by_what_saves_a_copy(store, plain):
     assert ShuffledLoader(rows, medium="remote", n_threads=2, read_bytes=500).explain().in_flight_bytes == 1000
     with pytest.raises(ArgumentError, match="keeps no window that could lie elsewhere"):
         ShuffledLoader(rows, slots="batch", make_window=partial(HostWindow))
+
+
+def test_a_far_store_is_read_further_ahead_and_that_is_told(store):
+    """In memory that is bounded by what may be on the way, and is part of it; the order does not depend on it."""
+    options = {"batch_size": 8, "window_blocks": 3, "n_partitions": 1, "slots": "batch", "n_threads": 2}
+    rows = store.sel(layer=5, tokens="content")
+    near = ShuffledLoader(rows, **options).explain()
+    far = ShuffledLoader(rows, **options, medium="remote", examples_per_block=near.examples_per_block).explain()
+    least = ShuffledLoader(
+        rows, **options, medium="remote", examples_per_block=near.examples_per_block, read_bytes=1
+    ).explain()
+    assert near.window_bytes == far.window_bytes == least.window_bytes
+    assert least.in_flight_bytes == 2
+    assert 0 < far.in_flight_bytes - 2 * (8 << 20) <= 2 * far.window_bytes

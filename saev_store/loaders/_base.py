@@ -350,9 +350,8 @@ class Loader(ABC):
             keeps_pages=None if self._medium.path is None else not forgets,
             window_bytes=plan.window_bytes,
             # A client keeps an answer until it is copied; batch slots are filled from memory that was read into.
-            in_flight_bytes=self._n_threads * self._read_bytes
-            if self._medium.kind == "remote" or plan.slots == "batch"
-            else 0,
+            in_flight_bytes=plan.ahead_bytes
+            + (self._n_threads * self._read_bytes if self._medium.kind == "remote" or plan.slots == "batch" else 0),
             buffer_bytes=plan.n_buffers * self.batch_size * layout.vector_nbytes,
             slots=plan.slots,
             n_partitions=plan.n_partitions,

@@ -27,6 +27,7 @@ class Plan:
         runs: The reads of a part.
         n_vectors: Vectors that all parts bring.
         n_buffers: Batches that are in memory at a time.
+        ahead_bytes: Memory of what is read ahead besides the window.
     """
 
     extent_bytes: int
@@ -35,6 +36,7 @@ class Plan:
     n_vectors: int
     n_buffers: int
     window_bytes: int = 0
+    ahead_bytes: int = 0
     slots: str = ""
     n_partitions: int = 1
     examples_per_block: int = 1
@@ -79,7 +81,8 @@ class Explanation:
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.
-        in_flight_bytes: Memory of what is being read, where it does not go straight to the window or a batch, at most.
+        in_flight_bytes: Memory of what is being read, where it does not go straight to the window or a batch, at most; with
+            what is read ahead of a far store besides the window.
         slots: `block`, `row`, or empty without a window.
         n_partitions: Streams of the order; any number of ranks that divides it gives the same global batches.
         examples_per_block: Examples that are read, and shuffled, as one.

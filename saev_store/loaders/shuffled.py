@@ -242,10 +242,11 @@ class ShuffledLoader(Loader):
                 order.blocks, numbers, np.zeros_like(numbers), np.array([len(some) for some in found])
             )
 
-        window_bytes = self._needed_bytes()
+        window_bytes, ahead_bytes = self._needed_bytes(), 0
         if self._slots == "batch":
-            n_rows = n_batches_ahead(parts, self._n_placed_ahead) * self.batch_size
-            window_bytes = n_rows * (layout.vector_nbytes + TABLE_BYTES)
+            batch_bytes = self.batch_size * (layout.vector_nbytes + TABLE_BYTES)
+            window_bytes = n_batches_ahead(parts, self._n_ahead) * batch_bytes
+            ahead_bytes = n_batches_ahead(parts, self._n_placed_ahead) * batch_bytes - window_bytes
         return Plan(
             extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),
             n_parts=max(part.n_cohorts for part in parts),
@@ -253,6 +254,7 @@ class ShuffledLoader(Loader):
             n_vectors=sum(part.n_blocks for part in parts) * order.blocks.cells_per_block,
             n_buffers=self._prefetch + 3,
             window_bytes=window_bytes,
+            ahead_bytes=ahead_bytes,
             slots=self._slots,
             n_partitions=order.n_partitions,
             examples_per_block=order.blocks.examples_per_block,
