@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
-from saev_store.transport import _http_fetcher
+from saev_store.transport import _http_fetcher, _http_spare
 from saev_store.transport._http_fetcher import HttpFetcher
 from saev_store.transport._http_range import Wanted
 from saev_store.transport._http_spare import SpareConnections
@@ -103,7 +103,8 @@ def fetching(answers: Answers, **options: object) -> Iterator[tuple[Server, Http
         fetcher.join(time.monotonic() + HANG_S)
         assert not fetcher.is_alive
         server.close()
-        spare.give([])
+        while (sock := spare.take()) is not None:
+            sock.close()
 
 
 def open_fetcher(server: Server, spare: SpareConnections, **options: object) -> HttpFetcher:
@@ -360,17 +361,32 @@ def test_closing_tells_everybody_and_nothing_is_taken_after_it():
 
 
 def test_the_next_fetcher_goes_on_with_connections_that_are_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_http_spare, "_SPARE_S", HANG_S)
     server, spare = Server(right), SpareConnections()
-    for _ in range(3):
+    # A fetcher that is answered at once needs one of them only: the other one is there for the next all the same.
+    for n_at_once in (9, 1, 9, 9):
         fetcher = open_fetcher(server, spare, n_connections=2)
-        assert all(fetch.whole() for fetch in [Fetch(fetcher, n, n + 300_000) for n in range(9)])
+        for first in range(0, 9, n_at_once):
+            assert all(
+                fetch.whole() for fetch in [Fetch(fetcher, n, n + 300_000) for n in range(first, first + n_at_once)]
+            )
         fetcher.close()
         fetcher.join(time.monotonic() + HANG_S)
     assert server.n_connections <= 2
     # Nobody knows what became of them after a while, and a forked child has none of its own.
-    for name, value in (("time.monotonic", time.monotonic() + 60), ("os.getpid", -1)):
+    for name, value in (("time.monotonic", time.monotonic() + HANG_S + 60), ("os.getpid", -1)):
         spare.give([socket.socket()])
         with monkeypatch.context() as changed:
             changed.setattr(f"saev_store.transport._http_spare.{name}", lambda value=value: value)
             assert spare.take() is None
     server.close()
+
+
+def test_of_too_many_connections_the_oldest_are_closed():
+    spare, socks = SpareConnections(), [socket.socket() for _ in range(130)]
+    spare.give(socks[:100])
+    spare.give(socks[100:])
+    assert [sock.fileno() < 0 for sock in socks] == [True] * 2 + [False] * 128
+    assert [spare.take() for _ in range(129)] == [*reversed(socks[2:]), None]
+    for sock in socks:
+        sock.close()
