@@ -105,6 +105,7 @@ class Proxy:
         faults: Tried in order for every request.
         change: Given a request's path and headers (a dict with lower-case names), rewrites the headers in place and
             gives the path that goes on.
+        change_answer: Rewrites the headers of an answer in place: whole lines by lower-case name.
         latency_s: Added to every answer.
         log: (method, path, Range header or "", whether a fault was met) per request.
         open_now: Connections from clients that are open.
@@ -113,6 +114,7 @@ class Proxy:
     upstream: str
     faults: list[Fault] = field(default_factory=list)
     change: Callable[[str, dict[str, str]], str] | None = None
+    change_answer: Callable[[dict[str, str]], None] | None = None
     latency_s: float = 0.0
     seed: int = 0
     log: list[tuple[str, str, str, bool]] = field(default_factory=list)
@@ -223,6 +225,8 @@ class Proxy:
                 head = await up_reader.readuntil(b"\r\n\r\n")
             status, *lines = head.decode("latin-1").split("\r\n")[:-2]
             answer = {line.partition(":")[0].lower(): line for line in lines}
+            if self.change_answer is not None:
+                self.change_answer(answer)
             bodyless = method == "HEAD" or status.split(" ")[1] in {"204", "304"}
             if bodyless:
                 content = b""
@@ -442,15 +446,23 @@ def speak_gcs(path: str, names: dict[str, str]) -> str:
     names["authorization"] = "AWS4-HMAC-SHA256 Credential=k/20260101/us-east-1/s3/aws4_request, Signature=0"
     if names.pop("x-goog-if-generation-match", None) == "0":
         names["if-none-match"] = "*"
+    for name in [name for name in names if name.startswith("x-goog-meta-")]:
+        names[name.replace("goog", "amz", 1)] = names.pop(name)
     name, question, query = path.partition("?")
     return quote(unquote(name)) + question + query  # it quotes slashes too
+
+
+def answer_gcs(answer: dict[str, str]) -> None:
+    """An S3 server's answer as Google's."""
+    for name in [name for name in answer if name.startswith("x-amz-meta-")]:
+        answer[name.replace("amz", "goog", 1)] = answer.pop(name).replace("amz", "goog", 1)
 
 
 #: In a process of its own: tests that count descriptors do not count its connections.
 _SHIM = """
 import sys
-from cloud_servers import Proxy, speak_gcs
-with Proxy(sys.argv[1], change=speak_gcs) as proxy:
+from cloud_servers import Proxy, answer_gcs, speak_gcs
+with Proxy(sys.argv[1], change=speak_gcs, change_answer=answer_gcs) as proxy:
     print(proxy.url, flush=True)
     sys.stdin.read()
 """
@@ -462,12 +474,37 @@ def gcs_xml_endpoint() -> str:
     return started_in_python(_SHIM, s3_endpoint())
 
 
+def endpoint_option(bucket: Bucket) -> str:
+    """The option that says where a bucket's server is."""
+    return "base_url" if "base_url" in bucket.options else "endpoint_url"
+
+
+def s3_options(bucket: Bucket) -> dict | None:
+    """What s3fs looks past everything with; None where no S3 server is behind it."""
+    if "base_url" in bucket.options:
+        return {"key": "k", "secret": "s", "endpoint_url": s3_endpoint()}
+    return bucket.options if bucket.url.startswith("s3") else None
+
+
+def unfinished_uploads(bucket: Bucket) -> list:
+    """What is unfinished in a whole bucket: multipart uploads, or gcsfs's objects that are parts."""
+    name = bucket.url.partition("://")[2]
+    if (options := s3_options(bucket)) is not None:
+        import s3fs
+
+        return s3fs.S3FileSystem(**options).call_s3("list_multipart_uploads", Bucket=name).get("Uploads") or []
+    import gcsfs
+
+    files = gcsfs.GCSFileSystem(use_listings_cache=False, **bucket.options)
+    return [path for path in files.find(name) if "/.saev_store/parts/" in path]
+
+
 def new_gcs_xml_bucket() -> Bucket:
     """A fresh bucket for obstore's GCS store."""
     s3fs = pytest.importorskip("s3fs")
     name = f"lab-{uuid.uuid4().hex[:12]}"
     s3fs.S3FileSystem(key="k", secret="s", endpoint_url=s3_endpoint()).mkdir(name)
-    return Bucket(f"gs://{name}", {"bearer_token": "x", "base_url": gcs_xml_endpoint()})
+    return Bucket(f"gs://{name}", {"bearer_token": "very-secret-bearer", "base_url": gcs_xml_endpoint()})
 
 
 @pytest.fixture

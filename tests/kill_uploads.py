@@ -3,17 +3,18 @@
 After every kill: nothing opens as complete unless it is right in every byte. At the end: a folder that is identical, file
 by file, to what an uninterrupted write leaves, and no unfinished upload. A script of its own, so that it can fork a warm,
 single-threaded parent that never speaks to the server itself:
-`python tests/kill_uploads.py ENDPOINT KEY SECRET ENGINE --kills 50` prints one line of JSON.
+`python tests/kill_uploads.py BUCKET OPTIONS ENGINE --behind OPTIONS --kills 50` prints one line of JSON; OPTIONS are JSON, too,
+the second ones s3fs's for the same bucket, or null.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
-import uuid
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 # What the children need is imported once, here; nothing is opened.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask what no stand-in answers
+import gcsfs
 import obstore  # noqa: F401 (warms the children)
 import s3fs
 from kill_children import ended, killed
@@ -89,12 +92,15 @@ def check_done(url: str, options: dict, engine: str, this: Case) -> None:
     this.check({name: folder.read(name) for name in names})
 
 
-def check_clean(url: str, options: dict) -> None:
+def check_clean(url: str, options: dict, behind: dict | None) -> None:
     """Nothing unfinished is left, and nothing hidden."""
     bucket = url.partition("://")[2]
-    files = s3fs.S3FileSystem(**options)
+    if behind is None:  # parts are objects there
+        files, n_looks = gcsfs.GCSFileSystem(**options), 0
+    else:
+        files, n_looks = s3fs.S3FileSystem(**behind), 50
     left: object = []
-    for _ in range(50):  # Swift lists what was given up a little longer
+    for _ in range(n_looks):  # Swift lists what was given up a little longer
         left = files.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or []
         if not left:
             break
@@ -111,17 +117,15 @@ def wait(pid: int, *, doing: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("endpoint")
-    parser.add_argument("key")
-    parser.add_argument("secret")
+    parser.add_argument("bucket")
+    parser.add_argument("options", type=json.loads)
     parser.add_argument("engine")
+    parser.add_argument("--behind", type=json.loads, required=True)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     _parts.PART_BYTES = 4 * BLOCK_BYTES  # many parts, quick ones
-    options = {"key": args.key, "secret": args.secret, "endpoint_url": args.endpoint}
-    url = f"s3://kill-{uuid.uuid4().hex[:12]}"
-    wait(in_child(lambda: s3fs.S3FileSystem(**options).mkdir(url)), doing="making a bucket")
+    url, options = args.bucket, args.options
     rng = np.random.default_rng(args.seed)
     begun_s, n_kills, n_stores = time.monotonic(), 0, 0
     this = make_case(args.seed * 10_000)
@@ -148,7 +152,7 @@ def main() -> None:
                     in_child(lambda this=this: check_now(url, options, args.engine, this)), doing="looking after a kill"
                 )
         wait(in_child(lambda this=this: check_done(url, options, args.engine, this)), doing="checking")
-        wait(in_child(lambda: check_clean(url, options)), doing="looking for what is left over")
+        wait(in_child(lambda: check_clean(url, options, args.behind)), doing="looking for what is left over")
     found = {"kills": n_kills, "stores": n_stores, "seconds": round(time.monotonic() - begun_s, 1)}
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -61,7 +61,6 @@ LOCAL_ONLY = {
 #: The same for one place.
 ELSEWHERE_ONLY = {
     "gcs+obstore": {
-        "test_writer.py::test_leaving_early_tells_how_far_and_how_to_go_on": "obstore sends a shard again here: docs/cloud.md",
         "test_loader_faults.py::test_loaders_work_in_children[fork]": "the shim's options are obstore's own: ForkError",
         "test_torch_loaders.py::test_indexed_with_pytorchs_loader[ours-2]": "the same: its workers are forked",
         "test_torch_loaders.py::test_indexed_with_pytorchs_loader[default-2]": "the same",

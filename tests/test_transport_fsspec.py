@@ -127,12 +127,25 @@ def caused_by(error, cause):
     return error
 
 
+def test_a_precondition_that_fails_in_a_read_does_not_mean_that_something_exists(fake):
+    """Found by the campaign: gcsfs makes the same error of every 412."""
+    for call in (lambda: fake.read("a.bin"), lambda: one(fake, "a.bin", 0, 5)):
+        FakeFileSystem.answers[:] = [FileExistsError("https://storage.googleapis.com/b/o")]
+        with pytest.raises(TransportError) as caught:
+            call()
+        assert not caught.value.transient
+    FakeFileSystem.answers[:] = [FileExistsError("https://storage.googleapis.com/b/o")]
+    with pytest.raises(StoreExistsError):
+        fake.put("a.bin", b"")
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "transient"),
     [
         (FileNotFoundError("x"), NotFoundError, None),
         (HttpError(404), NotFoundError, None),
         (PermissionError("x"), AccessError, None),
+        (OSError("Forbidden: https://storage.googleapis.com/b/o"), AccessError, None),  # what gcsfs makes of 403
         (HttpError(401), AccessError, None),
         (HttpError(403), AccessError, None),
         (ClientError("AccessDenied", 403), AccessError, None),

@@ -37,6 +37,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 #: Slower than this is as good as stalled, so it is part of every deadline.
 _SLOWEST_BYTES_PER_S = 1 << 20
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
+#: What is done where nothing is made.
+_READS = {"read", "look at it", "list"}
 #: Protocols whose open files (or whose `cat_file`) do not disturb each other.
 _OWN_POSITIONS = {"file", "local", "memory"}
 # All members of an archive are read through one file object, and `zipfile` of Python 3.13 seeks in a stored member
@@ -233,12 +235,13 @@ class Client:
         missing_member = isinstance(error, KeyError) and "in the archive" in text  # of `zipfile`, through older fsspec
         if isinstance(error, FileNotFoundError) or status == 404 or missing_member:
             return NotFoundError(message, where=where)
-        if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind:
+        is_forbidden = isinstance(error, OSError) and error.errno is None and text.startswith("Forbidden:")  # of gcsfs
+        if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind or is_forbidden:
             return AccessError(
                 message, where=where, remedy="Check the credentials in storage_options or the environment."
             )
-        if isinstance(error, FileExistsError):
-            return StoreExistsError(message, where=where)
+        if isinstance(error, FileExistsError):  # or what gcsfs makes of 412, whatever was asked
+            return (TransportError if doing in _READS else StoreExistsError)(message, where=where)
         # s3fs follows a redirection to the same place until the stack is full.
         if isinstance(error, RecursionError):
             return TransportError(

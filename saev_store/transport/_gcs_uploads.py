@@ -133,7 +133,7 @@ class GcsService:
         bucket, name, _ = fs.split_path(key)
         about = {"name": name, **({"metadata": {TOKEN: token}} if token else {})}
         border = f"=={secrets.token_hex(16)}==".encode()
-        body = _Body()
+        body = Body()
         body.write(b"--%b\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n" % border)
         body.write(json.dumps(about).encode())
         body.write(b"\r\n--%b\r\nContent-Type: application/octet-stream\r\n\r\n" % border)
@@ -169,7 +169,7 @@ class GcsService:
             page = {"pageToken": answer["nextPageToken"]}
 
 
-class _Body(io.BytesIO):
+class Body(io.BytesIO):
     """A body that can be sent again: aiohttp closes what it has sent."""
 
     def close(self) -> None:

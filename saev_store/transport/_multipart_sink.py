@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
 from saev_store.errors import (
+    AccessError,
     ArgumentError,
     DeadlineError,
     NotFoundError,
@@ -81,11 +82,20 @@ class Uploader:
     def __init__(self, client: Client, service: Service) -> None:
         self.client, self.service = client, service
         self.buffers = Buffers()
+        #: Whether the service lets us look; who may only write need not.
+        self.may_list = True
 
     def unfinished(self, path: str, key: str) -> list[tuple[str, str]]:
-        """The uploads of a file, or of the files in a folder."""
+        """The uploads of a file, or of the files in a folder; none where the service does not let us look."""
+        if not self.may_list:
+            return []
         self.client.tally.add("uploads")
-        found = self.client.run("list unfinished uploads", path, lambda: self.service.unfinished(key))
+        try:
+            found = self.client.run("list unfinished uploads", path, lambda: self.service.unfinished(key))
+        except AccessError:
+            # With credentials that are wrong altogether, the next request says so.
+            self.may_list = False
+            return []
         return [(name, upload) for name, upload in found if name == key or name.startswith(f"{key}/") or not key]
 
     def drop(self, path: str, key: str, *, keep: str = "") -> list[str]:

@@ -250,35 +250,31 @@ class ObstoreTransport:
         self._client.call("delete", self._where(below), lambda: delete(self._client, self._key(below)))
         self._pins.forget(below)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> StreamedSink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Upload:
         """A file that is uploaded while it is written and appears when it is committed; a resumed one starts over."""
         below = self._may_upload(path, new=not resume)
-        return self._streamed(below, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1)
+        return self._sink(below, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1)
 
     def open_upload(
         self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
     ) -> Upload:
-        """A file that is uploaded while it is written; on S3 another process can continue it, where s3fs is installed.
+        """A file that is uploaded while it is written; on S3 and Google another process can continue it.
 
-        What is continued goes through s3fs, for obstore knows only uploads that it has begun.
+        What is continued goes through s3fs or gcsfs, for obstore knows only uploads that it has begun; without them it
+        starts over. On Google what is begun does so too: obstore sends no checksums there.
         """
         below = self._may_upload(path, new=bookmark is None)
         found = Bookmark.parse(bookmark) if bookmark else None
-        uploader, dropped = self._uploader(), list[str]()
-        if uploader is not None:
+        dropped = list[str]()
+        if (uploader := self._uploader()) is not None:
             dropped = uploader.drop(below, self._uploads_key(below), keep=found.upload if found else "")
-            if found is not None:
-                self._pins.forget(below)
-                return MultipartSink(
-                    uploader,
-                    below,
-                    self._uploads_key(below),
-                    used_nbytes=used_nbytes,
-                    file_nbytes=file_nbytes,
-                    bookmark=found,
-                )
-        return self._streamed(
-            below, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=block_bytes, dropped=dropped
+        return self._sink(
+            below,
+            used_nbytes=used_nbytes,
+            file_nbytes=file_nbytes,
+            block_bytes=block_bytes,
+            bookmark=found,
+            dropped=dropped,
         )
 
     def drop_uploads(self, path: str) -> int:
@@ -290,7 +286,7 @@ class ObstoreTransport:
         return 0 if uploader is None else len(uploader.drop(below, self._uploads_key(below)))
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
-        """Let the service copy a file; False from another bucket unless s3fs is there, or with other options."""
+        """Let the service copy a file; False from another bucket unless s3fs or gcsfs is there, or with other options."""
         if not isinstance(source, ObstoreTransport) or is_forked():
             return False
         ours, theirs, below = self._client, source._client, self._below(path)
@@ -334,10 +330,28 @@ class ObstoreTransport:
                 )
         return below
 
-    def _streamed(
-        self, below: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, dropped: Sequence[str] = ()
-    ) -> StreamedSink:
-        uploader = self._uploader()
+    def _sink(
+        self,
+        below: str,
+        *,
+        used_nbytes: int,
+        file_nbytes: int,
+        block_bytes: int,
+        bookmark: Bookmark | None = None,
+        dropped: Sequence[str] = (),
+    ) -> MultipartSink | StreamedSink:
+        uploader, key = self._uploader(), self._uploads_key(below)
+        if uploader is not None and (bookmark is not None or self._client.place.kind == "gs"):
+            self._pins.forget(below)
+            return MultipartSink(
+                uploader,
+                below,
+                key,
+                used_nbytes=used_nbytes,
+                file_nbytes=file_nbytes,
+                block_bytes=block_bytes,
+                bookmark=bookmark,
+            )
         return StreamedSink(
             self._client,
             self._where(below),
@@ -346,7 +360,7 @@ class ObstoreTransport:
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
             block_bytes=block_bytes,
-            uploader=None if uploader is None else (uploader, self._uploads_key(below)),
+            uploader=None if uploader is None else (uploader, key),
             dropped=dropped,
             committed=lambda: self._pins.forget(below),
         )
@@ -355,7 +369,7 @@ class ObstoreTransport:
         return self._client.uploader(uploader_of)
 
     def _uploads_key(self, below: str) -> str:
-        """How s3fs calls a file."""
+        """How s3fs and gcsfs call a file."""
         return f"{self._client.place.bucket}/{self._key(below)}".rstrip("/")
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:

@@ -77,7 +77,7 @@ class StreamedSink(PartedSink):
         """Wait for the parts that are under way; how many leading bytes another process could keep, often 0."""
         self._check_open()
         self._bookmark = ""
-        if self._uploader is None:
+        if self._uploader is None or not self._uploader[0].may_list:
             return 0
         upload, parts = "", list[Part]()
         if (writer := self._writer) is not None:

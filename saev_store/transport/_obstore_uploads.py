@@ -1,7 +1,8 @@
-"""What obstore does not tell about unfinished uploads: s3fs asks the same service, with the same credentials."""
+"""What obstore does not tell about unfinished uploads: s3fs or gcsfs asks the same service, with the same credentials."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -25,24 +26,30 @@ _ENCRYPTION = {
 def uploader_of(client: Client) -> Uploader | None:
     """Who lists and continues the uploads of a client; None where nobody can.
 
-    Only S3 tells, and only s3fs asks: without it, or with options that it does not know, a shard that was interrupted is
-    sent again from its start.
+    Without s3fs or gcsfs, with options that they do not know, and on other services, a shard that was interrupted is sent
+    again from its start.
     """
-    if client.place.kind != "s3" or find_spec("s3fs") is None:
-        return None
-    options = s3fs_options(client.place)
+    kind = client.place.kind
+    if (kind == "s3" and find_spec("s3fs") is not None) or (kind == "gs" and find_spec("gcsfs") is not None):
+        return _asking(client, s3fs_options(client.place) if kind == "s3" else gcsfs_options(client.place))
+    return None
+
+
+def _asking(client: Client, options: dict[str, object] | None) -> Uploader | None:
     if options is None:
         return None
     from saev_store.transport._fsspec_client import Client as FsspecClient
+    from saev_store.transport._gcs_xml_uploads import GcsXmlService
     from saev_store.transport._s3_uploads import S3Service
 
+    service = S3Service if client.place.kind == "s3" else GcsXmlService
     try:
-        found = FsspecClient(f"s3://{client.place.bucket}", options, timeout_s=client.timeout_s)
+        found = FsspecClient(f"{client.place.kind}://{client.place.bucket}", options, timeout_s=client.timeout_s)
     except SaevStoreError:
         return None
     found.safe_url = client.url.removesuffix(client.place.prefix).rstrip("/")
     found.tally = client.tally
-    return Uploader(found, S3Service(found))
+    return Uploader(found, service(found))
 
 
 def s3fs_options(place: Place) -> dict[str, object] | None:
@@ -73,3 +80,32 @@ def s3fs_options(place: Place) -> dict[str, object] | None:
     if extra:
         options["s3_additional_kwargs"] = extra
     return options
+
+
+def gcsfs_options(place: Place) -> dict[str, object] | None:
+    """Options of gcsfs for the same bucket; None if one of them has no equivalent.
+
+    >>> from saev_store.transport._obstore_options import place_of
+    >>> gcsfs_options(place_of("gs://lab", {"token": "anon", "requester_pays": "my-project"}))
+    {'token': 'anon', 'requester_pays': 'my-project'}
+    """
+    config = dict(place.config)
+    # Not what it takes by itself, which would be nobody's credentials where it finds none.
+    options: dict[str, object] = {"token": "anon" if config.pop("skip_signature", False) else "google_default"}
+    bearer, key = config.pop("bearer_token", None), config.pop("service_account_key", None)
+    if bearer is not None:  # as a token of its own gcsfs would ask Google about it first
+        options |= {"token": "anon", "session_kwargs": {"headers": {"Authorization": f"Bearer {bearer}"}}}
+    if key is not None:
+        try:
+            options["token"] = json.loads(str(key))
+        except ValueError:
+            return None
+    for name in ("service_account", "application_credentials"):
+        if (path := config.pop(name, None)) is not None:
+            options["token"] = path
+    if (url := config.pop("base_url", None)) is not None:
+        options["endpoint_url"] = str(url).rstrip("/")
+    headers = dict(place.headers)
+    if (payer := headers.pop("x-goog-user-project", None)) is not None:
+        options["requester_pays"] = payer
+    return None if config or headers else options
