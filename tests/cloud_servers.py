@@ -40,6 +40,10 @@ PLACES = {
 }
 
 
+#: Before a server's command: it ends when whoever started it does, even if that was killed.
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -383,7 +387,7 @@ def swift_endpoint() -> str:
     processes = []
     for name in ports:
         with (root / f"{name}.log").open("wb") as log:
-            command = [f"{venv}/bin/swift-{name}-server", f"{root}/{name}.conf"]
+            command = [*ENDS_WITH_US, f"{venv}/bin/swift-{name}-server", f"{root}/{name}.conf"]
             processes.append(
                 subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True)
             )

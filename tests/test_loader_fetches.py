@@ -190,6 +190,26 @@ def rows_in_a_child(loader: ShuffledLoader, queue: object) -> None:
     queue.put((sum(len(batch["act"]) for batch in loader), fetch_threads()))
 
 
+@pytest.mark.parametrize(
+    "step", ["saev_store.loaders._base.Equipment", "saev_store.loaders._run.threading.Thread.start"]
+)
+def test_an_epoch_that_cannot_begin_leaves_nothing_behind(url, plain, s3_bucket, monkeypatch, step):
+    start = threading.Thread.start
+
+    def refuse(thread: object, *_: object) -> None:
+        if getattr(thread, "name", "saev-batches") == "saev-batches":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with ShuffledLoader(opened(url, s3_bucket.options).sel(layer=3), **OPTIONS) as loader:
+        for _ in range(2):
+            with monkeypatch.context() as changed, pytest.raises(RuntimeError):
+                changed.setattr(step, refuse)
+                iter(loader)
+            assert not fetch_threads()
+        assert check(iter(loader), plain) == LAYOUT.n_examples * 41
+
+
 @needs_epoll
 def test_a_forked_child_fetches_nothing_ahead(url, plain, s3_bucket):
     pytest.importorskip("s3fs")

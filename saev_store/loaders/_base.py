@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from saev_store.loaders._ring import BatchRing
 from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
 from saev_store.loaders._scale import norm_scale
 from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
-from saev_store.loaders._workers import n_cpus
+from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.order import Batching, Blocks
 from saev_store.selected import Selection
@@ -226,35 +227,39 @@ class Loader(ABC):
             machinery = self._machinery = Machinery(
                 self._n_threads, self._n_gather, tally, helps=copies, fetcher=fetcher
             )
-            layout = self._space.layout
-            advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
-            if advice is not None:
-                machinery.on_close = advice.close
-            self._tell_caches()
-            reads = Reads(
-                self._rows._reader,
-                tally.reads,
-                machinery.stop,
-                task_bytes=self._read_bytes,
-                advice=advice,
-                waits=self._medium.waits,
-            )
-            if self._outputs is None:
-                shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
-                self._outputs = Outputs(
-                    shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate
-                )
-            self._window = self._window or self._new_window(self._outputs)
-            self._ring = self._ring or BatchRing(self._outputs)
-            dressing = Dressing(self._space, self._labels, self.scale)
-            equipment = Equipment(reads, machinery, self._outputs, self._window, self._ring, dressing)
-            n_batches, make = len(self), self._batches(epoch, equipment)
-            run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
-            iterator = BatchIterator(
-                run, timeout_s=self._timeout_s, on_batch=self._count, on_end=lambda: self._end(epoch)
-            )
-            self._iterator = weakref.ref(iterator)
-            return iterator
+            try:
+                return self._begin(epoch, first, machinery)
+            except BaseException:
+                machinery.close(time.monotonic() + JOIN_S)
+                self._resume_at = first
+                raise
+
+    def _begin(self, epoch: int, first: int, machinery: Machinery) -> BatchIterator:
+        layout = self._space.layout
+        advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
+        if advice is not None:
+            machinery.on_close = advice.close
+        self._tell_caches()
+        reads = Reads(
+            self._rows._reader,
+            machinery.tally.reads,
+            machinery.stop,
+            task_bytes=self._read_bytes,
+            advice=advice,
+            waits=self._medium.waits,
+        )
+        if self._outputs is None:
+            shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
+            self._outputs = Outputs(shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate)
+        self._window = self._window or self._new_window(self._outputs)
+        self._ring = self._ring or BatchRing(self._outputs)
+        dressing = Dressing(self._space, self._labels, self.scale)
+        equipment = Equipment(reads, machinery, self._outputs, self._window, self._ring, dressing)
+        n_batches, make = len(self), self._batches(epoch, equipment)
+        run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
+        iterator = BatchIterator(run, timeout_s=self._timeout_s, on_batch=self._count, on_end=lambda: self._end(epoch))
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
     def _new_window(self, outputs: Outputs) -> WindowMemory:
         return HostWindow(outputs)
