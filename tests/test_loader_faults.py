@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from range_server import serving
-from waiting import HANG_S
+from waiting import HANG_S, soon
 
 from saev_store import ShardStore
 from saev_store.errors import (
@@ -298,6 +298,7 @@ def test_nothing_leaks(plain):
             iter(loader).close()
 
     def held() -> tuple[int, ...]:
+        soon(lambda: our_threads() == [])  # those of what was dropped end in a moment
         links = [_link(link) for link in os.listdir("/proc/self/fd")]
         # A client keeps connections, up to a number.
         sockets = [link for link in links if link.startswith("socket:")]

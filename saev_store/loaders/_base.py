@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -130,7 +130,7 @@ class Loader(ABC):
         self._ring: BatchRing | None = None
         self._machinery: Machinery | None = None
         self._lock = threading.Lock()
-        self._iterator: Callable[[], BatchIterator | None] = lambda: None
+        self._run: Run | None = None
         self._epoch, self._batch, self._resume_at = 0, 0, 0
         self._tally = Tally(rows.space.layout.vector_nbytes)
 
@@ -256,10 +256,8 @@ class Loader(ABC):
         dressing = Dressing(self._space, self._labels, self.scale)
         equipment = Equipment(reads, machinery, self._outputs, self._window, self._ring, dressing)
         n_batches, make = len(self), self._batches(epoch, equipment)
-        run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
-        iterator = BatchIterator(run, timeout_s=self._timeout_s, on_batch=self._count, on_end=lambda: self._end(epoch))
-        self._iterator = weakref.ref(iterator)
-        return iterator
+        run = self._run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
+        return BatchIterator(run, timeout_s=self._timeout_s, on_batch=self._count, on_end=lambda: self._end(epoch))
 
     def _new_window(self, outputs: Outputs) -> WindowMemory:
         return HostWindow(outputs)
@@ -307,11 +305,17 @@ class Loader(ABC):
         self._end_iteration()
         self._outputs = self._window = self._ring = None
 
+    @property
+    def _is_iterating(self) -> bool:
+        """Whether threads of this process make batches."""
+        run = self._run
+        return run is not None and run.pid == os.getpid() and not run.is_closed
+
     def _end_iteration(self) -> None:
-        iterator = self._iterator()
-        if iterator is not None:
-            iterator.close()
-        self._iterator = lambda: None
+        # Also where its iterator was forgotten: the threads must have ended before memory is used again.
+        if self._run is not None:
+            self._run.close()
+        self._run = None
 
     def shutdown(self) -> None:
         """The same as `close`: the name that older training scripts call."""
@@ -329,8 +333,8 @@ class Loader(ABC):
 
     def metrics(self) -> Metrics:
         """Measures of the latest iteration, since it began."""
-        iterator = self._iterator()
-        return self._tally.metrics(iterator.n_ready if iterator is not None else 0)
+        run = self._run
+        return self._tally.metrics(len(run.handoff) if run is not None else 0)
 
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""

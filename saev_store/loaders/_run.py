@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from saev_store.errors import ArgumentError, ForkError
+from saev_store.loaders._forgotten import FORGOTTEN
 from saev_store.loaders._lent import Lent
 from saev_store.loaders._metrics import Tally
 from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
@@ -103,6 +104,9 @@ class Run:
 
     def __init__(self, machinery: Machinery, batches: Callable[[], Iterator[Batch]], depth: int) -> None:
         self.machinery = machinery
+        self.pid, self._is_closed = os.getpid(), False
+        # For those who close on purpose, who may be two threads at once; nothing that collects garbage waits for it.
+        self._closing = threading.RLock()
         self.handoff: Handoff[Batch] = Handoff(depth, machinery.stop)
         self._thread = threading.Thread(target=_produce, args=(batches, self.handoff), name="saev-batches", daemon=True)
         machinery.maker = self._thread
@@ -113,15 +117,27 @@ class Run:
         return self.machinery.stop.is_set()
 
     def close(self) -> None:
-        """End all threads and give back all memory that no batch holds; calling it again does nothing."""
+        """End all threads and give back all memory that no batch holds; calling it again does nothing.
+
+        Who comes second waits for who came first. Not for finalizers, which may be called by a thread that holds a lock.
+        """
+        # A forked child inherits the object, but not its threads.
+        if os.getpid() != self.pid:
+            return
+        with self._closing:
+            if not self._is_closed:
+                self._close()
+            self._is_closed = True
+        FORGOTTEN.closed(self)
+
+    def _close(self) -> None:
         deadline = time.monotonic() + JOIN_S
         self.machinery.stop.set()
         self.handoff.wake()
         self.machinery.close(deadline)
         if self._thread is not threading.current_thread():
             self._thread.join(max(deadline - time.monotonic(), 0.0))
-        if self.machinery.tally.ended is None:
-            self.machinery.tally.ended = time.perf_counter()
+        self.machinery.tally.ended = time.perf_counter()
 
 
 def _produce(batches: Callable[[], Iterator[Batch]], handoff: Handoff[Batch]) -> None:
@@ -142,9 +158,11 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(self, run: Run, *, timeout_s: float, on_batch: Callable[[], None], on_end: Callable[[], None]) -> None:
         self._run, self._timeout_s, self._on_batch, self._on_end = run, timeout_s, on_batch, on_end
-        self._pid = os.getpid()
         self._ended = False
-        self._finalizer = weakref.finalize(self, _close_in, self._pid, run)
+        FORGOTTEN.begin()
+        FORGOTTEN.watch(run)
+        self._finalizer = weakref.finalize(self, FORGOTTEN.tell, run)
+        self._finalizer.atexit = False  # everything is closed then
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -152,7 +170,7 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
-        if os.getpid() != self._pid:
+        if os.getpid() != self._run.pid:
             raise ForkError(
                 "this iterator's threads live in the parent process",
                 where="iter(loader)",
@@ -183,15 +201,5 @@ class BatchIterator(Iterator[Batch]):
 
     def close(self) -> None:
         """End the iteration's threads."""
-        self._finalizer()
-
-    @property
-    def n_ready(self) -> int:
-        """Batches that are finished and wait."""
-        return len(self._run.handoff)
-
-
-def _close_in(pid: int, run: Run) -> None:
-    # A forked child inherits the object, but not its threads.
-    if os.getpid() == pid:
-        run.close()
+        self._finalizer.detach()
+        self._run.close()

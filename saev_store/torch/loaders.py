@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
-from saev_store.loaders import Explanation, Metrics, OrderedLoader, ShuffledLoader
+from saev_store.loaders import BatchIterator, Explanation, Metrics, OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader, Options
 from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
 from saev_store.loaders._scale import stored_scale
@@ -69,7 +69,6 @@ class TorchLoader(ABC, Generic[Config]):
         )
         self._loader: Loader = self._make()
         self._at: tuple[int, int] | None = None
-        self._iterating = False
 
     @abstractmethod
     def _make(self) -> Loader:
@@ -149,7 +148,7 @@ class TorchLoader(ABC, Generic[Config]):
     @property
     def manager_pid(self) -> int:
         """The process that makes batches: this one while an iteration is under way (threads do it), else -1."""
-        return os.getpid() if self._iterating else -1
+        return os.getpid() if self._loader._is_iterating else -1
 
     # -- iterating -----------------------------------------------------------------------------------------------------
 
@@ -157,30 +156,8 @@ class TorchLoader(ABC, Generic[Config]):
         """The epoch's batches; after `load_state_dict`, those that had not been handed out."""
         epoch = self._loader.epoch
         batches = iter(self._loader)
-        found: Iterator[ExampleBatch] = map(tensors, batches)
-        if self._copies is not None:
-            found = moved(found, self._copies)
-        self._at, first = None, self._loader.next_batch
-        return self._iterate(found, batches.close, epoch, first)
-
-    def _iterate(
-        self, found: Iterator[ExampleBatch], close: Callable[[], None], epoch: int, first: int
-    ) -> Iterator[ExampleBatch]:
-        logged = time.monotonic()
-        self._iterating = True
-        try:
-            for number, batch in enumerate(found, start=first + 1):
-                self._at = (epoch, number)
-                if self.cfg.debug and time.monotonic() - logged > self.cfg.log_every_s:
-                    logged = time.monotonic()
-                    _logger.debug("%s", self.metrics())
-                yield batch
-                # The consumer alone decides how long a batch lives.
-                del batch
-            self._at = None
-        finally:
-            self._iterating = False
-            close()
+        self._at = None
+        return _Batches(self, batches, epoch, self._loader.next_batch)
 
     @property
     def epoch(self) -> int:
@@ -241,6 +218,48 @@ class TorchLoader(ABC, Generic[Config]):
 
     def __setstate__(self, state: Mapping[str, Mapping[str, object]]) -> None:
         self.load_state_dict(state["state"])
+
+
+class _Batches(Iterator[ExampleBatch]):
+    """The consumer's end of an epoch, from batch `number` on.
+
+    No generator: one that is collected as garbage runs to its end there, wherever that is, and what ends threads takes locks.
+    """
+
+    def __init__(self, loader: TorchLoader[Config], batches: BatchIterator, epoch: int, number: int) -> None:
+        self._loader, self._batches, self._at = loader, batches, (epoch, number)
+        self._found: Iterator[ExampleBatch] = map(tensors, batches)
+        if loader._copies is not None:
+            self._found = moved(self._found, loader._copies)
+        self._logged, self._ended = time.monotonic(), False
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> ExampleBatch:
+        if self._ended:
+            raise StopIteration
+        loader = self._loader
+        try:
+            batch = next(self._found)
+        except StopIteration:
+            loader._at = None
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        epoch, number = self._at
+        self._at = loader._at = epoch, number + 1
+        if loader.cfg.debug and time.monotonic() - self._logged > loader.cfg.log_every_s:
+            self._logged = time.monotonic()
+            _logger.debug("%s", loader.metrics())
+        return batch
+
+    def close(self) -> None:
+        """End the iteration; there are no more batches."""
+        self._ended = True
+        self._batches.close()
 
 
 class OrderedDataLoader(TorchLoader[OrderedConfig]):

@@ -1,0 +1,92 @@
+"""A process whose garbage is collected at the worst of times, or that ends while a loader is at work; see test_loader_forgotten."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from waiting import HANG_S, soon
+
+from saev_store import ShardStore
+from saev_store.loaders import ShuffledLoader
+from saev_store.loaders._metrics import Tally
+from saev_store.loaders._run import BatchIterator, Machinery, Run
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("saev-", "saev_store-fetch"))]
+
+
+def plainly(path: str) -> None:
+    loader = ShuffledLoader(ShardStore.open(path).sel(layer=5), batch_size=8, n_threads=2)
+    collect_all(loader, loader)
+
+
+def tensors(path: str) -> None:
+    from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+
+    loader = ShuffledDataLoader(ShuffledConfig(shards=path, layer=5, batch_size=8, n_threads=2))
+    collect_all(loader, loader._loader)
+
+
+def collect_all(loader: object, inner: ShuffledLoader) -> None:
+    """Once for each lock."""
+    locks: list[Callable[[], object]] = [
+        lambda: inner._machinery.readers._lock,
+        lambda: inner._machinery.stop._cond,
+        lambda: inner._run.handoff._changed,
+        lambda: inner._run._thread._started._cond,
+        lambda: inner._lock,
+    ]
+    for lock in locks:
+        cycle = [iter(loader)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        with lock():
+            gc.collect()
+        assert soon(lambda: not our_threads()), our_threads()
+    assert sum(len(batch["act"]) for batch in loader) == loader.n_samples
+
+
+def fetching(path: str) -> None:
+    del path
+    from saev_store.transport._http_fetcher import HttpFetcher
+    from saev_store.transport._http_spare import SpareConnections
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = socket.AF_INET, server.getsockname()
+        fetcher = HttpFetcher(address, SpareConnections(), n_threads=2, n_connections=2, in_flight_bytes=1, timeout_s=HANG_S)  # fmt: skip
+        batches = iter([{"act": np.zeros((1, 1))}] * 9)
+        run = Run(Machinery(1, 0, Tally(4), fetcher=fetcher), lambda: batches, 2)
+        cycle = [BatchIterator(run, timeout_s=HANG_S, on_batch=lambda: None, on_end=lambda: None)]
+        cycle.append(cycle)
+        del cycle, run
+        with fetcher._lock:
+            gc.collect()
+        assert soon(lambda: not our_threads()), our_threads()
+
+
+def leaving(path: str) -> None:
+    """In the middle of an epoch: by the end of the program, with iterators that are held, forgotten and inherited."""
+    loaders = [ShuffledLoader(ShardStore.open(path).sel(layer=5), batch_size=8) for _ in range(3)]
+    held = [iter(loader) for loader in loaders]
+    for iterator in held:
+        next(iterator)
+    del held[1]
+    if os.fork() == 0:
+        del held[1]
+        sys.exit()
+    assert os.wait()[1] == 0
+    globals()["kept"] = loaders, held
+
+
+if __name__ == "__main__":
+    gc.disable()
+    {"plainly": plainly, "tensors": tensors, "fetching": fetching, "leaving": leaving}[sys.argv[1]](sys.argv[2])
+    sys.stdout.write("fine\n")
