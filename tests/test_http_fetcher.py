@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, soon
 
 from saev_store.transport import _http_fetcher, _http_spare
 from saev_store.transport._http_fetcher import HttpFetcher
-from saev_store.transport._http_range import Wanted
+from saev_store.transport._http_range import Connection, Wanted
 from saev_store.transport._http_spare import SpareConnections
 
 TRUTH = np.random.default_rng(5).bytes(9_000_000)
@@ -135,6 +138,14 @@ class Fetch:
         return found
 
 
+class Unsent:
+    """Instead of a fetcher, for ranges that are asked for later."""
+
+    @staticmethod
+    def fetch(wanted: Wanted) -> bool:
+        return False
+
+
 def test_many_ranges_over_few_connections():
     rng = np.random.default_rng(0)
     with fetching(right) as (server, fetcher):
@@ -214,6 +225,8 @@ WRONG: dict[str, Callable[[int, int], list[bytes | None]]] = {
     "chunks": lambda a, b: [head(a, b, Transfer_Encoding="chunked") + b"5\r\nabcde\r\n0\r\n\r\n"],
     "packed bytes": lambda a, b: [head(a, b, Content_Encoding="gzip") + TRUTH[a:b]],
     "a line that is no header": lambda a, b: [head(a, b).replace(b"Date: ", b"Date ").replace(b":00:00", b"") + TRUTH[a:b]],
+    "a name that ends in a blank": lambda a, b: [head(a, b).replace(b"Date:", b"Transfer-Encoding :") + TRUTH[a:b]],
+    "a name that goes on": lambda a, b: [head(a, b).replace(b"Date:", b" Date:") + TRUTH[a:b]],
     "a head without end": lambda a, b: [b"HTTP/1.1 206 x\r\n" + b"A: b\r\n" * 5000],
     "garbage": lambda a, b: [bytes(range(256)) * 100],
     "nothing": lambda a, b: [None],
@@ -275,6 +288,79 @@ def test_silence_is_given_up(monkeypatch: pytest.MonkeyPatch):
         ended.set()
         time.sleep(0.05)
         assert all(fetch.told.empty() for fetch in fetches)
+
+
+class Clock:
+    """Time that passes for a fetcher when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = float(int(time.monotonic()))  # whole seconds, of which differences are exact
+        for name, value in (("time", SimpleNamespace(monotonic=lambda: self.now)), ("_SLICE_S", 0.005)):
+            monkeypatch.setattr(_http_fetcher, name, value)
+        monkeypatch.setattr(_http_spare, "time", _http_fetcher.time)
+
+    def passes(self, seconds: float, fetcher: HttpFetcher) -> None:
+        """It is later, and the fetcher has looked what has to be given up."""
+        self.now += seconds
+        assert soon(lambda: fetcher._swept == self.now)
+
+
+def test_what_comes_slowly_is_no_silence(monkeypatch: pytest.MonkeyPatch):
+    """Bytes that come steadily, although the socket does not tell of so few; and then none any more."""
+    monkeypatch.setattr(_http_fetcher, "_SLOWEST_BYTES_PER_S", 1)
+    clock, go_on, sent = Clock(monkeypatch), SimpleQueue[bool](), SimpleQueue[bool]()
+
+    def slowly(n: int, start: int, end: int) -> Iterator[bytes]:
+        yield head(start, end) + TRUTH[start : start + 10]
+        sent.put(True)
+        for at in range(start + 10, end, 30_000):
+            if not go_on.get(timeout=HANG_S):
+                return
+            yield TRUTH[at : min(at + 30_000, end)]
+            sent.put(True)
+
+    with fetching(slowly, timeout_s=10) as (_, fetcher):
+        for n_pieces in (20, 7):
+            fetch = Fetch(fetcher, 0, 600_010)
+            for _ in range(n_pieces):
+                assert sent.get(timeout=HANG_S)
+                assert soon(lambda: all(some.is_armed for some in list(fetcher._connections.values())))
+                clock.passes(2, fetcher)
+                assert fetch.told.empty()
+                go_on.put(True)
+            assert sent.get(timeout=HANG_S)
+            if n_pieces == 20:
+                assert fetch.whole()
+        while fetch.told.empty():
+            clock.passes(4, fetcher)
+        assert not fetch.whole()
+        go_on.put(False)
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_all_that_are_under_way_share_what_there_is(monkeypatch: pytest.MonkeyPatch, is_in_time: bool):
+    """Eight ranges of a MiB may take the time that 8 MiB take, also the one that was asked first, but no longer."""
+    clock, nbytes = Clock(monkeypatch), 1 << 20
+    told, heads = [SimpleQueue[bytes]() for _ in range(8)], [head(n, n + nbytes) for n in range(8)]
+
+    def together(n: int, start: int, end: int) -> Iterator[bytes]:
+        while some := told[start].get(timeout=HANG_S):
+            yield some
+
+    with fetching(together, timeout_s=2.5) as (_, fetcher):
+        fetches = [Fetch(fetcher, n, n + nbytes) for n in range(8)]
+        for at in range(10):  # no silence: there is a byte for each of them every second
+            for queue, its in zip(told, heads, strict=True):
+                queue.put(its[at : at + 1])
+            assert soon(lambda at=at: [len(some.head) for some in fetcher._connections.values()] == [at + 1] * 8)
+            clock.passes(1, fetcher)
+            assert all(fetch.told.empty() for fetch in fetches)
+        if not is_in_time:
+            clock.passes(1, fetcher)
+        for n, queue in enumerate(told):
+            queue.put(heads[n][10:] + TRUTH[n : n + nbytes])
+            queue.put(b"")
+        assert [fetch.whole() for fetch in fetches] == [is_in_time] * 8
 
 
 def test_a_trickle_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch):
@@ -390,3 +476,88 @@ def test_of_too_many_connections_the_oldest_are_closed():
     assert [spare.take() for _ in range(129)] == [*reversed(socks[2:]), None]
     for sock in socks:
         sock.close()
+
+
+def test_connections_that_nobody_used_for_long_are_closed(monkeypatch: pytest.MonkeyPatch):
+    """What is between may have forgotten them, and would let whoever uses them wait."""
+    clock = Clock(monkeypatch)
+    server, spare = Server(right), SpareConnections()
+    fetcher = open_fetcher(server, spare, n_connections=1)
+    for n_connections, seconds in ((1, 4.0), (1, 4.0), (2, 6.0), (2, 0.0)):
+        clock.passes(seconds, fetcher)
+        assert Fetch(fetcher, 0, 1000).whole()
+        assert server.n_connections == n_connections
+    assert len(fetcher._connections) == 1
+    clock.passes(6, fetcher)
+    fetcher.close()
+    fetcher.join(time.monotonic() + HANG_S)
+    assert spare.take() is None
+    server.close()
+
+
+def test_a_connection_that_was_just_taken_is_left_to_who_took_it(monkeypatch: pytest.MonkeyPatch):
+    """Its descriptor could be another socket's by the time that the request is sent."""
+    with fetching(right, n_connections=2) as (_, fetcher):
+        assert all(fetch.whole() for fetch in [Fetch(fetcher, n, n + 1000) for n in range(2)])
+        plainly, socks = fetcher._send, []
+
+        def send(wanted: Wanted, connection: Connection | None) -> None:
+            fetcher.close()
+            fetcher.join(time.monotonic() + HANG_S)
+            assert connection is not None
+            assert connection.sock.fileno() >= 0
+            socks.append(connection.sock)
+            plainly(wanted, connection)
+
+        monkeypatch.setattr(fetcher, "_send", send)
+        fetch = Fetch(fetcher, 0, 1000)
+        assert fetch.is_asked
+        assert not fetch.whole()
+        assert fetch.told.empty()
+        assert [sock.fileno() for sock in socks] == [-1]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_is_told_and_fails_does_not_end_what_others_wait_for(comes: bool):
+    def answers(n: int, start: int, end: int) -> list[bytes | None]:
+        return right(n, start, end) if n or comes else [None]
+
+    with fetching(answers, n_connections=1, n_threads=1) as (server, fetcher):
+        first, *others = (Fetch(Unsent, n, n + 300_000) for n in range(4))
+        first.wanted.done = lambda whole: 1 // 0
+        assert all(fetcher.fetch(fetch.wanted) for fetch in (first, *others))
+        assert all(fetch.whole() for fetch in others)
+        assert server.n_connections == 2 - comes
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fetcher_whose_threads_have_died_takes_nothing_more(monkeypatch: pytest.MonkeyPatch):
+    with fetching(right) as (_, fetcher):
+        monkeypatch.setattr(fetcher, "_sweep", lambda: 1 // 0)
+        fetcher.join(time.monotonic() + HANG_S)
+        assert not Fetch(fetcher, 0, 1000).is_asked
+
+
+@pytest.mark.parametrize("n_started", [0, 1, 2])
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, n_started: int):
+    """Those that run are enough, and end as ever; where there are none, nothing is left behind."""
+    plainly, numbers = threading.Thread.start, itertools.count()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("saev_store-fetch") and next(numbers) >= n_started:
+            raise RuntimeError("can't start new thread")
+        plainly(thread)
+
+    def ours() -> list[str]:
+        found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]  # fmt: skip
+        return sorted(name for name in found if name.startswith("anon_inode:[event"))
+
+    before = ours()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    if n_started == 0:
+        with pytest.raises(RuntimeError), fetching(right, n_threads=3):
+            pass
+    else:
+        with fetching(right, n_threads=3) as (_, fetcher):
+            assert all(fetch.whole() for fetch in [Fetch(fetcher, n, n + 1000) for n in range(20)])
+    assert ours() == before

@@ -9,19 +9,22 @@ read the range in another way, where there are retries and errors with names.
 from __future__ import annotations
 
 import errno
+import fcntl
 import heapq
 import itertools
 import os
 import select
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 
 from saev_store.transport._http_range import Connection, NotAsAskedError, Wanted, check_head
-from saev_store.transport._http_spare import SpareConnections
+from saev_store.transport._http_spare import SpareConnections, is_fresh
 
 #: A socket tells of its bytes when it has so many of them (the kernel may settle for less), or all that are missing.
 _READY_BYTES = 1 << 22
@@ -38,6 +41,11 @@ _MOMENT = struct.pack("ll", 0, int(_MOMENT_S * 1e6))
 
 #: Whether this system can do it: it takes Linux's `epoll`.
 IS_POSSIBLE = hasattr(select, "epoll") and hasattr(os, "eventfd")
+
+
+def _queued(sock: socket.socket) -> int:
+    """Bytes that the kernel has for us."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 class _Scratch:
@@ -63,6 +71,9 @@ class HttpFetcher:
         in_flight_bytes: Bytes under way at most, or one range: so much the kernel may have to keep.
         timeout_s: A connection on which nothing happens for so long is given up.
         spare: Connections to begin with, and where to leave them.
+
+    Raises:
+        RuntimeError: no thread can be started.
     """
 
     def __init__(
@@ -90,8 +101,18 @@ class HttpFetcher:
             threading.Thread(target=self._work, name=f"saev_store-fetch-{number}", daemon=True)
             for number in range(n_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:  # there can be no more: those that run are enough
+                with self._lock:
+                    self._n_running -= n_threads - number
+                del self._threads[number:]
+                if not self._threads:
+                    self._epoll.close()
+                    os.close(self._wake)
+                    raise
+                break
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -102,7 +123,7 @@ class HttpFetcher:
                 return False
             self._waiting.append(wanted)
             admitted = self._admit()
-            connections = [self._idle.pop() if self._idle else None for _ in admitted]
+            connections = [self._unused() for _ in admitted]
         for some, connection in zip(admitted, connections, strict=True):
             self._send(some, connection)
         return True
@@ -125,6 +146,15 @@ class HttpFetcher:
         self._bytes_under_way -= wanted.end - wanted.start
         return [] if self._is_closed else self._admit()
 
+    def _unused(self) -> Connection | None:
+        """A connection that nobody uses. Under the lock."""
+        while self._idle:
+            # Something on the way may have forgotten those that nobody used for long, without a word.
+            if is_fresh((connection := self._idle.pop()).since):
+                return connection
+            self._drop(connection)
+        return None
+
     def _send(self, wanted: Wanted, connection: Connection | None) -> None:
         """Send a request on a connection that nobody else uses, or on a new one."""
         if connection is None and not wanted.is_again and (spare := self._spare.take()) is not None:
@@ -135,8 +165,8 @@ class HttpFetcher:
             except OSError:  # no descriptor is left
                 self._give_up(wanted)
                 return
-        connection.wanted, connection.since = wanted, time.monotonic()
-        connection.until = connection.since + self._timeout_s + (wanted.end - wanted.start) / _SLOWEST_BYTES_PER_S
+        connection.wanted, connection.asked = wanted, time.monotonic()
+        connection.since, connection.until = connection.asked, connection.asked + self._longest_s
         connection.number = wanted.number = wanted.number or next(self._numbers)
         try:
             if connection.is_open:
@@ -148,6 +178,11 @@ class HttpFetcher:
             self._arm(connection, select.EPOLLOUT)
         except (OSError, NotAsAskedError):
             self._fail(connection)
+
+    @property
+    def _longest_s(self) -> float:
+        """How long an answer may take: all that are under way share what the server, or the way to it, can give."""
+        return self._timeout_s + self._bytes_under_way / _SLOWEST_BYTES_PER_S
 
     def _ask(self, connection: Connection, wanted: Wanted) -> None:
         connection.head, connection.got, connection.rest, connection.in_body = b"", 0, b"", False
@@ -203,19 +238,23 @@ class HttpFetcher:
 
     def _progress(self, connection: Connection, scratch: _Scratch) -> None:
         """Take what came on a connection that this thread owns."""
-        connection.since, wanted = time.monotonic(), connection.wanted
+        connection.since, connection.queued, wanted = time.monotonic(), 0, connection.wanted
         if wanted is None:  # pragma: no cover - idle connections are not armed
             return
         try:
             if not connection.is_open:
                 self._opened(connection)
                 self._ask(connection, wanted)
-            elif (connection.in_body or self._head(connection, wanted)) and self._body(connection, wanted, scratch):
-                self._succeed(connection, wanted)
-            else:
+                return
+            if not (connection.in_body or self._head(connection, wanted)) or not self._body(
+                connection, wanted, scratch
+            ):
                 self._arm(connection, select.EPOLLIN)
+                return
         except Exception:  # what `take` refuses it refuses again, and is heard, where the range is read in another way
             self._fail(connection)
+            return
+        self._succeed(connection, wanted)
 
     def _opened(self, connection: Connection) -> None:
         """A connection has come about, or not. From now on receiving waits, but only for a moment."""
@@ -275,13 +314,13 @@ class HttpFetcher:
             return False
         if connection.rest:  # all of it came with the head
             wanted.take(nbytes - len(connection.rest), memoryview(connection.rest))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         connection.is_slow = time.monotonic() - connection.began > _MOMENT_S
         return True
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _succeed(self, connection: Connection, wanted: Wanted) -> None:
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         connection.n_answers += 1
         with self._lock:
             self._n_failures = 0
@@ -289,11 +328,12 @@ class HttpFetcher:
             if connection.closes:
                 self._drop(connection)
             else:
+                connection.since = time.monotonic()
                 self._idle.append(connection)
-            connections = [self._idle.pop() if self._idle else None for _ in following]
+            connections = [self._unused() for _ in following]
         for some, its in zip(following, connections, strict=True):
             self._send(some, its)
-        wanted.done(True)
+        _tell(wanted, whole=True)
 
     def _fail(self, connection: Connection) -> None:
         """Give up a connection; its range is sent anew if nobody can have answered, or wanted in another way."""
@@ -319,7 +359,7 @@ class HttpFetcher:
                 self._waiting.clear()
             following = self._ended(wanted)
         for some in given_up:
-            some.done(False)
+            _tell(some, whole=False)
         for some in following:
             self._send(some, None)
 
@@ -339,11 +379,14 @@ class HttpFetcher:
             if now - self._swept < _SWEEP_S:
                 return
             self._swept = now
-            late = [
-                connection
-                for connection in self._connections.values()
-                if connection.is_armed and (now - connection.since > self._timeout_s or now > connection.until)
-            ]
+            armed = [connection for connection in self._connections.values() if connection.is_armed]
+            for connection in armed:
+                # It is told of only when there is much of it: what has come meanwhile is no silence either.
+                if connection.in_body and (queued := _queued(connection.sock)) != connection.queued:
+                    connection.queued, connection.since = queued, now
+                # More may be under way than when it was asked.
+                connection.until = max(connection.until, connection.asked + self._longest_s)
+            late = [some for some in armed if now - some.since > self._timeout_s or now > some.until]
             for connection in late:
                 connection.is_armed = False
                 connection.n_answers = 0  # silence is no stale connection
@@ -371,20 +414,31 @@ class HttpFetcher:
     def _end(self) -> None:
         """What the last thread does."""
         with self._lock:
+            self._is_closed = True
             unanswered = [*self._waiting]
-            for connection in list(self._connections.values()):
+            # Others were taken by `fetch` in this moment: it finds that all is over, and closes them.
+            nobodys = [some for some in self._connections.values() if some.is_armed] + [
+                some for *_, some in self._ready
+            ]
+            for connection in nobodys:
                 if connection.wanted is not None:
                     unanswered.append(connection.wanted)
                     connection.wanted = None
-                if connection not in self._idle:
-                    self._drop(connection)
+                self._drop(connection)
+            spare: list[socket.socket] = []
+            while (connection := self._unused()) is not None:
+                spare.append(connection.sock)
+            self._spare.give(spare[::-1])
             self._connections.clear()
             self._waiting.clear()
             self._ready.clear()
             self._epoll.close()
             os.close(self._wake)
-            self._spare.give([connection.sock for connection in self._idle])
-            self._idle.clear()
         for wanted in unanswered:
-            with suppress(Exception):
-                wanted.done(False)
+            _tell(wanted, whole=False)
+
+
+def _tell(wanted: Wanted, *, whole: bool) -> None:
+    """Say what became of a range; what its owner makes of that is no concern of the others, who wait for this thread."""
+    with suppress(Exception):
+        wanted.done(whole)

@@ -53,12 +53,12 @@ class Connection:
         self.wanted: Wanted | None = None
         self.is_known = self.is_armed = self.is_slow = self.in_body = self.closes = False
         self.is_open, self.n_answers = n_answers > 0, n_answers
-        self.number = 0
+        self.number = self.queued = 0
         self.head = b""
         #: Bytes of the range that came, and the last of them that are less than an item.
         self.got, self.rest = 0, b""
-        #: When it was last heard of, when the head of its answer came, and when the answer has to be there.
-        self.since = self.began = self.until = 0.0
+        #: When it was asked, when it was last heard of, when the head of its answer came, and when all of it has to be there.
+        self.asked = self.since = self.began = self.until = 0.0
 
 
 def check_head(head: bytes, wanted: Wanted) -> bool:
@@ -72,6 +72,8 @@ def check_head(head: bytes, wanted: Wanted) -> bool:
     for line in head.decode("latin-1").split("\r\n")[1:-1]:
         name, colon, value = line.partition(":")
         name = name.lower()
+        if name != name.strip():  # some would leave such a header out (RFC 9112, 5.1)
+            raise NotAsAskedError
         if not colon or (name in found and name in _SINGLE):
             raise NotAsAskedError
         found[name] = value.strip()

@@ -16,6 +16,11 @@ _SPARE_S = 5.0
 _MOST = 128
 
 
+def is_fresh(since: float) -> bool:
+    """Whether a connection that nobody has used since then is good for more."""
+    return time.monotonic() - since <= _SPARE_S
+
+
 class SpareConnections:
     """Connections that a fetcher had to spare when it ended, for the next one to the same server; thread-safe.
 
@@ -45,8 +50,7 @@ class SpareConnections:
         if os.getpid() != self._pid:
             self._pid = os.getpid()
             self._close(len(self._socks))
-        until = time.monotonic() - _SPARE_S
-        self._close(sum(given < until for given, _ in self._socks))
+        self._close(sum(not is_fresh(given) for given, _ in self._socks))
 
     def _close(self, n: int) -> None:
         """Close the `n` oldest."""
