@@ -30,6 +30,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders._metrics import Tally
+from saev_store.loaders._run import Machinery
 from saev_store.loaders._slots import RowSlots
 from saev_store.loaders._workers import Group, Handoff, StoppedError, Workers
 from saev_store.transport import PreadTransport
@@ -221,6 +223,14 @@ def test_whoever_waits_can_help():
     with pytest.raises(StoppedError):
         third.wait(stop)
     assert "third" not in done
+
+
+def test_of_many_files_that_are_fetched_ahead_some_are_named():
+    machinery = Machinery(1, 0, Tally(4))
+    assert machinery.busy_with() == "nothing"
+    machinery._fetching = {n: f"acts{n // 2:06}.bin" for n in range(20)}
+    assert machinery.busy_with().startswith("nothing; being fetched ahead: acts000000.bin, acts000001.bin, ")
+    assert machinery.busy_with().endswith(", acts000007.bin and 2 more")
 
 
 def test_a_plan_that_is_wrong_is_no_hang(plain, monkeypatch):

@@ -15,10 +15,10 @@ import pytest
 from cloud_servers import Fault, Proxy
 from dense_stores import PlainStore, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
-from waiting import HANG_S
+from waiting import HANG_S, soon
 
 from saev_store import ShardStore
-from saev_store.errors import TransportError
+from saev_store.errors import DeadlineError, TransportError
 from saev_store.layout import Layout
 from saev_store.loaders import ShuffledLoader
 from saev_store.transport import _obstore_fetcher, open_transport
@@ -184,6 +184,21 @@ def test_leaving_early_leaves_nothing_behind(url, plain, s3_bucket):
                 assert all(batch["act"].tobytes() == copy.tobytes() for batch, copy in zip(kept, copies, strict=True))
             most = proxy.open_now
         assert most <= 2 * (128 + 64)
+
+
+@needs_epoll
+def test_a_time_out_names_what_is_fetched_ahead(url, plain, s3_bucket):
+    with Proxy(s3_bucket.options["endpoint_url"]) as proxy:
+        store = opened(url, s3_bucket.options, proxy.url)
+        with ShuffledLoader(store.sel(layer=3), **OPTIONS) as loader:
+            assert check(iter(loader), plain) == LAYOUT.n_examples * 41
+        proxy.faults[:] = [Fault(method="GET", path="acts", stall_at=0, times=-1)]
+        with ShuffledLoader(store.sel(layer=3), **OPTIONS, batch_timeout_s=0.1) as loader:
+            batches, machinery = iter(loader), loader._machinery
+            assert soon(lambda: "acts000003.bin" in machinery.busy_with())
+            with pytest.raises(DeadlineError, match=r"busy with: nothing; being fetched ahead: acts00000\d\.bin, acts"):
+                next(batches)
+            assert soon(lambda: machinery.busy_with() == "nothing")
 
 
 def rows_in_a_child(loader: ShuffledLoader, queue: object) -> None:

@@ -22,6 +22,9 @@ from saev_store.transport._base import Fetcher
 #: `token_labels` (n,) uint8.
 Batch = dict[str, np.ndarray]
 
+#: A message names so many of the files that are fetched ahead.
+_MOST_NAMES = 8
+
 
 class Machinery:
     """Threads and counters of one iteration.
@@ -46,6 +49,8 @@ class Machinery:
         self.maker: threading.Thread | None = None
         self.readers = Workers(n_threads, "saev-read", self.stop)
         self._fetcher = fetcher
+        #: Of every task that was asked for ahead of time, the name of its file.
+        self._fetching: dict[int, str] = {}
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
 
     def read(self, tasks: Iterable[tuple[Callable[[], None], str]]) -> Group:
@@ -61,10 +66,15 @@ class Machinery:
         """Whether what a task reads has been asked for ahead of time."""
         if self._fetcher is None or not isinstance(task, Lent):
             return False
-        return task.begin(self._fetcher, partial(self._fetched, task, group, where))
+        self._fetching[id(task)] = where
+        is_begun = task.begin(self._fetcher, partial(self._fetched, task, group, where))
+        if not is_begun:
+            del self._fetching[id(task)]
+        return is_begun
 
     def _fetched(self, task: Lent, group: Group, where: str, whole: bool) -> None:
         """What was asked for ahead of time is there, or has to be read in the ordinary way."""
+        del self._fetching[id(task)]
         if whole or self.stop.is_set():
             group.finish(None if whole else StoppedError())
             return
@@ -72,6 +82,14 @@ class Machinery:
             self.readers.submit(task, group, where)
         except RuntimeError as error:  # there can be no more threads
             group.finish(error)
+
+    def busy_with(self) -> str:
+        """What reading threads are doing and what is being fetched ahead, for an error message."""
+        fetched = sorted(set(self._fetching.copy().values()))
+        if not fetched:
+            return self.readers.busy_with()
+        more = f" and {len(fetched) - _MOST_NAMES} more" if len(fetched) > _MOST_NAMES else ""
+        return f"{self.readers.busy_with()}; being fetched ahead: {', '.join(fetched[:_MOST_NAMES])}{more}"
 
     @property
     def has_strays(self) -> bool:
@@ -184,7 +202,7 @@ class BatchIterator(Iterator[Batch]):
             )
         tally, started = self._run.machinery.tally, time.perf_counter()
         try:
-            batch = self._run.handoff.get(self._timeout_s, self._run.machinery.readers.busy_with)
+            batch = self._run.handoff.get(self._timeout_s, self._run.machinery.busy_with)
         except BaseException:
             self.close()
             raise
