@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import re
 import time
+import traceback
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
 
+import fsspec.asyn
 import numpy as np
 import pytest
 from ceph_server import ceph_bucket  # noqa: F401 (a fixture)
@@ -21,11 +28,19 @@ from cloud_servers import (
 )
 from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from waiting import HANG_S
 
-from saev_store.errors import ArgumentError, IncompleteStoreError, NotFoundError, SaevStoreError, TransportError
-from saev_store.transport import Borrows, RetryTransport, Uploads, child, open_transport
+from saev_store.errors import (
+    ArgumentError,
+    IncompleteStoreError,
+    NotFoundError,
+    SaevStoreError,
+    SaevStoreWarning,
+    TransportError,
+)
+from saev_store.transport import Borrows, RetryTransport, Uploads, _obstore_client, child, open_transport
 from saev_store.transport._parts import Bookmark
-from saev_store.writer import create_store, discard_unfinished
+from saev_store.writer import _shard_file, create_store, discard_unfinished
 
 pytest.importorskip("obstore")
 
@@ -232,6 +247,8 @@ def test_an_upload_that_somebody_gave_up_is_a_named_error(on_s3):
     sink.write(0, [memoryview(TRUTH)[: 2 * PART]])
     sink.sync()
     assert on_s3.open().drop_uploads("") == 1
+    if on_s3.name == "gcs-obstore":  # what Google answers; moto answers 500, which is tried again for half a minute
+        on_s3.proxy.faults.append(Fault(path="uploadId=", status=404, code="NoSuchUpload", times=-1))
     with pytest.raises((TransportError, NotFoundError)):
         for start in range(2 * PART, len(TRUTH), PART):
             sink.write(start, [memoryview(TRUTH)[start : start + PART]])
@@ -393,3 +410,245 @@ def test_lent_memory_is_given_back_after_an_error(place):
         sink.commit()
     del sink
     assert eventually(lambda: len(back) >= lent - 1)  # the last one may have met a closed sink
+
+
+@contextmanager
+def a_warning_at_most():
+    """Where a shard may have to start over, which is told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)
+        yield
+
+
+#: Servers that answer quickly are enough for what is about refusals and failures.
+QUICK = pytest.mark.parametrize("place", ["moto-obstore", "moto-fsspec", "gcs-obstore"], indirect=True)
+REFUSED = Fault(method="GET", path=r"\?uploads", status=403, code="AccessDenied")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(method="PUT", path="partNumber=3", status=403, code="AccessDenied", times=-1),
+        Fault(method="GET", path=r"\?uploads", status=400, code="Oops"),
+        Fault(method="GET", path=r"\?uploads", status=403, code="ExpiredToken"),
+        Fault(method="GET", path=r"\?uploads", status=501, times=-1),
+    ],
+    ids=["part", "bad", "denied", "always"],
+)
+@QUICK
+def test_what_was_promised_stays_when_the_next_promise_fails(on_s3, fault):
+    """Its receipt is written, and names that upload."""
+    this = big_case()
+    with (
+        pytest.raises((SaevStoreError, KeyError)),
+        create_store(on_s3.open("/shards"), this.metadata, **OPTIONS) as writer,
+    ):
+        writer.append(*this.rows(0, 10))
+        writer.checkpoint()
+        on_s3.proxy.faults.append(replace(fault))
+        writer.append(*this.rows(10, 15))
+        writer.checkpoint()
+        raise KeyError
+    on_s3.proxy.faults.clear()
+    with create_store(on_s3.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example >= 10
+        writer.append(*this.rows(writer.next_example, 40))
+    this.check(content(on_s3, this))
+    assert on_s3.uploads() == []
+
+
+@QUICK
+def test_an_old_writer_leaves_the_upload_to_the_one_that_went_on(on_s3):
+    bookmark, truth = "", memoryview(TRUTH)
+    options = {"used_nbytes": len(TRUTH), "file_nbytes": len(TRUTH), "block_bytes": PART}
+    old = on_s3.open().open_upload("a.bin", **options)
+    old.write(0, [truth[: 2 * PART]])
+    old.sync()
+    bookmark = old.bookmark()
+    new = on_s3.open().open_upload("a.bin", bookmark=bookmark, **options)
+    new.keep(new.vouched_nbytes)
+    new.write(2 * PART, [truth[2 * PART : 4 * PART]])
+    new.sync()
+    on_s3.proxy.faults.append(replace(REFUSED))
+    old.sync()
+    old.abort()
+    new.write(4 * PART, [truth[4 * PART :]])
+    new.commit()
+    assert on_s3.open().read("a.bin") == TRUTH
+
+
+@pytest.mark.parametrize(("d_model", "block_bytes"), [(4096, 64 << 10), (1024, 16 << 10), (5 * 1024, 16 << 10)])
+@pytest.mark.parametrize("place", ["moto-obstore", "gcs-obstore"], indirect=True)
+def test_a_shard_that_was_completed_before_its_receipt(place, d_model, block_bytes, monkeypatch):
+    """Its last promise could not be listed, so the receipt is an older one of the same upload: the shard starts over."""
+    this = case(n=16, per_shard=8, cls=False, content=2, d_model=d_model, block_bytes=block_bytes, pad=False)
+    options = {**OPTIONS, "block_bytes": block_bytes}
+    plainly = _shard_file.write_receipt
+
+    def killed(folder, shard_idx, receipt, *args, **kwargs):
+        if receipt.complete:
+            raise KeyError
+        plainly(folder, shard_idx, receipt, *args, **kwargs)
+
+    with (
+        monkeypatch.context() as changed,
+        pytest.raises(KeyError),
+        create_store(place.open("/shards"), this.metadata, **options) as writer,
+    ):
+        writer.append(*this.rows(0, 3))
+        writer.checkpoint()
+        place.proxy.faults.append(replace(REFUSED, times=-1))
+        changed.setattr(_shard_file, "write_receipt", killed)
+        writer.append(*this.rows(3, 8))
+        writer.checkpoint()
+    place.proxy.faults.clear()
+    with a_warning_at_most(), create_store(place.open("/shards"), this.metadata, resume=True, **options) as writer:
+        writer.append(*this.rows(writer.next_example, 16))
+    this.check(content(place, this))
+
+
+@QUICK
+def test_a_complete_object_is_not_replaced_by_a_part_of_it(on_s3):
+    bookmark, options = "", {"used_nbytes": len(TRUTH), "file_nbytes": len(TRUTH), "block_bytes": PART}
+    sink = on_s3.open().open_upload("a.bin", **options)
+    sink.write(0, [memoryview(TRUTH)[: 2 * PART]])
+    sink.sync()
+    bookmark = sink.bookmark()
+    sink.write(2 * PART, [memoryview(TRUTH)[2 * PART :]])
+    sink.commit()
+    again = on_s3.open().open_upload("a.bin", bookmark=bookmark, **options)
+    with pytest.raises(ArgumentError, match="is complete"):
+        again.keep(2 * PART)
+    again.abort()
+    assert on_s3.open().read("a.bin") == TRUTH
+
+
+@QUICK
+def test_one_refused_listing_is_not_remembered(on_s3):
+    this = big_case()
+    sink = on_s3.open(f"/shards/{this.name}").open_upload(
+        "acts000000.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART
+    )
+    sink.write(0, [memoryview(TRUTH)[: 2 * PART]])
+    sink.sync()
+    on_s3.proxy.faults.append(replace(REFUSED))
+    with create_store(on_s3.open("/shards"), this.metadata, **OPTIONS) as writer:
+        writer.append(*this.rows(0, 40))
+    assert on_s3.uploads() == []
+    sink.abort()
+
+
+@pytest.mark.parametrize("nbytes", [len(TRUTH), 3 * PART])
+@QUICK
+def test_a_commit_is_tried_again_when_all_parts_have_left(on_s3, nbytes):
+    if on_s3.engine == "obstore" and on_s3.name != "gcs-obstore":
+        pytest.skip("obstore gives an upload up that failed; another sink begins anew")
+    transport = on_s3.open()
+    sink = transport.open_upload("a.bin", used_nbytes=nbytes, file_nbytes=nbytes, block_bytes=PART)
+    sink.write(0, [memoryview(TRUTH)[:nbytes]])
+    on_s3.proxy.faults.append(Fault(method="POST", path="uploadId=", status=400, times=1))
+    with pytest.raises(TransportError):
+        sink.commit()
+    sink.commit()
+    assert transport.read("a.bin") == TRUTH[:nbytes]
+
+
+@pytest.mark.parametrize("n_zeros", [1, 5 * PART, 6 * PART - 7])
+@QUICK
+def test_zeros_at_the_end_are_sent_and_not_kept_in_memory(place, n_zeros):
+    """Many of them are one object, which is nobody's buffer afterwards."""
+    transport = place.open()
+    for n in range(2):
+        sink = transport.open_upload(
+            f"{n}.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH) + n_zeros, block_bytes=PART
+        )
+        for start in range(0, len(TRUTH), PART):
+            sink.write(start, [memoryview(TRUTH)[start : start + PART]])
+        rest = sink._rest()
+        assert len({id(part) for part in rest}) <= 3
+        assert sum(map(len, rest)) == len(TRUTH) + n_zeros - sink._sent
+        del rest
+        sink.commit()
+    assert transport.read("0.bin") == transport.read("1.bin") == TRUTH + bytes(n_zeros)
+
+
+@QUICK
+def test_a_forgotten_sink_holds_up_nobody(on_s3):
+    """Its last reference may end in the thread that has to do what it would wait for."""
+    transport = on_s3.open()
+    sink = transport.open_upload("a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART)
+    sink.write(0, [memoryview(TRUTH)[:PART]])
+    on_s3.proxy.latency_s = 0.3
+    sink.write(PART, [memoryview(TRUTH)[PART : 4 * PART]])
+    kept = [sink]
+    kept.append(kept)
+    del sink, kept
+    found = []
+
+    async def collect():
+        found.append(gc.collect())
+
+    loops = [fsspec.asyn.get_loop()] if on_s3.engine == "fsspec" or on_s3.name == "gcs-obstore" else []
+    loops += [_obstore_client._loop.loop] if on_s3.engine == "obstore" else []
+    for loop in loops:
+        asyncio.run_coroutine_threadsafe(collect(), loop).result(HANG_S)
+    on_s3.proxy.latency_s = 0
+    assert eventually(lambda: on_s3.uploads() == [])
+    assert transport.list() == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(method="GET", path="uploadId=", status=403, code="AccessDenied", times=-1),
+        Fault(method="DELETE", path="uploadId=", status=403, code="AccessDenied", times=-1),
+    ],
+    ids=["parts", "giving up"],
+)
+@QUICK
+def test_who_may_not_list_parts_or_give_up_uploads_writes_all_the_same(on_s3, fault):
+    this = big_case()
+    on_s3.proxy.faults.append(fault)
+    interrupt(on_s3, this, 15)
+    on_s3.open("/shards").drop_uploads("another")
+    with a_warning_at_most(), create_store(on_s3.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        writer.append(*this.rows(writer.next_example, 40))
+    this.check(content(on_s3, this))
+
+
+@QUICK
+def test_a_lost_answer_to_the_beginning_of_an_upload(on_s3):
+    """The client begins it once more, and two are listed."""
+    this = big_case()
+    on_s3.proxy.faults.append(Fault(method="POST", path=r"\?uploads", lose_answer=True))
+    interrupt(on_s3, this, 15)
+    with create_store(on_s3.open("/shards"), this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 15
+        writer.append(*this.rows(15, 40))
+    this.check(content(on_s3, this))
+    assert on_s3.uploads() == []
+
+
+@QUICK
+def test_what_was_read_before_it_was_committed_is_read_anew_afterwards(on_s3):
+    transport = on_s3.open()
+    transport.put("a.bin", b"old" * 10)
+    sink = transport.open_sink("a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), resume=True)
+    sink.write(0, [memoryview(TRUTH)])
+    assert bytes(transport.get_ranges("a.bin", starts=[0], ends=[3])[0]) == b"old"
+    sink.commit()
+    assert bytes(transport.get_ranges("a.bin", starts=[0], ends=[len(TRUTH)])[0]) == TRUTH
+
+
+@QUICK
+def test_errors_name_the_whole_address_and_no_secret(on_s3):
+    sink = on_s3.open("/deep/er").open_upload(
+        "sub/f.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART
+    )
+    on_s3.proxy.faults += [Fault(method=m, status=400, code="Oops", echo=True, times=-1) for m in ("PUT", "POST")]
+    with pytest.raises(SaevStoreError) as caught:
+        sink.write(0, [memoryview(TRUTH)])
+        sink.commit()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert f"{on_s3.bucket.url}/deep/er/sub/f.bin" in shown
+    assert not any(secret in shown for secret in ("very-secret", "testing", "lab-secret"))

@@ -358,6 +358,7 @@ class FsspecTransport:
             file_nbytes=file_nbytes,
             block_bytes=block_bytes,
             bookmark=bookmark,
+            committed=lambda: self._pins.forget(below),
         )
 
     def _uploader(self) -> Uploader | None:

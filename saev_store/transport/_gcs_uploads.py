@@ -55,7 +55,7 @@ class GcsService:
     async def start(self, key: str, token: str) -> str:  # noqa: ARG002 (others need it)
         return secrets.token_hex(8)
 
-    async def send(self, key: str, upload: str, number: int, data: bytearray) -> str:
+    async def send(self, key: str, upload: str, number: int, data: Buffer) -> str:
         name = f"{_folder(key)}{upload}/{number:05d}"
         await self._send(name, data)
         return (await self._info(name))[1]

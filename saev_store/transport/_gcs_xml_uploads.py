@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 from xml.etree import ElementTree as ET
@@ -21,6 +22,8 @@ from saev_store.transport._parts import Part
 from saev_store.transport._s3_uploads import TOKEN
 
 _TOKEN_HEADER = f"x-goog-meta-{TOKEN}"
+#: What `_gcs_uploads` calls its uploads, which this interface knows nothing of.
+_OF_GCSFS = re.compile(r"[0-9a-f]{16}")
 
 
 class _Gcs(Protocol):
@@ -60,21 +63,25 @@ class GcsXmlService:
 
     async def start(self, key: str, token: str) -> str:
         _, text = await self._call("POST", key, {"uploads": ""}, headers={_TOKEN_HEADER: token})
-        return _text(_parsed(text, key), "UploadId")
+        if upload := _text(self._parsed(text), "UploadId"):
+            return upload
+        raise TransportError("the server began an upload without a name", where=self._client.safe_url, transient=True)
 
-    async def send(self, key: str, upload: str, number: int, data: bytearray) -> str:
+    async def send(self, key: str, upload: str, number: int, data: Buffer) -> str:
         headers, _ = await self._call("PUT", key, {"partNumber": number, "uploadId": upload}, data=data)
         return headers["ETag"].strip('"')
 
     async def parts(self, key: str, upload: str) -> list[Part]:
         parts: list[Part] = []
+        if _OF_GCSFS.fullmatch(upload):
+            return []
         while True:
             marker = {"part-number-marker": parts[-1].number} if parts else {}
             try:
                 _, text = await self._call("GET", key, {"uploadId": upload, **marker})
             except FileNotFoundError:
                 return []
-            document = _parsed(text, key)
+            document = self._parsed(text)
             listed = [
                 Part(int(_text(part, "PartNumber")), int(_text(part, "Size")), _text(part, "ETag").strip('"'))
                 for part in document.iterfind("{*}Part")
@@ -91,7 +98,7 @@ class GcsXmlService:
             ET.SubElement(element, "ETag").text = f'"{part.etag}"'
         _, text = await self._call("POST", key, {"uploadId": upload}, data=ET.tostring(document))
         if text:
-            _parsed(text, key)
+            self._parsed(text)
         cast("_Gcs", self._client.fs()).invalidate_cache(key)
 
     async def give_up(self, key: str, upload: str) -> None:
@@ -104,7 +111,7 @@ class GcsXmlService:
         markers: dict[str, str] = {}
         while True:
             _, text = await self._call("GET", bucket, {"uploads": "", "prefix": name, **markers})
-            document = _parsed(text, prefix)
+            document = self._parsed(text)
             listed = [(_text(found, "Key"), _text(found, "UploadId")) for found in document.iterfind("{*}Upload")]
             uploads += [(f"{bucket}/{key}", upload) for key, upload in listed]
             if _text(document, "IsTruncated") != "true" or not listed:
@@ -112,24 +119,25 @@ class GcsXmlService:
             markers = dict(zip(("key-marker", "upload-id-marker"), listed[-1], strict=True))
 
     async def look(self, key: str) -> tuple[int, str]:
-        headers, _ = await self._call("HEAD", key, {})
-        return int(headers["Content-Length"]), headers.get(_TOKEN_HEADER, "")
+        headers, _ = await self._call("HEAD", key, {}, headers={"Accept-Encoding": "identity"})
+        size = headers.get("x-goog-stored-content-length") or headers["Content-Length"]
+        return int(size), headers.get(_TOKEN_HEADER, "")
 
     async def put(self, key: str, token: str, data: Buffer) -> None:
         await self._call("PUT", key, {}, data=data, headers={_TOKEN_HEADER: token} if token else {})
         cast("_Gcs", self._client.fs()).invalidate_cache(key)
 
-
-def _parsed(text: bytes, key: str) -> ET.Element:
-    """An answer's document; one that tells of an error is one, whatever the status was."""
-    try:
-        document = ET.fromstring(text)  # noqa: S314 - the service's own; expat bounds what entities grow to
-    except ET.ParseError:
-        raise TransportError("the server's answer is no XML", where=key, transient=True) from None
-    if document.tag.rpartition("}")[2] == "Error":
-        message = f"the server answered {_text(document, 'Code')}: {_text(document, 'Message')}"
-        raise TransportError(message, where=key, transient=True)
-    return document
+    def _parsed(self, text: bytes) -> ET.Element:
+        """An answer's document; one that tells of an error is one, whatever the status was."""
+        where = self._client.safe_url
+        try:
+            document = ET.fromstring(text)  # noqa: S314 - the service's own; expat bounds what entities grow to
+        except ET.ParseError:
+            raise TransportError("the server's answer is no XML", where=where, transient=True) from None
+        if document.tag.rpartition("}")[2] == "Error":
+            message = f"the server answered {_text(document, 'Code')}: {_text(document, 'Message')}"
+            raise TransportError(self._client.redact(message), where=where, transient=True)
+        return document
 
 
 def _text(element: ET.Element, name: str) -> str:

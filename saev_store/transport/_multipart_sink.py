@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Protocol
 
 from saev_store.errors import (
@@ -42,7 +45,7 @@ class Service(Protocol):
         """Begin an upload whose object will carry `token`; its name."""
         ...
 
-    async def send(self, key: str, upload: str, number: int, data: bytearray) -> str:
+    async def send(self, key: str, upload: str, number: int, data: Buffer) -> str:
         """Send part `number`, counted from 1, with a checksum that the service compares; its ETag."""
         ...
 
@@ -82,34 +85,32 @@ class Uploader:
     def __init__(self, client: Client, service: Service) -> None:
         self.client, self.service = client, service
         self.buffers = Buffers()
-        #: Whether the service lets us look; who may only write need not.
-        self.may_list = True
 
     def unfinished(self, path: str, key: str) -> list[tuple[str, str]]:
-        """The uploads of a file, or of the files in a folder; none where the service does not let us look."""
-        if not self.may_list:
-            return []
+        """The uploads of a file, or of the files in a folder.
+
+        Raises:
+            AccessError: who may write need not be allowed to look.
+        """
         self.client.tally.add("uploads")
-        try:
-            found = self.client.run("list unfinished uploads", path, lambda: self.service.unfinished(key))
-        except AccessError:
-            # With credentials that are wrong altogether, the next request says so.
-            self.may_list = False
-            return []
+        found = self.client.run("list unfinished uploads", path, lambda: self.service.unfinished(key))
         return [(name, upload) for name, upload in found if name == key or name.startswith(f"{key}/") or not key]
 
     def drop(self, path: str, key: str, *, keep: str = "") -> list[str]:
-        """Give them up, but for `keep`; the services' names of those that there were."""
-        stale = [(name, upload) for name, upload in self.unfinished(path, key) if upload != keep]
+        """Give them up, but for `keep`; the services' names of those that there were.
 
-        async def give_up() -> None:
-            for name, upload in stale:
-                await self.service.give_up(name, upload)
-
-        if stale:
-            self.client.tally.add("uploads", requests=len(stale))
-            self.client.run("give up unfinished uploads", path, give_up)
-        return [upload for _, upload in stale]
+        What may not be seen or given up stays: writing goes on without it, and needs neither permission.
+        """
+        dropped: list[str] = []
+        with contextlib.suppress(AccessError):
+            for name, upload in self.unfinished(path, key):
+                if upload == keep:
+                    continue
+                self.client.tally.add("uploads")
+                give_up = partial(self.service.give_up, name, upload)
+                self.client.run("give up unfinished uploads", path, give_up)
+                dropped.append(upload)
+        return dropped
 
     def parts(self, path: str, key: str, upload: str) -> list[Part]:
         """What has arrived of an upload."""
@@ -129,6 +130,7 @@ class MultipartSink(PartedSink):
         key: The name for the file system.
         block_bytes: Parts end where these end.
         bookmark: Of the upload to continue.
+        committed: Called when the object is there.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class MultipartSink(PartedSink):
         file_nbytes: int,
         block_bytes: int = 1,
         bookmark: Bookmark | None = None,
+        committed: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(
             f"{uploader.client.safe_url}/{path}",
@@ -150,13 +153,14 @@ class MultipartSink(PartedSink):
             buffers=uploader.buffers,
         )
         self._uploader, self._client, self._service = uploader, uploader.client, uploader.service
-        self._path, self._key = path, key
+        self._path, self._key, self._committed = path, key, committed
         self._upload = bookmark.upload if bookmark else ""
         self._token = bookmark.token if bookmark else secrets.token_hex(8)
-        self._flying: dict[Future[Part], bytearray] = {}
+        self._flying: dict[Future[Part], bytearray | bytes] = {}
         self._parts: dict[int, Part] = {}
         self._arrived: dict[int, Part] = {}  # in an earlier process, after its last promise
         self._vouched, self._promised, self._appeared = 0, False, False
+        self._pid = os.getpid()
         if bookmark is not None and bookmark.upload:
             self._find(bookmark)
 
@@ -168,7 +172,9 @@ class MultipartSink(PartedSink):
             if token == self._token and size == self._file_nbytes:  # killed just after it was completed
                 self._vouched, self._appeared, self._upload = self._used, True, ""
                 return
-        found = self._uploader.parts(self._path, self._key, self._upload)
+        found: list[Part] = []
+        with contextlib.suppress(AccessError):  # who may write need not be allowed to look
+            found = self._uploader.parts(self._path, self._key, self._upload)
         first = leading(found, self._part_bytes)[: bookmark.n_parts]
         if len(first) == bookmark.n_parts and digest_of(first) == bookmark.etags:
             self._vouched = len(first) * self._part_bytes
@@ -186,8 +192,13 @@ class MultipartSink(PartedSink):
         """Count the first `nbytes` as written.
 
         Raises:
-            ArgumentError: the service does not vouch for them, or they are no whole parts.
+            ArgumentError: the service does not vouch for them, or they are no whole parts, or not all of an object that has
+                appeared already.
         """
+        if self._appeared and nbytes != self._used:
+            raise ArgumentError(
+                f"{nbytes:,} bytes cannot be kept: the object is complete, with {self._used:,}", where=self._where
+            )
         if not 0 <= nbytes <= self._vouched or (nbytes % self._part_bytes and nbytes != self._used):
             raise ArgumentError(
                 f"{nbytes:,} bytes cannot be kept: the service has whole parts up to byte {self._vouched:,}",
@@ -197,7 +208,6 @@ class MultipartSink(PartedSink):
             return
         self._written.add(0, nbytes)
         self._sent, self._promised = nbytes, True
-        self._appeared = self._appeared and nbytes == self._used  # else it is uploaded anew
 
     def sync(self) -> int:
         """Wait for the parts that are under way; how many leading bytes another process could keep."""
@@ -234,6 +244,7 @@ class MultipartSink(PartedSink):
             raise WriterConflictError(
                 "another writer has uploaded this file meanwhile", where=self._where, remedy="Let only one writer live."
             )
+        self._committed()
 
     def _finish(self) -> None:
         rest = self._rest()
@@ -285,10 +296,25 @@ class MultipartSink(PartedSink):
             self._client.run("give up the upload", self._path, lambda: self._service.give_up(self._key, self._upload))
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False) and (self._upload or self._flying) and not sys.is_finalizing():
-            self.abort()
+        # Garbage is found by any thread, also by the one that would have to do what is waited for; and by forked children.
+        if getattr(self, "_open", False) and self._upload and self._pid == os.getpid() and not sys.is_finalizing():
+            self._abandon()
 
-    def _send(self, number: int, part: bytearray) -> None:
+    def _abandon(self) -> None:
+        """What `abort` does, begun and not waited for."""
+        service, key, upload = self._service, self._key, self._upload
+        flying, is_promised = list(self._flying), self._promised
+
+        async def give_up() -> None:
+            if flying:
+                await asyncio.wait([asyncio.wrap_future(future) for future in flying], timeout=_ABORT_TIMEOUT_S)
+            if not is_promised:
+                await service.give_up(key, upload)
+
+        with contextlib.suppress(Exception):
+            self._client.submit(give_up)
+
+    def _send(self, number: int, part: bytearray | bytes) -> None:
         while len(self._flying) >= PARTS_IN_FLIGHT:
             self._land()
         if not self._upload:
@@ -297,13 +323,15 @@ class MultipartSink(PartedSink):
                 "begin an upload", self._path, lambda: self._service.start(self._key, self._token)
             )
         arrived, tally = self._arrived.get(number + 1), self._client.tally
+        # Not this sink: whoever forgets it must not find it again in the thread that sends, and wait there for itself.
+        service, key, upload = self._service, self._key, self._upload
 
         async def send() -> Part:
             # MD5 because that is what services give as the ETag of a part; it decides about nothing but sending again.
             if arrived and arrived.size == len(part) and arrived.etag == hashlib.md5(part).hexdigest():  # noqa: S324 (compared, not trusted)
                 return arrived
             tally.add("sink.write", written=len(part))
-            return Part(number + 1, len(part), await self._service.send(self._key, self._upload, number + 1, part))
+            return Part(number + 1, len(part), await service.send(key, upload, number + 1, part))
 
         self._flying[self._client.submit(send, nbytes=len(part) * PARTS_IN_FLIGHT)] = part
 

@@ -342,7 +342,6 @@ class ObstoreTransport:
     ) -> MultipartSink | StreamedSink:
         uploader, key = self._uploader(), self._uploads_key(below)
         if uploader is not None and (bookmark is not None or self._client.place.kind == "gs"):
-            self._pins.forget(below)
             return MultipartSink(
                 uploader,
                 below,
@@ -351,6 +350,7 @@ class ObstoreTransport:
                 file_nbytes=file_nbytes,
                 block_bytes=block_bytes,
                 bookmark=bookmark,
+                committed=lambda: self._pins.forget(below),
             )
         return StreamedSink(
             self._client,

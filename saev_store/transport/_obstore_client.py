@@ -142,6 +142,11 @@ class Client:
             self._uploader = [make(self)]
         return self._uploader[0]
 
+    def begin(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
+        """Begin `work()` where something has been begun, and wait for nothing, not even a lock; its errors are nobody's."""
+        if _loop is not None and not is_forked():
+            asyncio.run_coroutine_threadsafe(work(), _loop.loop)
+
     def call(self, doing: str, where: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
         """What `work()` gives, waited for in this thread, no longer than is allowed for `nbytes`.
 

@@ -6,6 +6,7 @@ Pure: nothing is opened, and nobody is asked.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -45,6 +46,22 @@ _OWN: dict[Kind, frozenset[str]] = {
 }  # fmt: skip
 
 
+#: Variables that name a service, an account or a way of working to obstore alone, and the options that win over them.
+_OWN_VARIABLES: dict[Kind, Mapping[str, str]] = {
+    "s3": {
+        "AWS_CHECKSUM_ALGORITHM": "checksum_algorithm", "AWS_ENDPOINT": "endpoint", "AWS_REQUEST_PAYER": "request_payer",
+        "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption", "AWS_SKIP_SIGNATURE": "skip_signature",
+        "AWS_SSE_BUCKET_KEY_ENABLED": "sse_bucket_key_enabled", "AWS_SSE_KMS_KEY_ID": "sse_kms_key_id",
+        "AWS_TOKEN": "session_token", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "virtual_hosted_style_request",
+    },
+    "gs": {
+        "GOOGLE_BASE_URL": "base_url", "GOOGLE_BEARER_TOKEN": "bearer_token", "GOOGLE_SERVICE_ACCOUNT": "service_account",
+        "GOOGLE_SERVICE_ACCOUNT_KEY": "service_account_key", "GOOGLE_SERVICE_ACCOUNT_PATH": "service_account",
+        "GOOGLE_SKIP_SIGNATURE": "skip_signature", "SERVICE_ACCOUNT": "service_account",
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """An address and its options, as obstore wants them.
@@ -76,7 +93,7 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
     True
     """
     scheme = url.partition("://")[0].lower()
-    if scheme not in _KINDS or "::" in url:
+    if scheme not in _KINDS or "::" in re.sub(r"\[[^\]]*\]", "", url):  # in brackets they are an address of IPv6
         raise ArgumentError(
             f"obstore serves {', '.join(sorted(_KINDS))}, not {scheme}", where="url", remedy='Use engine="fsspec".'
         )
@@ -98,7 +115,7 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
 def finds_credentials(place: Place) -> bool:
     """Whether obstore would find the credentials that fsspec's file systems find: it reads no profiles, theirs do."""
     given = place.config
-    if given.get("skip_signature") or {"access_key_id", "bearer_token", "service_account"} & set(given):
+    if is_true(given.get("skip_signature")) or {"access_key_id", "bearer_token", "service_account"} & set(given):
         return True
     if place.kind == "gs":
         return "service_account_key" in given or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
@@ -211,6 +228,20 @@ def _rest(kind: Kind, options: dict[str, object], config: dict[str, object], **n
     unknown = [*options, *(f"{outer}.{name}" for outer, inner in nested.items() for name in inner)]
     if unknown:
         raise _unknown(*unknown)
+
+
+def is_true(value: object) -> bool:
+    """Whether an option of obstore's that may be text is switched on."""
+    return value.strip().lower() in {"1", "true", "on", "yes", "y"} if isinstance(value, str) else bool(value)
+
+
+def only_obstore_obeys(place: Place) -> list[str]:
+    """The environment's variables by which obstore works otherwise than other clients, where no option says it to all."""
+    return [
+        name
+        for name, key in _OWN_VARIABLES.get(place.kind, {}).items()
+        if name in os.environ and key not in place.config
+    ]
 
 
 def own_names(kind: Kind, options: Mapping[str, object]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from saev_store.errors import ArgumentError, SaevStoreError, TransportError
+from saev_store.errors import AccessError, ArgumentError, SaevStoreError, TransportError
 from saev_store.transport._checks import byte_views
 from saev_store.transport._multipart_sink import Uploader
 from saev_store.transport._obstore_client import Client
@@ -71,34 +71,42 @@ class StreamedSink(PartedSink):
         self._uploader, self._dropped = uploader, frozenset(dropped)
         self._token = secrets.token_hex(8)
         self._writer: AsyncWritableFile | None = None
-        self._bookmark = ""
+        self._bookmark, self._promised = "", False
 
     def sync(self) -> int:
         """Wait for the parts that are under way; how many leading bytes another process could keep, often 0."""
         self._check_open()
         self._bookmark = ""
-        if self._uploader is None or not self._uploader[0].may_list:
+        if self._uploader is None:
             return 0
         upload, parts = "", list[Part]()
         if (writer := self._writer) is not None:
             self._call("upload", writer.flush, nbytes=self._part_bytes * PARTS_IN_FLIGHT)
             for wait_s in (*_LISTING_WAITS_S, None):  # some services list what has arrived a moment later
-                upload, parts = self._listed(*self._uploader)
+                try:
+                    upload, parts = self._listed(*self._uploader)
+                except AccessError:  # who may write need not be allowed to look
+                    return 0
                 if len(parts) * self._part_bytes >= self._sent:
                     break
                 if wait_s is None:
                     return 0
                 time.sleep(wait_s)
         self._bookmark = Bookmark(upload, self._token, self._part_bytes, len(parts), digest_of(parts)).to_text()
+        self._promised = self._promised or bool(upload)
         return self._sent
 
     def _listed(self, uploader: Uploader, key: str) -> tuple[str, list[Part]]:
-        """This upload's name and its leading parts; nothing where it cannot be told from another one."""
+        """This upload's name and its leading parts; nothing where it cannot be told from another one.
+
+        An answer that was lost makes obstore begin a second upload: the one to which nothing is sent is not this one.
+        """
         listed = uploader.unfinished(self._path, key)
-        found = [upload for name, upload in listed if name == key and upload not in self._dropped]
-        if len(found) != 1:
-            return "", []
-        return found[0], leading(uploader.parts(self._path, key, found[0]), self._part_bytes)
+        names = [upload for name, upload in listed if name == key and upload not in self._dropped]
+        found = [(name, leading(uploader.parts(self._path, key, name), self._part_bytes)) for name in names]
+        if len(found) > 1:
+            found = [(name, parts) for name, parts in found if len(parts) * self._part_bytes >= max(self._sent, 1)]
+        return found[0] if len(found) == 1 else ("", [])
 
     def bookmark(self) -> str:
         """Where another process continues; empty where the service cannot be asked."""
@@ -156,23 +164,29 @@ class StreamedSink(PartedSink):
         self._blocks.clear()
         if writer is None:
             return
+        with contextlib.suppress(SaevStoreError):
+            self._client.call("give up the upload", self._where, self._giving_up(writer))
+
+    def _giving_up(self, writer: AsyncWritableFile) -> Callable[[], Coroutine[object, object, None]]:
+        is_promised = self._promised
 
         async def abort() -> None:
             # Parts that are still under way would arrive after the upload is gone, and stay.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_ABORT_TIMEOUT_S):
                     await writer.flush()
-            if self._bookmark:
+            if is_promised:
                 return
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 await writer.__aexit__(RuntimeError, RuntimeError("given up"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
 
-        with contextlib.suppress(SaevStoreError):
-            self._client.call("give up the upload", self._where, abort)
+        return abort
 
     def __del__(self) -> None:
-        if getattr(self, "_writer", None) is not None and not sys.is_finalizing():
-            self.abort()
+        writer: AsyncWritableFile | None = getattr(self, "_writer", None)
+        if writer is not None and not sys.is_finalizing():
+            # Garbage is found by any thread, also by the one that would have to do what is waited for.
+            self._client.begin(self._giving_up(writer))
 
     @property
     def _attributes(self) -> dict[str, str]:
@@ -208,7 +222,7 @@ class StreamedSink(PartedSink):
         self._sent += self._part_bytes
         self._send_complete()
 
-    def _send(self, number: int, part: bytearray) -> None:  # noqa: ARG002 - obstore counts by itself
+    def _send(self, number: int, part: bytearray | bytes) -> None:  # noqa: ARG002 - obstore counts by itself
         # Not a method of this sink: whoever forgets it must not wait for what is under way.
         self._leave(memoryview(part), partial(self._buffers.give_back, part))
 

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from saev_store.errors import SaevStoreError
 from saev_store.transport._multipart_sink import Uploader
 from saev_store.transport._obstore_client import Client
-from saev_store.transport._obstore_options import Place
+from saev_store.transport._obstore_options import Place, is_true, only_obstore_obeys
+from saev_store.transport._secrets import Options
 
 #: obstore's names for what s3fs calls otherwise.
 _RENAMED = {"access_key_id": "key", "secret_access_key": "secret", "session_token": "token", "endpoint": "endpoint_url"}
-#: What says nothing to the calls that are made here.
-_IDLE = {"checksum_algorithm", "conditional_put", "unsigned_payload"}
+#: What says nothing to the calls that are made here. What parts are summed up with does: those of one upload have to agree.
+_IDLE = {"conditional_put", "unsigned_payload"}
 #: What every part of an upload has to say again, or the object would be another.
 _ENCRYPTION = {
     "server_side_encryption": "ServerSideEncryption",
@@ -36,18 +37,22 @@ def uploader_of(client: Client) -> Uploader | None:
 
 
 def _asking(client: Client, options: dict[str, object] | None) -> Uploader | None:
-    if options is None:
+    if options is None or only_obstore_obeys(client.place):
         return None
     from saev_store.transport._fsspec_client import Client as FsspecClient
     from saev_store.transport._gcs_xml_uploads import GcsXmlService
     from saev_store.transport._s3_uploads import S3Service
 
     service = S3Service if client.place.kind == "s3" else GcsXmlService
+    # A token that is part of a header is a secret by itself, too.
+    hidden = Options(
+        options, secrets=tuple(str(value) for name, value in client.place.config.items() if "token" in name)
+    )
     try:
-        found = FsspecClient(f"{client.place.kind}://{client.place.bucket}", options, timeout_s=client.timeout_s)
+        found = FsspecClient(f"{client.place.kind}://{client.place.bucket}", hidden, timeout_s=client.timeout_s)
     except SaevStoreError:
         return None
-    found.safe_url = client.url.removesuffix(client.place.prefix).rstrip("/")
+    found.safe_url = client.url
     found.tally = client.tally
     return Uploader(found, service(found))
 
@@ -68,11 +73,11 @@ def s3fs_options(place: Place) -> dict[str, object] | None:
         elif name == "region":
             options["client_kwargs"] = {"region_name": value}
         elif name == "request_payer":
-            options["requester_pays"] = value
+            options["requester_pays"] = is_true(value)
         elif name == "skip_signature":
-            options["anon"] = value
+            options["anon"] = is_true(value)
         elif name == "virtual_hosted_style_request":
-            options["config_kwargs"] = {"s3": {"addressing_style": "virtual" if value else "path"}}
+            options["config_kwargs"] = {"s3": {"addressing_style": "virtual" if is_true(value) else "path"}}
         elif name in _ENCRYPTION:
             extra[_ENCRYPTION[name]] = value
         elif name not in _IDLE:
@@ -91,7 +96,7 @@ def gcsfs_options(place: Place) -> dict[str, object] | None:
     """
     config = dict(place.config)
     # Not what it takes by itself, which would be nobody's credentials where it finds none.
-    options: dict[str, object] = {"token": "anon" if config.pop("skip_signature", False) else "google_default"}
+    options: dict[str, object] = {"token": "anon" if is_true(config.pop("skip_signature", False)) else "google_default"}
     bearer, key = config.pop("bearer_token", None), config.pop("service_account_key", None)
     if bearer is not None:  # as a token of its own gcsfs would ask Google about it first
         options |= {"token": "anon", "session_kwargs": {"headers": {"Authorization": f"Bearer {bearer}"}}}

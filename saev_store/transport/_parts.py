@@ -120,9 +120,10 @@ class Buffers:
                 return buffer
         return bytearray(nbytes)
 
-    def give_back(self, buffer: bytearray) -> None:
+    def give_back(self, buffer: bytearray | bytes) -> None:
         """Nobody reads or writes it any more."""
-        self._idle.append(buffer)
+        if isinstance(buffer, bytearray):  # zeros are not for writing, and may still be on their way elsewhere
+            self._idle.append(buffer)
 
     def clear(self) -> None:
         """Let go of what nobody uses."""
@@ -195,7 +196,7 @@ class PartedSink:
             start += len(part)
         return bytes(found)
 
-    def _send(self, number: int, part: bytearray) -> None:
+    def _send(self, number: int, part: bytearray | bytes) -> None:
         """Hand a whole part over for good; `number` counts from 0."""
         raise NotImplementedError
 
@@ -224,14 +225,20 @@ class PartedSink:
             self._send(number, self._blocks.pop(number))
             self._sent += self._part_bytes
 
-    def _rest(self) -> list[bytearray]:
-        """The parts that are left when all is written, zeros up to the file's length included.
+    def _rest(self) -> list[bytearray | bytes]:
+        """The parts that are left when all is written, zeros up to the file's length included; of an empty file one.
 
-        They stay here as well: a `commit` that failed for a passing reason is tried again, and needs them again.
+        They stay here as well: a `commit` that failed for a passing reason is tried again, and needs them again. Parts of
+        zeros alone are one object, however many they are.
         """
-        rest: list[bytearray] = []
-        for start in range(self._sent, max(self._file_nbytes, self._sent + 1), self._part_bytes):
-            end = min(start + self._part_bytes, self._file_nbytes)
-            block = self._blocks.get(start // self._part_bytes, bytearray())
-            rest.append(block if len(block) == end - start else block + bytes(end - start - len(block)))
+        rest: list[bytearray | bytes] = []
+        zeros = b""
+        for start in range(self._sent, max(self._file_nbytes, 0 if self._sent else 1), self._part_bytes):
+            size = min(self._part_bytes, self._file_nbytes - start)
+            block = self._blocks.get(start // self._part_bytes)
+            if block is None:
+                zeros = zeros if len(zeros) == size else bytes(size)
+                rest.append(zeros)
+            else:
+                rest.append(block if len(block) == size else block + bytes(size - len(block)))
         return rest

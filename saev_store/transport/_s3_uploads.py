@@ -43,7 +43,7 @@ class S3Service:
         found = await self._call("create_multipart_upload", key, Metadata={TOKEN: token})
         return str(found["UploadId"])
 
-    async def send(self, key: str, upload: str, number: int, data: bytearray) -> str:
+    async def send(self, key: str, upload: str, number: int, data: Buffer) -> str:
         found = await self._call("upload_part", key, UploadId=upload, PartNumber=number, Body=bytes(data))
         return str(found["ETag"]).strip('"')
 

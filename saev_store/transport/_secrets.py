@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import cast
 
@@ -36,7 +36,8 @@ class Options:
     (False, 'hush-hush')
     """
 
-    def __init__(self, options: Mapping[str, object]) -> None:
+    def __init__(self, options: Mapping[str, object], *, secrets: Sequence[str] = ()) -> None:
+        self._secrets = tuple(secrets)  # what else is hidden in messages
         self._all: Mapping[str, object] | None = dict(options)
         self._harmless: Mapping[str, object] = _without_secrets(self._all)
         self._name = ""
@@ -72,7 +73,7 @@ class Options:
     def redact(self, text: str) -> str:
         """`text` without the values of these options that may be secrets."""
         hidden = {name: value for name, value in (self._all or {}).items() if name not in self._harmless}
-        for secret in sorted(_strings(hidden), key=len, reverse=True):
+        for secret in sorted([*_strings(hidden), *self._secrets], key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
 

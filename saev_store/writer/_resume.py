@@ -164,6 +164,8 @@ def _continued_upload(
         or digester.nbytes != receipt.used_nbytes
         or receipt.used_nbytes % plan.layout.example_nbytes
         or digester.digests() != list(receipt.digests)
+        # The shard was completed, and then the process ended before its receipt was: nothing can be added to it.
+        or sink.vouched_nbytes == plan.layout.used_nbytes(shard_idx)
     ):
         sink.abort()
         return None
