@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "saev_store"
 FLOORS = {
     "_version": 0,
     "_threads": 1,
+    "_forgotten": 1,
     "errors": 0,
     "names": 0,
     "problems": 0,

@@ -17,8 +17,8 @@ from plain_stores import Plain, plain_store
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
+from saev_store._forgotten import Forgotten
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._forgotten import Forgotten
 from saev_store.loaders._metrics import Tally
 from saev_store.loaders._run import Machinery, Run
 from saev_store.transport._http_fetcher import IS_POSSIBLE

@@ -139,6 +139,8 @@ def test_two_publishers_of_one_store(request, server, engine):
 @pytest.mark.parametrize("server", [*FIXTURES, "gcs"])
 def test_writers_that_are_killed(request, server, engine):
     """SIGKILL at random instants: bit-identical in the end, never half published, and no upload left over."""
+    if server == "gcs":  # obstore alone does not tell what is left over
+        pytest.importorskip("gcsfs")
     bucket = bucket_of(request, server, engine)
     n_kills = 50 if LONG else QUICK_KILLS[server]
     seed = int(np.random.SeedSequence().entropy % 1000) if LONG else 0

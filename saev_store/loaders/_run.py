@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
+from saev_store._forgotten import FORGOTTEN
 from saev_store.errors import ArgumentError, ForkError
-from saev_store.loaders._forgotten import FORGOTTEN
 from saev_store.loaders._lent import Lent
 from saev_store.loaders._metrics import Tally
 from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._forgotten import FORGOTTEN
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.transport._base import Uploads
 from saev_store.transport._parts import PARTS_IN_FLIGHT
@@ -84,7 +87,11 @@ class ShardWriter:
             n_buffers=_N_BUFFERS + (PARTS_IN_FLIGHT if isinstance(plan.folder.transport, Uploads) else 0),
         )
         # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
-        self._finalizer = weakref.finalize(self, _release, self._background, self._live, self._held)
+        self._ending = _Ending(self._background, self._live, self._held)
+        FORGOTTEN.begin()
+        FORGOTTEN.watch(self._ending)
+        self._finalizer = weakref.finalize(self, _forgotten, self._ending)
+        self._finalizer.atexit = False  # everything is closed then
 
     # -- where it stands -----------------------------------------------------------------------------------------------
 
@@ -339,13 +346,33 @@ class ShardWriter:
         self._shard_idx += 1
 
     def _release(self) -> None:
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._ending.close()
         self._progress.close()
 
 
-def _release(background: Background, live: list[ShardFile], held: ExitStack) -> None:
-    background.stop()
-    for file in live:
-        with contextlib.suppress(SaevStoreError):
-            file.abort()
-    held.close()
+class _Ending:
+    """What has to be ended when a writer is closed, or forgotten."""
+
+    def __init__(self, background: Background, live: list[ShardFile], held: ExitStack) -> None:
+        self._background, self._live, self._held = background, live, held
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """End the thread, let go of files that are not complete, and let others in; nothing of it in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        FORGOTTEN.closed(self)
+        self._background.stop()
+        for file in self._live:
+            with contextlib.suppress(SaevStoreError):
+                file.abort()
+        self._held.close()
+
+
+def _forgotten(ending: _Ending) -> None:
+    # Garbage may be found by the very thread that is to end, or that has to do what is waited for; the main one is neither.
+    if threading.current_thread() is threading.main_thread():
+        ending.close()
+    else:
+        FORGOTTEN.tell(ending)

@@ -1,7 +1,8 @@
-"""Runs that nobody iterates any more: ended by a thread of their own, and at the end of the process.
+"""What has threads and that nobody uses any more: ended by a thread of their own, and at the end of the process.
 
-Garbage that is part of a cycle is collected in whichever thread happens to be next, wherever that is: also in a thread of the
-run, which holds a lock that closing it takes. So whoever finds a run forgotten only says so, and this thread closes it.
+Garbage that is part of a cycle is collected in whichever thread happens to be next, wherever that is: also in one of the
+threads that have to end, or while it holds a lock that ending them takes. So whoever finds something forgotten only says so,
+and this thread closes it.
 """
 
 from __future__ import annotations
