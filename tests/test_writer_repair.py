@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,21 @@ from hypothesis import strategies as st
 from kill_harness_disk import Disk, PowerCut
 from kill_harness_oracle import Case, case
 
+from saev_store.copying import copy_store
 from saev_store.documents import parse_metadata
-from saev_store.errors import ArgumentError, DocumentError, IncompleteStoreError, SaevStoreError, WriterConflictError
+from saev_store.errors import (
+    ArgumentError,
+    DocumentError,
+    IncompleteStoreError,
+    NotFoundError,
+    SaevStoreError,
+    WriterConflictError,
+)
 from saev_store.store import ShardStore
-from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, MmapTransport, open_transport
 from saev_store.writer import RepairWriter, create_store, open_repair
+from saev_store.writer._folder import Folder
+from saev_store.writer._publish import remove_hidden
 
 
 def store_of(this: Case, *, digests: bool = True) -> MemoryTransport:
@@ -196,6 +208,143 @@ def test_two_repairs_at_once(tmp_path: Path) -> None:
     with opened(transport, this), pytest.raises(WriterConflictError):
         opened(transport, this)
     assert not (tmp_path / this.name / ".saev_store").exists()
+
+
+# Others at work in the same store
+
+
+def on_disk(root: Path, this: Case) -> Path:
+    """A store below `root` whose second shard is damaged."""
+    folder = root / this.name
+    folder.mkdir(parents=True)
+    for name, data in this.files().items():
+        (folder / name).write_bytes(data)
+    spoil(folder / "acts000001.bin")
+    return folder
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 0xFF
+    data[-1] ^= 0xFF
+    path.write_bytes(data)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("other", ["create", "copy", "copy onto itself"])
+def test_nobody_takes_away_what_a_repair_is_building(tmp_path: Path, other: str) -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    whole = tmp_path / "from" / this.name
+    shutil.copytree(on_disk(tmp_path / "to", this), whole)
+    (whole / "acts000001.bin").write_bytes(this.files()["acts000001.bin"])
+    folder = tmp_path / "to" / this.name
+
+    def come() -> None:
+        if other == "create":
+            root = open_transport(tmp_path / "to")
+            create_store(root, this.metadata, pad=this.pad, resume="auto", exist_ok=True).close()
+        else:
+            copy_store(whole if other == "copy" else folder, tmp_path / "to", resume=True)
+
+    with opened(open_transport(folder), this, lost=[(3, 6)]) as writer:
+        come()  # there is nothing but the lock yet, which has to stay as well
+        with pytest.raises(WriterConflictError):
+            opened(open_transport(folder), this)
+        writer.append(this.acts[3:4])
+        come()
+        writer.append(this.acts[4:6])
+    assert content(folder) == this.files()
+
+
+class NoLocks(MmapTransport):
+    def lock(self, path: str):
+        return contextlib.nullcontext()
+
+
+def test_without_locks_the_files_of_a_repair_tell_of_it(tmp_path: Path) -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    folder = on_disk(tmp_path, this)
+    with opened(NoLocks(folder), this, lost=[(3, 6)]) as writer:
+        writer.append(this.acts[3:4])
+        remove_hidden(Folder(NoLocks(tmp_path), this.name))
+        writer.append(this.acts[4:6])
+    assert content(folder) == this.files()
+
+
+class Bucket(MemoryTransport):
+    """No locks, no moves, and unfinished files are uploads that anybody may give up."""
+
+    move = None
+
+    def lock(self, path: str):
+        return contextlib.nullcontext()
+
+    def open_upload(self, path: str, **_: object):
+        raise AssertionError("a repair continues nothing")
+
+    def drop_uploads(self, path: str) -> int:
+        n_open = len(self._files.open)
+        self._files.open.clear()
+        return n_open
+
+
+def test_nobody_gives_up_the_uploads_of_a_repair() -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    bucket = Bucket(this.files())
+    change(bucket, "acts000001.bin", None)
+    with opened(bucket, this) as writer:
+        writer.append(this.acts[3:4])
+        remove_hidden(Folder(bucket, ""))
+        writer.append(this.acts[4:6])
+    this.check(bucket.files)
+
+
+def test_a_rebuilt_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    folder = on_disk(tmp_path, this)
+    damaged = content(folder)
+    with pytest.raises(NotFoundError), opened(open_transport(folder), this, lost=[(3, 6)]) as writer:
+        writer.append(this.acts[3:4])
+        shutil.rmtree(folder / ".saev_store")
+        writer.append(this.acts[4:6])
+    assert writer.repaired == []
+    assert {name: (folder / name).read_bytes() for name in damaged} == damaged
+    with opened(open_transport(folder), this, lost=[(3, 6)]) as writer:
+        fill(writer, this)
+    assert content(folder) == this.files()
+
+
+def test_the_rests_of_a_crashed_repair_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    folder = on_disk(tmp_path, this)
+    (folder / ".saev_store/repair").mkdir(parents=True)
+    (folder / ".saev_store/repair/acts000001.bin").write_bytes(b"half")
+    with opened(open_transport(folder), this, lost=[(3, 6)]) as writer:
+        fill(writer, this)
+    assert content(folder) == this.files()
+
+
+def test_what_is_made_anew_while_it_is_removed_goes_as_well() -> None:
+    """A publisher that came too late leaves its traces to whoever is just removing those of the first one."""
+
+    class Late(MemoryTransport):
+        n_deleted = 0
+
+        def delete(self, path: str) -> None:
+            super().delete(path)
+            self.n_deleted += path == ".saev_store"
+            if self.n_deleted == 1:
+                self.put(".saev_store/publisher.json", b"{}")
+                remove_hidden(Folder(self, ""))  # as that publisher does, who finds the lock taken
+
+    this = case()
+    memory = Late(this.files())
+    memory.put(".saev_store/publisher.json", b"{}")
+    remove_hidden(Folder(memory, ""))
+    this.check(memory.files)
 
 
 def repaired(disk: Disk, this: Case) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.documents import shards_bytes
@@ -33,6 +33,7 @@ from saev_store.writer._folder import (
     LABELS,
     METADATA,
     PUBLISHER,
+    REPAIR,
     SHARDS,
     TEMPORARY,
     Folder,
@@ -44,6 +45,9 @@ from saev_store.writer._replace import JOURNAL
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
+
+#: How often the hidden folder is removed, if others make it anew each time.
+_MOST_REMOVALS = 8
 
 
 def finalize_store(
@@ -309,17 +313,39 @@ def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Gen
 
 
 def remove_hidden(folder: Folder) -> None:
-    """Remove what only the writing needed from a published store, and what a crashed process left unfinished."""
-    if folder.exists(JOURNAL):  # a repair that was interrupted: `open_repair` finishes it
-        return
-    with contextlib.suppress(SaevStoreError):  # litter harms nobody: the store is published
-        folder.drop_uploads()
-        folder.delete(HIDDEN)
+    """Remove what only the writing needed from a published store, and what a crashed process left unfinished.
+
+    What a repair needs stays: `open_repair` finishes one that was interrupted, and removes its rests.
+    """
     names = folder.names()
-    # Somebody was just looking at it, and made a folder anew while it was being emptied.
-    if (names is None or HIDDEN in names) and folder.exists(CLAIM):
-        with contextlib.suppress(SaevStoreError):
-            folder.delete(HIDDEN)
-    for name in names or ():
-        if name.startswith(TEMPORARY):
-            folder.delete(name)
+    # Somebody may be making the folder anew while it is being emptied; who holds the lock then looks once more.
+    for _ in range(_MOST_REMOVALS):
+        if not _remove_hidden(folder, names):
+            return
+        names = folder.names()
+        if not (folder.exists(CLAIM) if names is None else HIDDEN in names):
+            return
+
+
+def _remove_hidden(folder: Folder, names: Sequence[str] | None) -> bool:
+    """Remove it once; False if it has to stay, for a repair or for another process that is removing it."""
+    # Taking the lock makes the folder: not where there is nothing to remove, and perhaps no right to write.
+    there = names is None or HIDDEN in names
+    try:
+        with folder.lock("repair") if there else contextlib.nullcontext():
+            if there and _has_repair_files(folder):  # where there are no locks, these alone tell of a repair
+                return False
+            with contextlib.suppress(SaevStoreError):  # litter harms nobody: the store is published
+                for name in names or ():
+                    if name.startswith(TEMPORARY):
+                        folder.delete(name)
+                folder.drop_uploads()
+                folder.delete(HIDDEN)
+    except SaevStoreError:
+        return False
+    return True
+
+
+def _has_repair_files(folder: Folder) -> bool:
+    names = Folder(folder.transport, folder.path(HIDDEN)).names()
+    return folder.exists(JOURNAL) if names is None else REPAIR.rsplit("/", 1)[-1] in names

@@ -14,6 +14,7 @@ from saev_store.writer._digests import Digests, FileDigests, load_digests
 from saev_store.writer._folder import DIGESTS, LABELS, REPAIR, Folder
 
 JOURNAL = f"{REPAIR}/journal.json"
+BEGUN = f"{REPAIR}/begun"
 VERSION = 1
 
 
@@ -45,6 +46,8 @@ def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: i
     """A sink for the new version of a file; the old one stays until `carry_out`."""
     path = _building_path(folder, name)
     if path == name:
+        # An upload is no file, and there may be no locks: this tells others that it is not theirs to give up.
+        folder.put(BEGUN, b"")
         return folder.resumed_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
     return folder.new_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
@@ -53,13 +56,20 @@ def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
     """Commit a rebuilt file, put it in its place, and say so in digests.json, if the store has one."""
     folder.put(JOURNAL, journal.to_bytes())
     sink.commit()
+    _move(folder, journal)
     _settle(folder, journal)
 
 
+def _move(folder: Folder, journal: Journal) -> None:
+    """Put the rebuilt file in its place. That it is gone is an error: nobody but us may have moved it."""
+    transport = folder.transport
+    if isinstance(transport, Moves):
+        transport.move(folder.path(_building_path(folder, journal.name)), folder.path(journal.name))
+
+
 def _settle(folder: Folder, journal: Journal) -> None:
-    transport, path = folder.transport, _building_path(folder, journal.name)
-    if isinstance(transport, Moves) and folder.exists(path):
-        transport.move(folder.path(path), folder.path(journal.name))
+    """Say in digests.json what lies in its place now; the journal is done with."""
+    transport = folder.transport
     transport.close()  # maps of the file that was replaced
     digests = load_digests(transport)
     if digests is not None and digests.block_bytes == journal.block_bytes:
@@ -82,6 +92,7 @@ def finish_journal(folder: Folder, layout: Layout) -> None:
             sink = folder.resumed_sink(building, used_nbytes=journal.digests.nbytes, file_nbytes=size)
             sink.keep(journal.digests.nbytes)
             sink.commit()
+            _move(folder, journal)
             _settle(folder, journal)
             return
         if _is(folder, journal.name, journal):
