@@ -21,6 +21,7 @@ from saev_store.errors import (
     IncompleteStoreError,
     NotFoundError,
     SaevStoreError,
+    TransportError,
     WriterConflictError,
 )
 from saev_store.store import ShardStore
@@ -344,6 +345,50 @@ def test_what_is_made_anew_while_it_is_removed_goes_as_well() -> None:
     memory = Late(this.files())
     memory.put(".saev_store/publisher.json", b"{}")
     remove_hidden(Folder(memory, ""))
+    this.check(memory.files)
+
+
+# Errors in the middle
+
+
+class Full(MemoryTransport):
+    """The disk is full when digests.json is to be written."""
+
+    full = True
+
+    def put(self, path: str, data: bytes) -> None:
+        if self.full and path == "digests.json":
+            raise TransportError("no space left on device", where=path)
+        super().put(path, data)
+
+
+def test_a_repair_that_was_cut_short_after_the_move_is_finished_by_the_next_one() -> None:
+    this = case(n=11, per_shard=3, block_bytes=48)
+    memory = Full(this.files())
+    change(memory, "acts000001.bin", None)
+    acts = this.acts.copy()
+    acts[3:6] = 1  # not what was lost, so that digests.json has to change
+    with pytest.raises(TransportError, match="no space"), opened(memory, this) as writer:
+        writer.append(acts[3:6])
+    memory.full = False
+    with opened(memory, this, deep=True) as writer:
+        assert writer.missing == []
+    Case(this.metadata, acts, this.labels, True, 48).check(memory.files)
+
+
+def test_after_an_error_no_other_file_is_replaced() -> None:
+    """There is one journal, and the file that it tells of comes first."""
+    this = case(n=11, per_shard=3, block_bytes=48)
+    memory = Full(this.files())
+    change(memory, "acts000001.bin", None)
+    change(memory, "labels.bin", None)
+    with pytest.raises(ArgumentError, match="cut short"), opened(memory, this) as writer:
+        with pytest.raises(TransportError, match="no space"):
+            writer.restore_labels(this.labels)
+        memory.full = False
+        writer.append(this.acts[3:6])
+    with opened(memory, this, deep=True) as writer:
+        fill(writer, this)
     this.check(memory.files)
 
 

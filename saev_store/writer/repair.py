@@ -33,7 +33,7 @@ from saev_store.writer._inputs import (
 )
 from saev_store.writer._progress import Progress
 from saev_store.writer._repair_plan import DamagedShard, Ranges, damaged_shards, labels_state
-from saev_store.writer._replace import Journal, building_sink, carry_out, finish_journal
+from saev_store.writer._replace import JOURNAL, Journal, building_sink, carry_out, finish_journal
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -253,7 +253,9 @@ class RepairWriter:
             if self._sink is not None:
                 self._sink.abort()
             self._progress.close()
-            if not self._folder.exists(CLAIM):  # else a writer's rests lie there, which are not ours to remove
+            # With a claim a writer's rests lie there, which are not ours to remove; with a journal we were cut short, and
+            # the next repair needs it to know what digests.json has to say.
+            if not self._folder.exists(CLAIM) and not self._folder.exists(JOURNAL):
                 self._folder.delete(HIDDEN)
         finally:
             self._held.close()
@@ -280,7 +282,7 @@ class RepairWriter:
     def _check_open(self) -> None:
         if self._closed or self._failed:
             raise ArgumentError(
-                "this repair is closed" if self._closed else "an earlier append was cut short by an error",
+                "this repair is closed" if self._closed else "an earlier call was cut short by an error",
                 where=self.url,
                 remedy="Open a new one: shards that became whole stay so.",
             )
@@ -403,5 +405,9 @@ class RepairWriter:
         promised: FileDigests | None,
     ) -> None:
         new = FileDigests(nbytes, tuple(digester.digests()))
-        carry_out(self._folder, Journal(name, self._block_bytes, new), sink)
+        try:
+            carry_out(self._folder, Journal(name, self._block_bytes, new), sink)
+        except BaseException:
+            self._failed = True  # there is one journal: another file's would take its place
+            raise
         self.repaired.append(RepairedFile(name, examples, None if promised is None else promised == new))
