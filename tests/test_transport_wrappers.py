@@ -24,6 +24,7 @@ from saev_store.transport import (
     LatencyTransport,
     Lists,
     MemoryTransport,
+    MmapTransport,
     Moves,
     Nests,
     ReadCost,
@@ -299,6 +300,56 @@ def test_retries_parts_of_a_sink(naps, monkeypatch):
     monkeypatch.setattr(sink._inner, "write", write)
     sink.write(0, [memoryview(b"123")])
     sink.commit()
+    assert inner.read("a") == b"123"
+
+
+class AnswersLost(CountingTransport):
+    """Does its work, but the first answer of one kind does not arrive."""
+
+    def __init__(self, inner, lost):
+        super().__init__(inner)
+        self.lost = [lost]
+
+    def _around(self, operation, nbytes, call):
+        found = super()._around(operation, nbytes, call)
+        if operation in self.lost:
+            self.lost.remove(operation)
+            raise passing("answer lost")
+        return found
+
+
+def test_recognises_its_own_move_when_the_answer_was_lost(naps):
+    inner = MemoryTransport({"old": b"12345", "new": b"123"})
+    RetryTransport(AnswersLost(inner, "move")).move("old", "new")
+    assert inner.files == {"new": b"12345"}
+    assert len(naps) == 1
+
+
+def test_a_move_of_what_others_have_taken_is_an_error(naps):
+    class Taken(MemoryTransport):
+        def move(self, source, target):
+            if source in self.files:
+                self.delete(source)
+                raise passing()
+            super().move(source, target)
+
+    for files in ({"old": b"12345", "new": b"123"}, {"old": b"12345"}):
+        with pytest.raises(NotFoundError):
+            RetryTransport(Taken(files)).move("old", "new")
+    inner = CountingTransport(MemoryTransport({"new": b"123"}))
+    with pytest.raises(NotFoundError):  # never there
+        RetryTransport(inner).move("old", "new")
+    assert len(naps) == 2
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, MmapTransport])
+def test_a_commit_that_cannot_be_repeated_says_how_it_failed_first(naps, tmp_path, kind):
+    inner = MmapTransport(tmp_path) if kind is MmapTransport else MemoryTransport()
+    sink = RetryTransport(AnswersLost(inner, "sink.commit")).open_sink("a", used_nbytes=3, file_nbytes=3)
+    sink.write(0, [memoryview(b"123")])
+    with pytest.raises(TransportError, match="answer lost") as caught:
+        sink.commit()
+    assert "already" in str(caught.value.__cause__) or "is committed" in str(caught.value.__cause__)
     assert inner.read("a") == b"123"
 
 

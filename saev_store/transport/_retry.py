@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, StoreExistsError, TransportError
-from saev_store.transport._base import Buffer, Transport, Writes
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DeadlineError,
+    NotFoundError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport._base import Buffer, Moves, Transport, Writes
 from saev_store.transport._wrap import Wrapper
 
 T = TypeVar("T")
@@ -19,7 +27,8 @@ class RetryTransport(Wrapper):
 
     Only a `TransportError` that says it is `transient` is repeated; a file that looks too short is read once more,
     for it may just have been grown. A missing file, refused access or a full disk is reported at once. An exclusive
-    creation whose answer was lost is recognised as ours by reading it back.
+    creation whose answer was lost is recognised as ours by reading it back, a move by the size of what lies there then.
+    Whether a commit had succeeded cannot be known: what is reported is how it failed first.
 
     Args:
         inner: Does the work.
@@ -45,6 +54,12 @@ class RetryTransport(Wrapper):
         super().__init__(inner)
         self._attempts, self._max_wait_s, self._total_timeout_s = attempts, max_wait_s, total_timeout_s
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if issubclass(cls, Moves):
+            # Not a method of this class: all its objects would count as `Moves`, whatever they wrap.
+            setattr(cls, "move", cls._move)  # noqa: B010  # a type checker would take it for such a method
+
     def _arguments(self) -> tuple[object, ...]:
         return (self._attempts, self._max_wait_s, self._total_timeout_s)
 
@@ -52,9 +67,11 @@ class RetryTransport(Wrapper):
         import tenacity
 
         n_corrupt = 0
+        first: BaseException | None = None
 
         def may_help(error: BaseException) -> bool:
-            nonlocal n_corrupt
+            nonlocal n_corrupt, first
+            first = first or error
             if isinstance(error, CorruptShardError):
                 n_corrupt += 1
                 return n_corrupt == 1
@@ -77,6 +94,11 @@ class RetryTransport(Wrapper):
                 f"({gave_up.last_attempt.attempt_number} attempts); the last one said: {last}",
                 where=self._inner.url,
             ) from last
+        except SaevStoreError as error:
+            # Most likely that it is committed already, by the attempt whose answer was lost.
+            if operation == "sink.commit" and first is not None and first is not error:
+                raise first from error
+            raise
 
     def _create(self, writes: Writes, path: str, data: Buffer) -> Callable[[], None]:
         n_failed = 0
@@ -93,3 +115,24 @@ class RetryTransport(Wrapper):
                     raise
 
         return create
+
+    def _move(self, source: str, target: str) -> None:
+        """What `move` is where there is one."""
+        inner = cast("Moves", self._inner)
+        nbytes: int | None = None
+        n_failed = 0
+
+        def move() -> None:
+            nonlocal nbytes, n_failed
+            if nbytes is None:
+                nbytes = self._inner.size(source)
+            try:
+                inner.move(source, target)
+            except TransportError:
+                n_failed += 1
+                raise
+            except NotFoundError:
+                if not n_failed or self._inner.size(target) != nbytes:
+                    raise
+
+        self._around("move", 0, move)
