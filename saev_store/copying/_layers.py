@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +14,14 @@ from saev_store._open import open_documents
 from saev_store.copying._space import check_space
 from saev_store.copying._whole import PROVENANCE_NAME
 from saev_store.documents import Metadata
+from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.indexing import Progression
+from saev_store.layout import shard_name
+from saev_store.names import CLAIM_PATH, WORK_FOLDER
 from saev_store.selection import row_space
 from saev_store.transport import Transport, child
-from saev_store.writer import create_store
+from saev_store.transport._local import LocalTransport
+from saev_store.writer import create_store, load_digests
 from saev_store.writer._folder import Folder
 
 if TYPE_CHECKING:
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 
 #: How much is read, and kept in memory, at a time.
 _BATCH_BYTES = 64 << 20
+_MARK = f"{WORK_FOLDER}/copy.json"
 
 
 def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
@@ -57,9 +65,12 @@ def copy_layers(
     progress: bool | None,
 ) -> None:
     """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
+    from saev_store.store import ShardStore
+
     layout = metadata.layout
     positions = [store.layout.layer_index(layer) for layer in layout.layers]
     folder = Folder(root, metadata.hash)
+    _check_begun_here(folder, store)
     writer = create_store(
         root,
         metadata,
@@ -69,11 +80,14 @@ def copy_layers(
         progress=progress,
     )
     if writer.complete:
+        ShardStore(open_documents(child(root, metadata.hash))).validate(progress=progress).raise_if_bad()
         return
+    writer._verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
     labels = store.labels
     step = max(1, _BATCH_BYTES // layout.example_nbytes)
     with writer:
+        folder.put(_MARK, _mark(folder, store))
         folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
         for start in range(writer.next_example, layout.n_examples, step):
             end = min(start + step, layout.n_examples)
@@ -82,10 +96,45 @@ def copy_layers(
                 store.read((slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)), out=into)
             n_labels = layout.content_tokens_per_example
             writer.append(batch.swapaxes(0, 1), labels=None if labels is None else labels[start:end, :n_labels])
-    from saev_store.store import ShardStore
-
     root.close()  # a map of a shorter file must not answer for the finished one
-    ShardStore(open_documents(child(root, metadata.hash))).validate(deep=True, progress=progress).raise_if_bad()
+
+
+def _check_begun_here(folder: Folder, store: ShardStore) -> None:
+    """Refuse to go on with what is no copy, or one of another recording: half of it would be other vectors."""
+    claim, mark = folder.read_or_none(CLAIM_PATH), folder.read_or_none(_MARK)
+    if claim is not None and mark != _mark(folder, store):
+        raise IncompleteStoreError(
+            "an unfinished store that is no copy of this one, as it is now, lies there",
+            where=folder.url,
+            remedy="Finish it, or discard it, or copy elsewhere.",
+        )
+
+
+def _mark(folder: Folder, store: ShardStore) -> bytes:
+    """Says of an unfinished store that it is a copy, and of what."""
+    document = {
+        "version": 1,
+        "copy_of": store.url,
+        "source": _identity(store),
+        "claim": hashlib.sha256(folder.read_or_none(CLAIM_PATH) or b"").hexdigest(),
+    }
+    return json.dumps(document, indent=1).encode()
+
+
+def _identity(store: ShardStore) -> str:
+    """Changes when the source is recorded anew: its digests; where it has none, its files' sizes, and here their times."""
+    digests = load_digests(store.transport)
+    found: list[object] = [digests.to_bytes().hex()] if digests is not None else []
+    if digests is None:
+        for shard_idx in range(store._opened.index.n_listed):
+            name = shard_name(shard_idx)
+            with contextlib.suppress(NotFoundError):
+                found.append((name, store.transport.size(name)))
+            if isinstance(store.transport, LocalTransport):
+                with contextlib.suppress(OSError):
+                    status = os.stat(store.transport.resolve(name))
+                    found.append((status.st_ino, status.st_mtime_ns))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> bytes:

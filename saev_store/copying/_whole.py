@@ -20,7 +20,7 @@ from saev_store.errors import (
 )
 from saev_store.layout import shard_name
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Buffer, CopiesWithin, Transport
+from saev_store.transport import Buffer, CopiesWithin, Transport, child
 from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._blocks import block_ranges, digest
 from saev_store.writer._folder import Folder, receipt_path
@@ -53,16 +53,22 @@ def copy_whole(store: ShardStore, root: Transport, *, resume: bool, progress: bo
         return
     _check_claim(folder, store, resume=resume)
     with folder.lock("copy"):
+        # Between that look and this moment somebody may have published it: nothing of it may be touched then.
+        if _is_published(folder, store, resume=resume):
+            return
         _claim(folder, store)
         promised = load_digests(store.transport)
         block_bytes = promised.block_bytes if promised else BLOCK_BYTES
         copier = _Copier(store, folder, promised, block_bytes)
         files = _files(store, pads=folder.writes.pads)
         total = sum(file.used_nbytes for file in files)
-        check_space(root.url, total)
+        check_space(root.url, sum(file.used_nbytes for file in files if folder.size(file.name) is None))
         done: dict[str, FileDigests] = {}
         with Progress(2 * total, "copying", shown=progress) as bar:
             for file in files:
+                # Where there are no locks another process may have gone on with it, and be done.
+                if _is_published(folder, store, resume=True):
+                    return
                 done[file.name] = copier.copy(file, bar)
         _publish(folder, store, Digests(block_bytes, {name: entry for name, entry in done.items() if entry.digests}))
 
@@ -94,8 +100,23 @@ def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
         what = "the copy" if bytes(there) == store.metadata.raw else "another store of this name"
         raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
     _check_sizes(folder, _files(store, pads=False))
+    _check_digests(folder, store)
     remove_hidden(folder)
     return True
+
+
+def _check_digests(folder: Folder, store: ShardStore) -> None:
+    """Equal documents do not make equal vectors: what both say of their files has to agree."""
+    ours, theirs = load_digests(store.transport), load_digests(child(folder.transport, folder.name))
+    if ours is None or theirs is None or ours.block_bytes != theirs.block_bytes:
+        return
+    for name in ours.files.keys() & theirs.files.keys():
+        if ours.files[name] != theirs.files[name]:
+            raise StoreExistsError(
+                f"a copy of other vectors is there already: {name} has other digests",
+                where=folder.url,
+                remedy="Copy elsewhere; or delete that copy, if it is of an earlier recording.",
+            )
 
 
 def _check_sizes(folder: Folder, files: Sequence[_File]) -> None:
@@ -115,7 +136,7 @@ def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
     raw = folder.read_or_none(CLAIM_PATH)
     if raw is None:
         names = sorted(name for name in folder.names() or () if not name.startswith(WORK_FOLDER))
-        if names:
+        if names and not folder.exists(METADATA_NAME):  # it may have been published since we looked
             raise IncompleteStoreError(
                 f"the folder holds {', '.join(names[:3])} but no metadata.json, and no copy was begun there",
                 where=folder.url,
@@ -195,7 +216,8 @@ class _Copier:
         receipt = parse_receipt(raw, self._layout, file.shard_idx, self._block_bytes) if raw is not None else None
         if receipt is None or self._folder.size(file.name) != file.file_nbytes:
             return None
-        self._check_source(file, receipt.digests)
+        if receipt.digests != self._digests_of_source(file):  # of another recording, which lay there then
+            return None
         path = self._folder.path(file.name)
         for promise, block in zip(
             receipt.digests, _blocks(self._folder.transport, path, file, self._block_bytes), strict=True
@@ -204,6 +226,13 @@ class _Copier:
                 return None
             bar.advance(len(block))
         return receipt.digests
+
+    def _digests_of_source(self, file: _File) -> tuple[str, ...]:
+        """What the source promises of a file; where it promises nothing, what is read there."""
+        promised = self._promised.files.get(file.name) if self._promised else None
+        if promised is not None and promised.nbytes == file.used_nbytes:
+            return promised.digests
+        return tuple(digest(block) for block in _blocks(self._source, file.name, file, self._block_bytes))
 
     def _copied_within(self, file: _File, bar: Progress) -> Sequence[str] | None:
         """The digests that the copy must have, after the service has made it; None where this machine has to."""
@@ -224,7 +253,7 @@ class _Copier:
 
     def _transfer(self, file: _File, bar: Progress) -> list[str]:
         digests: list[str] = []
-        sink = self._folder.new_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
+        sink = self._folder.replacing_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
         try:
             offset = 0
             for block in _blocks(self._source, file.name, file, self._block_bytes):
@@ -293,6 +322,8 @@ def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
     else:
         folder.put(PROVENANCE_NAME, provenance)
     folder.put(SHARDS_NAME, store._opened.index.raw)
+    if store.labels is None and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
+        folder.delete(LABELS_NAME)
     if not folder.create(METADATA_NAME, store.metadata.raw):
         raise StoreExistsError("another store of this name was published meanwhile", where=folder.url)
     remove_hidden(folder)

@@ -323,7 +323,7 @@ class Uploads(Protocol):
         """Like `Writes.open_sink`; parts end where blocks of `block_bytes` end, as far as parts may be so large.
 
         Other unfinished uploads of the same file are given up: they are what crashed processes left. `bookmark` is what
-        `Upload.bookmark` gave to the process that was interrupted; None starts a new file.
+        `Upload.bookmark` gave to the process that was interrupted; None starts a new file, "" one that replaces another.
         """
         ...
 

@@ -117,12 +117,15 @@ class LocalWrites:
         """Hold `flock` on a file, which is created and stays; the system releases it when this process ends."""
         where = self._where(path)
         with os_errors(where, "lock"):
-            make_folders(os.path.dirname(where))
-            fd = _locked(where)
+            fd = _locked_in_folder(where)
         try:
             yield
         finally:
             fd.close()
+
+
+#: How often a folder is made that others remove in that moment.
+_N_TRIES = 100
 
 
 class _LockFile:
@@ -147,6 +150,15 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _locked_in_folder(where: str) -> _LockFile:
+    """The same in a folder that is made for it, again where whoever has just finished there takes it along."""
+    for _ in range(_N_TRIES):
+        make_folders(os.path.dirname(where))
+        with contextlib.suppress(FileNotFoundError):
+            return _locked(where)
+    return _locked(where)
 
 
 def _locked(where: str) -> _LockFile:

@@ -42,7 +42,7 @@ from saev_store.writer._publish import publish, published_already, remove_hidden
 from saev_store.writer._resume import Kept, kept_of
 from saev_store.writer._shard_file import ShardPlan
 from saev_store.writer._unfinished import check_no_foreigner, n_durable, unfinished
-from saev_store.writer.shard_writer import ShardWriter
+from saev_store.writer.shard_writer import ShardWriter, Verify
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 8 << 20
 CHECKPOINT_BYTES = 256 << 20
 _MAX_BLOCK_BYTES = 1 << 30
-
-Verify = Literal["digests", "sizes"]
 
 
 def create_store(
@@ -105,14 +103,14 @@ def create_store(
     def writer(
         kept: Kept, held: ExitStack, *, claim: Claim | None, labelled: bool | None, complete: bool = False
     ) -> ShardWriter:
-        def publish_now() -> bool:
+        def publish_now(verify: Verify) -> bool:
             if claim is None:
                 return False
             owner.check()
             with folder.lock("publish"):
                 locked, takeover = folder.lock_is_real("publish"), resume is not False
                 return publish(
-                    folder, metadata, claim, verify="sizes", takeover=takeover, locked=locked, progress=progress
+                    folder, metadata, claim, verify=verify, takeover=takeover, locked=locked, progress=progress
                 )
 
         return ShardWriter(

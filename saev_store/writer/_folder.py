@@ -157,6 +157,14 @@ class Folder:
             self.delete(path)
             return opened()
 
+    def replacing_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink | Upload:
+        """A large file from scratch; where that is one step, what lies under that name stays until the new one is complete."""
+        if isinstance(self.transport, Uploads):
+            return self.transport.open_upload(
+                self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1, bookmark=""
+            )
+        return self.new_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
     def continued_upload(self, path: str, bookmark: str, *, used_nbytes: int, file_nbytes: int) -> Upload | None:
         """An upload that another process has begun; None where the back end has no uploads."""
         if not isinstance(self.transport, Uploads):

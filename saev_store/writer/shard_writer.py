@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Blocks in flight between the caller and the disk; those that are on their way to a service come on top.
 _N_BUFFERS = 6
+
+Verify = Literal["digests", "sizes"]
 
 
 class ShardWriter:
@@ -53,7 +55,7 @@ class ShardWriter:
         shard_file: ShardFile | None,
         labelled: bool | None,
         declare_labelled: Callable[[bool], None],
-        publish: Callable[[], bool] | None,
+        publish: Callable[[Verify], bool] | None,
         on_nonfinite: NonfinitePolicy,
         progress: bool | None,
         held: ExitStack,
@@ -70,6 +72,8 @@ class ShardWriter:
         self._labelled = labelled
         self._declare_labelled = declare_labelled
         self._publish = publish
+        #: What is looked at before publishing; whoever writes a copy has all of it read again.
+        self._verify: Verify = "sizes"
         self._on_nonfinite = on_nonfinite
         self._held = held
         self._range = part_examples(plan.layout, shards)
@@ -215,7 +219,7 @@ class ShardWriter:
             self._background.drain()
             if publish and self.next_example == self._range[1] and not self._torn:
                 if self._publish is not None:
-                    self._publish()
+                    self._publish(self._verify)
                 self._complete = True
         finally:
             self._release()

@@ -1,0 +1,214 @@
+"""Copies that are interrupted, overtaken, or of a source that was recorded anew: right vectors, or an error that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+from waiting import HANG_S
+
+from saev_store import ShardStore
+from saev_store._open import open_documents
+from saev_store.copying import _layers, _whole, copy_store
+from saev_store.documents import Metadata
+from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
+from saev_store.transport import MemoryTransport, _fd_sink, child, open_transport
+from saev_store.writer import create_store
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path / "source", labels=False)
+
+
+def metadata_of(source: Plain) -> Metadata:
+    return ShardStore.open(str(source.path)).metadata
+
+
+def record_anew(source: Plain, *, digests: bool) -> None:
+    """The same documents, other vectors."""
+    for file in sorted(source.path.glob("acts*.bin")):
+        new = file.with_suffix(".new")
+        (np.fromfile(file, np.float32) + 1).tofile(new)
+        os.replace(new, file)
+    source.acts = source.acts + 1
+    if digests:
+        source.write_digests(256)
+
+
+def interrupted_at(n: int, source: Plain, to: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    """A copy that ends when it begins with the n-th shard, or reads the n-th batch of chosen layers."""
+    count, plainly, reads = iter(range(100)), _whole._Copier._transfer, ShardStore.read
+
+    def transfer(self: object, file: object, bar: object) -> list[str]:
+        if next(count) == n:
+            raise KeyboardInterrupt
+        return plainly(self, file, bar)
+
+    def read(self: object, key: object = ..., **given: object) -> np.ndarray:
+        if next(count) == n:
+            raise KeyboardInterrupt
+        return reads(self, key, **given)
+
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(_whole._Copier, "_transfer", transfer)
+        changed.setattr(_layers, "_BATCH_BYTES", 1)
+        if "layers" in options:
+            changed.setattr(ShardStore, "read", read)
+        copy_store(source.path, to, **options)
+
+
+def check(url: str | Path, source: Plain, layer_idx: slice = slice(None)) -> None:
+    store = ShardStore.open(str(url))
+    assert store.validate(deep=True).ok
+    assert store[...].tobytes() == np.ascontiguousarray(source.acts[:, layer_idx]).tobytes()
+
+
+def test_a_copy_that_is_published_meanwhile_is_not_touched(source, tmp_path, monkeypatch):
+    """The look whether it is there and the lock are two steps."""
+    plainly, to = _whole._check_claim, tmp_path / "to"
+
+    def late(*args: object, **kwargs: object) -> None:
+        plainly(*args, **kwargs)
+        monkeypatch.undo()
+        copy_store(source.path, to)
+
+    monkeypatch.setattr(_whole, "_check_claim", late)
+    monkeypatch.setattr(_whole._Copier, "copy", lambda *_: pytest.fail("rewritten"))
+    url = copy_store(source.path, to)
+    check(url, source)
+    assert not (Path(url) / ".saev_store").exists()
+
+
+def test_a_folder_whose_claim_has_just_gone_is_looked_at_again(source, tmp_path, monkeypatch):
+    plainly, to = _whole._check_claim, tmp_path / "to"
+
+    def late(*args: object, **kwargs: object) -> None:
+        monkeypatch.undo()
+        copy_store(source.path, to)
+        plainly(*args, **kwargs)
+
+    monkeypatch.setattr(_whole, "_check_claim", late)
+    check(copy_store(source.path, to), source)
+
+
+def test_who_was_overtaken_where_there_are_no_locks_touches_nothing(source, monkeypatch):
+    place = MemoryTransport()
+    place.lock = lambda path: contextlib.nullcontext()
+    plainly, paused, go_on, outcome = _whole._Copier.copy, threading.Event(), threading.Event(), []
+
+    def copy(self: object, file: object, bar: object) -> object:
+        if threading.current_thread().name == "stalled":
+            if file.shard_idx == 0:
+                paused.set()
+                assert go_on.wait(HANG_S)
+            else:
+                outcome.append("touched")
+        return plainly(self, file, bar)
+
+    def stalled() -> None:
+        _whole.copy_whole(ShardStore.open(str(source.path)), place, resume=True, progress=False)
+        outcome.append("done")
+
+    monkeypatch.setattr(_whole._Copier, "copy", copy)
+    thread = threading.Thread(target=stalled, name="stalled")
+    thread.start()
+    assert paused.wait(HANG_S)
+    _whole.copy_whole(ShardStore.open(str(source.path)), place, resume=True, progress=False)
+    go_on.set()
+    thread.join(HANG_S)
+    assert outcome == ["done"]
+    store = ShardStore(open_documents(child(place, source.path.name)))
+    assert store[...].tobytes() == source.acts.tobytes()
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_was_copied_of_an_earlier_recording_is_copied_again(source, tmp_path, monkeypatch, digests, n):
+    if digests:
+        source.write_digests(256)
+    interrupted_at(n, source, tmp_path / "to", monkeypatch)
+    record_anew(source, digests=digests)
+    check(copy_store(source.path, tmp_path / "to"), source)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_chosen_layers_of_an_earlier_recording_are_not_continued(source, tmp_path, monkeypatch, digests):
+    if digests:
+        source.write_digests(256)
+    layer = metadata_of(source).layout.layers[1]
+    interrupted_at(4, source, tmp_path / "to", monkeypatch, layers=[layer])
+    url = copy_store(source.path, tmp_path / "whole")
+    interrupted_at(4, source, tmp_path / "again", monkeypatch, layers=[layer])
+    check(copy_store(source.path, tmp_path / "again", layers=[layer]), source, slice(1, 2))
+    check(url, source)
+    record_anew(source, digests=digests)
+    with pytest.raises(IncompleteStoreError, match="as it is now"):
+        copy_store(source.path, tmp_path / "to", layers=[layer])
+
+
+def test_somebody_elses_recording_is_not_continued_as_a_copy(source, tmp_path):
+    metadata = _layers.part_of(metadata_of(source), (metadata_of(source).layout.layers[1],), _layers.kept_tokens(ShardStore.open(str(source.path)), "all"))  # fmt: skip
+    with pytest.raises(IncompleteStoreError), create_store(open_transport(str(tmp_path / "to")), metadata) as writer:
+        writer.append(np.ones((1, *metadata.layout.shape[1:]), np.float32))
+    with pytest.raises(IncompleteStoreError, match="no copy of this one"):
+        copy_store(source.path, tmp_path / "to", layers=[metadata_of(source).layout.layers[1]])
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_finished_copy_of_other_vectors_is_told_of(source, tmp_path, digests):
+    source.write_digests(256)
+    url = copy_store(source.path, tmp_path / "to")
+    assert copy_store(source.path, tmp_path / "to") == url
+    record_anew(source, digests=True)
+    with pytest.raises(StoreExistsError, match="other vectors"):
+        copy_store(source.path, tmp_path / "to")
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_copy_that_went_wrong_is_not_published(source, tmp_path, monkeypatch, layers):
+    source.write_digests(256)
+    options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[layers]]}
+    plainly, done = _fd_sink.write_all, []
+
+    def wrong(fd: int, views: list[memoryview], offset: int) -> None:
+        plainly(fd, list(views), offset)
+        if not done and os.readlink(f"/proc/self/fd/{fd}").endswith("acts000000.bin"):
+            done.append(os.pwrite(fd, b"\xff", offset + 2))
+
+    with monkeypatch.context() as changed, pytest.raises(SaevStoreError):
+        changed.setattr(_fd_sink, "write_all", wrong)
+        copy_store(source.path, tmp_path / "to", **options)
+    assert not list((tmp_path / "to").glob("*/metadata.json"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)  # what is resumed may have to be written again
+        check(
+            copy_store(source.path, tmp_path / "to", **options),
+            source,
+            slice(None) if layers is None else slice(layers, layers + 1),
+        )
+
+
+def test_labels_of_an_earlier_attempt_do_not_stay(tmp_path, monkeypatch):
+    source = plain_store(tmp_path / "source", labels=True)
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(_whole, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        copy_store(source.path, tmp_path / "to")
+    (source.path / "labels.bin").unlink()
+    url = copy_store(source.path, tmp_path / "to")
+    assert ShardStore.open(url).labels is None
+
+
+def test_room_is_needed_for_what_is_missing_only(source, tmp_path, monkeypatch):
+    interrupted_at(2, source, tmp_path / "to", monkeypatch)
+    free = metadata_of(source).layout.used_nbytes(2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    check(copy_store(source.path, tmp_path / "to"), source)
