@@ -17,7 +17,7 @@ from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.indexing import Progression
 from saev_store.layout import shard_name
-from saev_store.names import CLAIM_PATH, WORK_FOLDER
+from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.selection import row_space
 from saev_store.transport import Transport, child
 from saev_store.transport._local import LocalTransport
@@ -70,7 +70,7 @@ def copy_layers(
     layout = metadata.layout
     positions = [store.layout.layer_index(layer) for layer in layout.layers]
     folder = Folder(root, metadata.hash)
-    _check_begun_here(folder, store)
+    _begin(folder, store)
     writer = create_store(
         root,
         metadata,
@@ -87,7 +87,6 @@ def copy_layers(
     labels = store.labels
     step = max(1, _BATCH_BYTES // layout.example_nbytes)
     with writer:
-        folder.put(_MARK, _mark(folder, store))
         folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
         for start in range(writer.next_example, layout.n_examples, step):
             end = min(start + step, layout.n_examples)
@@ -99,26 +98,26 @@ def copy_layers(
     root.close()  # a map of a shorter file must not answer for the finished one
 
 
-def _check_begun_here(folder: Folder, store: ShardStore) -> None:
-    """Refuse to go on with what is no copy, or one of another recording: half of it would be other vectors."""
-    claim, mark = folder.read_or_none(CLAIM_PATH), folder.read_or_none(_MARK)
-    if claim is not None and mark != _mark(folder, store):
+def _begin(folder: Folder, store: ShardStore) -> None:
+    """Say of the store that is to be written that it is a copy, and of what.
+
+    Raises:
+        IncompleteStoreError: an unfinished store lies there that is no copy, or one of another recording: half of it would be
+            other vectors.
+    """
+    document = {"version": 1, "copy_of": store.url, "source": _identity(store)}
+    mark = json.dumps(document, indent=1).encode()
+    if not folder.exists(CLAIM_PATH):
+        if folder.exists(METADATA_NAME) or folder.create(_MARK, mark):
+            return
+        if folder.read_or_none(_MARK) != mark and not folder.exists(CLAIM_PATH):
+            folder.put(_MARK, mark)  # of an attempt that came no further
+    if folder.read_or_none(_MARK) != mark and not folder.exists(METADATA_NAME):
         raise IncompleteStoreError(
             "an unfinished store that is no copy of this one, as it is now, lies there",
             where=folder.url,
             remedy="Finish it, or discard it, or copy elsewhere.",
         )
-
-
-def _mark(folder: Folder, store: ShardStore) -> bytes:
-    """Says of an unfinished store that it is a copy, and of what."""
-    document = {
-        "version": 1,
-        "copy_of": store.url,
-        "source": _identity(store),
-        "claim": hashlib.sha256(folder.read_or_none(CLAIM_PATH) or b"").hexdigest(),
-    }
-    return json.dumps(document, indent=1).encode()
 
 
 def _identity(store: ShardStore) -> str:
