@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ import xxhash
 from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray, Layout
 from saev_store.transport import Buffer, Counters, ReadCost, ReadsInto, Transport
+from saev_store.transport._locks import ForkSafeLock
 
 #: Whether vectors will be read, given their shards and their numbers in these.
 Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
@@ -56,7 +56,7 @@ class CachedTransport:
         self._inner, self._max_bytes = inner, max_bytes
         digest = hashlib.sha256(inner.url.encode() + b"\0" + key).hexdigest()[:16]
         self._folder = os.path.join(os.path.abspath(folder), digest)
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._unwanted: list[str] = []
         try:
             os.makedirs(self._folder, exist_ok=True)
@@ -231,9 +231,11 @@ class Ledger:
     def _open(self) -> Iterator[int]:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # goes with the descriptor
+            fcntl.flock(fd, fcntl.LOCK_EX)
             yield fd
         finally:
+            # Closing is not enough: a child that was forked meanwhile has the descriptor too, and the lock with it.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     @staticmethod
