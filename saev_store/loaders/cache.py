@@ -54,6 +54,7 @@ class CachedTransport:
 
     def __init__(self, inner: Transport, folder: str | os.PathLike[str], max_bytes: int, key: bytes = b"") -> None:
         self._inner, self._max_bytes = inner, max_bytes
+        self._arguments = (inner, os.path.abspath(folder), max_bytes, key)
         digest = hashlib.sha256(inner.url.encode() + b"\0" + key).hexdigest()[:16]
         self._folder = os.path.join(os.path.abspath(folder), digest)
         self._lock = ForkSafeLock()
@@ -65,6 +66,9 @@ class CachedTransport:
         except OSError as error:
             raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
         self.hits = self.misses = 0
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), self._arguments)
 
     def _listed(self) -> list[tuple[str, int]]:
         """(name, bytes) of every extent; what somebody left half written long ago is removed."""
@@ -86,7 +90,11 @@ class CachedTransport:
             wanted: Whether vectors are, given the shards they lie in and their numbers there.
             layout: Of the store.
         """
-        places = [place for place in (_place(name) for name, _ in self._listed()) if place is not None]
+        try:
+            listed = self._listed()
+        except OSError:  # the folder is gone, and nothing in it can make room
+            listed = []
+        places = [place for place in (_place(name) for name, _ in listed) if place is not None]
         shard = np.array([shard for _, shard, _ in places], dtype=np.int64)
         first = np.array([start for *_, start in places], dtype=np.int64) // layout.vector_nbytes
         inside = shard < layout.n_shards
@@ -118,8 +126,11 @@ class CachedTransport:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes in the folder."""
-        return self._ledger.get()
+        """Bytes in the folder; none where it is gone."""
+        try:
+            return self._ledger.get()
+        except OSError:
+            return 0
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file; never cached."""
