@@ -12,11 +12,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore
+from saev_store.errors import CorruptShardError, TransportError
 from saev_store.loaders import CachedTransport, OrderedLoader
 from saev_store.loaders.cache import Ledger
-from saev_store.transport import PreadTransport
+from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, open_transport
 
 NAME = "acts000000.bin"
 
@@ -81,3 +83,134 @@ def test_a_store_over_a_cache_travels(plain, tmp_path, monkeypatch):
     assert there.get_ranges(NAME, starts=[0], ends=[64]) == [here]
     assert (there.hits, there.misses) == (1, 0)
     assert pickle.loads(pickle.dumps(ShardStore.open(near)))[3].tobytes() == plain.acts[3].tobytes()
+
+
+def head(near: CachedTransport, end: int = 64) -> bytes:
+    (found,) = near.get_ranges(NAME, starts=[0], ends=[end])
+    into = bytearray(end)
+    near.readinto(NAME, start=0, buffers=[memoryview(into)])
+    assert bytes(into) == bytes(found)
+    return bytes(into)
+
+
+@pytest.mark.parametrize("engine", [MmapTransport, PreadTransport])
+@pytest.mark.parametrize("how", ["another file", "in place"])
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path, engine, how):
+    file = tmp_path / "far" / NAME
+    file.parent.mkdir()
+    file.write_bytes(b"a" * 64)
+    os.utime(file, ns=(1, 1))
+
+    def opened() -> CachedTransport:
+        return CachedTransport(engine(file.parent), tmp_path / "cache", 1 << 20, b"the same")
+
+    near = opened()
+    assert head(near) == b"a" * 64
+    if how == "in place":
+        file.write_bytes(b"b" * 64)
+        assert head(near) == b"b" * 64  # as without a cache
+    else:
+        (tmp_path / "new").write_bytes(b"b" * 64)
+        os.utime(tmp_path / "new", ns=(1, 1))
+        os.replace(tmp_path / "new", file)
+        with pytest.raises(CorruptShardError, match="taken the place"):
+            head(near)
+    later = opened()
+    assert head(later) == b"b" * 64
+    again = opened()
+    assert head(again) == b"b" * 64
+    assert (again.hits, again.misses) == (2, 0)
+
+
+def test_what_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+    file = tmp_path / "far" / NAME
+    file.parent.mkdir()
+    file.write_bytes(b"a" * 64)
+    inner = PreadTransport(file.parent)
+    near = CachedTransport(inner, tmp_path / "cache", 1 << 20)
+    read = inner.get_ranges
+
+    def and_meanwhile(*arguments, **named):
+        found = read(*arguments, **named)
+        os.utime(file, ns=(1, 1))
+        return found
+
+    monkeypatch.setattr(inner, "get_ranges", and_meanwhile)
+    near.get_ranges(NAME, starts=[0], ends=[64])
+    assert near.kept_bytes == 0
+    near.get_ranges(NAME, starts=[0], ends=[64])
+    assert near.kept_bytes > 0
+
+
+def test_extents_of_another_version_make_room(tmp_path):
+    """Also those of releases whose names tell none."""
+    file = tmp_path / "far" / NAME
+    file.parent.mkdir()
+    file.write_bytes(b"a" * 64)
+    arguments = (PreadTransport(file.parent), tmp_path / "cache", 80)
+    assert head(CachedTransport(*arguments)) == b"a" * 64
+    (kept,) = (tmp_path / "cache").rglob("acts*")
+    kept.rename(kept.with_name(f"{NAME}.0-64"))
+    near = CachedTransport(*arguments)
+    assert head(near) == b"a" * 64
+    assert (near.hits, near.misses, near.kept_bytes) == (1, 1, 80)
+    os.utime(file, ns=(1, 1))
+    near = CachedTransport(*arguments)
+    assert head(near) == b"a" * 64
+    assert (near.hits, near.misses, near.kept_bytes) == (1, 1, 80)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_an_object_that_was_replaced_is_read_anew(s3_bucket: Bucket, tmp_path, engine):
+    """At the price of one byte of each file of which something is there, asked for once."""
+    pytest.importorskip(engine)
+    writer = open_transport(s3_bucket.url, s3_bucket.options, engine="fsspec")
+    writer.put(f"x/{NAME}", b"a" * 64)
+
+    def opened() -> CachedTransport:
+        # A client of its own, as in another process.
+        far = open_transport(f"{s3_bucket.url}/x", s3_bucket.options, engine=engine)
+        return CachedTransport(far, tmp_path / "cache", 1 << 20, b"the same")
+
+    def spent(near: CachedTransport, end: int) -> tuple[bytes, int, int]:
+        before = near.counters
+        found = head(near, end)
+        after = near.counters
+        return found, after.requests - before.requests, after.bytes_read - before.bytes_read
+
+    first = opened()
+    assert spent(first, 64) == (b"a" * 64, 1, 64)
+    assert spent(first, 64) == (b"a" * 64, 0, 0)
+    second = opened()
+    assert spent(second, 64) == (b"a" * 64, 1, 1)
+    assert spent(second, 64) == (b"a" * 64, 0, 0)
+    assert spent(second, 32) == (b"a" * 32, 1, 32)
+    writer.put(f"x/{NAME}", b"b" * 64)
+    assert head(first) == b"a" * 64  # the version that it has pinned
+    with pytest.raises(TransportError, match="replaced while it was being read"):
+        head(first, 16)
+    third = opened()
+    assert spent(third, 64) == (b"b" * 64, 2, 65)
+    assert spent(opened(), 64) == (b"b" * 64, 1, 1)
+
+
+def test_where_no_versions_are_told_extents_are_found_by_their_names(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/{NAME}", b"a" * 64)
+    for number, far in enumerate([
+        MemoryTransport({NAME: b"a" * 64}),
+        open_transport(f"memory://{tmp_path.name}", engine="fsspec"),
+    ]):  # fmt: skip
+        for hits in (1, 2):
+            near = CachedTransport(far, tmp_path / f"cache{number}", 1 << 20)
+            assert head(near) == b"a" * 64
+            assert near.hits == hits
+            assert [path.name for path in (tmp_path / f"cache{number}").rglob("acts*")] == [f"{NAME}.0-64"]
+
+
+def test_empty_ranges_are_not_kept(plain, tmp_path):
+    near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
+    assert [len(part) for part in near.get_ranges(NAME, starts=[5, 0, 7], ends=[5, 8, 7])] == [0, 8, 0]
+    assert [len(part) for part in near.get_ranges(NAME, starts=[5], ends=[5])] == [0]
+    near.readinto(NAME, start=3, buffers=[])
+    assert (near.hits, near.misses, near.kept_bytes) == (0, 1, 24)

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,17 @@ import xxhash
 from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray, Layout
 from saev_store.transport import Buffer, Counters, ReadCost, ReadsInto, Transport
+from saev_store.transport._checks import os_errors
+from saev_store.transport._local import LocalTransport
 from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._pins import Pins
 
 #: Whether vectors will be read, given their shards and their numbers in these.
 Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
 
 _DIGEST_BYTES = 16
-_NAME = re.compile(r"acts(\d{6,})\.bin\.(\d+)-\d+")
+_NAME = re.compile(r"(.+)\.(\d+)-\d+(?:\.([0-9a-f]{16}))?")
+_SHARD = re.compile(r"acts(\d{6,})\.bin")
 #: A file that is half written for so long belongs to nobody any more.
 _ABANDONED_S = 3600.0
 
@@ -35,6 +39,10 @@ class CachedTransport:
 
     An extent is one file, written under another name and then renamed, with its digest at the end: a torn or damaged file
     is read anew, never handed out. Several processes may share a folder and its budget.
+
+    Its name tells the version of the file that it is of: the ETag or generation with which the inner transport has pinned the
+    file, the times of a file on a disk. Of an object whose extents are there one byte is read first, so that it is pinned:
+    what was replaced meanwhile is read anew. Where nobody tells versions, files have to stay what they are.
 
     A loader tells what it reads. Where there is no more room, extents of anything else go. Of what it reads, what was kept
     first stays: an epoch reads everything once, so the hits of an epoch are among what is kept when it begins, and no rule
@@ -59,16 +67,24 @@ class CachedTransport:
         self._folder = os.path.join(os.path.abspath(folder), digest)
         self._lock = ForkSafeLock()
         self._unwanted: list[str] = []
+        self._found: dict[str, list[_Extent]] = {}
+        self._untold: set[str] = set()
+        self._asking: dict[str, ForkSafeLock] = {}
         try:
             os.makedirs(self._folder, exist_ok=True)
             self._ledger = Ledger(os.path.join(self._folder, ".bytes"))
-            self._ledger.recount(lambda: sum(size for _, size in self._listed()))
+            self._ledger.recount(self._count)
         except OSError as error:
             raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
         self.hits = self.misses = 0
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), self._arguments)
+
+    def _count(self) -> int:
+        listed = self._listed()
+        self._found = _by_file(_extents(listed))
+        return sum(size for _, size in listed)
 
     def _listed(self) -> list[tuple[str, int]]:
         """(name, bytes) of every extent; what somebody left half written long ago is removed."""
@@ -94,14 +110,16 @@ class CachedTransport:
             listed = self._listed()
         except OSError:  # the folder is gone, and nothing in it can make room
             listed = []
-        places = [place for place in (_place(name) for name, _ in listed) if place is not None]
-        shard = np.array([shard for _, shard, _ in places], dtype=np.int64)
-        first = np.array([start for *_, start in places], dtype=np.int64) // layout.vector_nbytes
+        extents = _extents(listed)
+        found = [(extent, int(shard[1])) for extent in extents if (shard := _SHARD.fullmatch(extent.file))]
+        shard = np.array([shard for _, shard in found], dtype=np.int64)
+        first = np.array([extent.start for extent, _ in found], dtype=np.int64) // layout.vector_nbytes
         inside = shard < layout.n_shards
-        stays = np.zeros(len(places), dtype=np.bool_)
+        stays = np.zeros(len(found), dtype=np.bool_)
         stays[inside] = wanted(shard[inside], first[inside])
         with self._lock:
-            self._unwanted = [name for (name, *_), stay in zip(places, stays.tolist(), strict=True) if not stay]
+            self._unwanted = [extent.name for (extent, _), stay in zip(found, stays.tolist(), strict=True) if not stay]
+            self._found = _by_file(extents)
 
     @property
     def inner(self) -> Transport:
@@ -146,25 +164,33 @@ class CachedTransport:
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One buffer per range, from the folder where it is there."""
-        found: list[Buffer | None] = [self._kept(path, start, end) for start, end in zip(starts, ends, strict=True)]
+        last = next((end for start, end in zip(starts, ends, strict=True) if end > start), None)
+        if last is None:
+            return self._inner.get_ranges(path, starts=starts, ends=ends)
+        version = self._version(path, last)
+        found: list[Buffer | None] = [
+            self._kept(path, version, start, end) for start, end in zip(starts, ends, strict=True)
+        ]
         missing = [number for number, buffer in enumerate(found) if buffer is None]
         if missing:
             begins, stops = [starts[number] for number in missing], [ends[number] for number in missing]
             fetched = self._inner.get_ranges(path, starts=begins, ends=stops)
+            version = self._version_read(path, version)
             for number, buffer in zip(missing, fetched, strict=True):
                 found[number] = buffer
-                self._keep(path, starts[number], [memoryview(buffer)])
+                self._keep(path, version, starts[number], [memoryview(buffer)])
         return [buffer for buffer in found if buffer is not None]
 
     def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, from the folder where the extent is there."""
         views = [view.cast("B") for view in buffers]
         end = start + sum(view.nbytes for view in views)
-        found = self._kept(path, start, end)
+        version = self._version(path, end) if end > start else None
+        found = self._kept(path, version, start, end)
         if found is None:
             # Into memory of our own: callers may let several reads throw away gaps into the same place.
             found = self._fetched(path, start, end)
-            self._keep(path, start, [memoryview(found)])
+            self._keep(path, self._version_read(path, version), start, [memoryview(found)])
         source, at = memoryview(found), 0
         for view in views:
             view[:] = source[at : at + view.nbytes]
@@ -178,12 +204,50 @@ class CachedTransport:
         (found,) = self._inner.get_ranges(path, starts=[start], ends=[end])
         return found
 
-    def _file(self, path: str, start: int, end: int) -> str:
-        return os.path.join(self._folder, f"{path.replace('/', '_')}.{start}-{end}")
+    def _version(self, path: str, end: int) -> str | None:
+        """The version of a file that would be read now; None where reading it is what tells, and there is nothing of it here.
 
-    def _kept(self, path: str, start: int, end: int) -> Buffer | None:
+        Args:
+            path: The file.
+            end: Where a range ends that is asked for.
+        """
+        version = self._told(path)
+        if version is None and _flat(path) in self._found:
+            with self._lock:
+                asking = self._asking.setdefault(path, ForkSafeLock())
+            with asking:  # threads that want the same file wait for one answer
+                version = self._told(path)
+                if version is None:
+                    self._inner.get_ranges(path, starts=[end - 1], ends=[end])
+                    version = self._version_read(path, None)
+        if version is not None and _flat(path) in self._found:
+            with self._lock:
+                others = self._found.pop(_flat(path), [])
+                self._unwanted += [extent.name for extent in others if extent.version != _short(version)]
+        return version
+
+    def _told(self, path: str) -> str | None:
+        version = _told(self._inner, path)
+        return "" if version is None and path in self._untold else version
+
+    def _version_read(self, path: str, before: str | None) -> str | None:
+        """The version of what has been read; None where the file was another one before: such bytes are not kept."""
+        version = self._told(path)
+        if version is None:  # the file system does not tell any
+            self._untold.add(path)
+            version = ""
+        return version if before in {None, version} else None
+
+    def _file(self, path: str, version: str, start: int, end: int) -> str:
+        suffix = f".{_short(version)}" if version else ""
+        return os.path.join(self._folder, f"{_flat(path)}.{start}-{end}{suffix}")
+
+    def _kept(self, path: str, version: str | None, start: int, end: int) -> Buffer | None:
+        if version is None or end <= start:
+            self.misses += end > start
+            return None
         try:
-            with open(self._file(path, start, end), "rb", buffering=0) as file:
+            with open(self._file(path, version, start, end), "rb", buffering=0) as file:
                 data = np.empty(end - start + _DIGEST_BYTES, dtype=np.uint8)
                 n_read = file.readinto(memoryview(data))
         except OSError:
@@ -195,10 +259,12 @@ class CachedTransport:
         self.misses += 1
         return None
 
-    def _keep(self, path: str, start: int, views: Sequence[memoryview]) -> None:
+    def _keep(self, path: str, version: str | None, start: int, views: Sequence[memoryview]) -> None:
         """A cache that cannot be written to is no reason to stop training."""
         nbytes = sum(view.nbytes for view in views)
-        final = self._file(path, start, start + nbytes)
+        if version is None or nbytes == 0:
+            return
+        final = self._file(path, version, start, start + nbytes)
         temporary = f"{final}.{uuid.uuid4().hex}.tmp"
         digest = xxhash.xxh3_128()
         try:
@@ -294,7 +360,50 @@ class Ledger:
             self._set(fd, self._number(fd) - size)
 
 
-def _place(name: str) -> tuple[str, int, int] | None:
-    """(name, shard, first byte) of an extent's file; None for any other file."""
-    found = _NAME.fullmatch(name)
-    return (name, int(found[1]), int(found[2])) if found else None
+class _Extent(NamedTuple):
+    """An extent in the folder: of which version of which file, "" where that is not told, and where it begins there."""
+
+    name: str
+    file: str
+    start: int
+    version: str
+
+
+def _extents(listed: Sequence[tuple[str, int]]) -> list[_Extent]:
+    matches = (_NAME.fullmatch(name) for name, _ in listed)
+    return [_Extent(found[0], found[1], int(found[2]), found[3] or "") for found in matches if found]
+
+
+def _by_file(extents: Sequence[_Extent]) -> dict[str, list[_Extent]]:
+    found: dict[str, list[_Extent]] = {}
+    for extent in extents:
+        found.setdefault(extent.file, []).append(extent)
+    return found
+
+
+def _flat(path: str) -> str:
+    return path.replace("/", "_")
+
+
+def _short(version: str) -> str:
+    return hashlib.sha256(version.encode()).hexdigest()[:16] if version else ""
+
+
+def _told(transport: Transport, path: str) -> str | None:
+    """A file's version, from the transport that reads it: "" where that never tells any, None where it has not read it yet."""
+    inner: object = transport
+    while (below := getattr(inner, "inner", None)) is not None:
+        inner = below
+    if isinstance(inner, LocalTransport):
+        where = inner._where(path)
+        with os_errors(where, "read"):
+            file = inner._open(path, where)  # the one that is read, and pinned with this
+            status = os.fstat(file.fd)
+        return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+    # In a forked child fsspec reads for obstore, and knows what it has read.
+    reader: Any = getattr(inner, "_fsspec", None) or inner
+    pins = getattr(reader, "_pins", None)
+    if not isinstance(pins, Pins):
+        return ""
+    version = pins.versions.get(reader._below(path))
+    return None if version is None else repr(version)
