@@ -155,6 +155,15 @@ def test_chosen_layers_of_an_earlier_recording_are_not_continued(source, tmp_pat
         copy_store(source.path, tmp_path / "to", layers=[layer])
 
 
+def test_chosen_layers_go_on_from_the_same_recording_elsewhere(source, tmp_path, monkeypatch):
+    source.write_digests(256)
+    layer = metadata_of(source).layout.layers[1]
+    interrupted_at(4, source, tmp_path / "to", monkeypatch, layers=[layer])
+    moved = tmp_path / "moved" / source.path.name
+    shutil.move(source.path, moved)
+    check(copy_store(moved, tmp_path / "to", layers=[layer]), source, slice(1, 2))
+
+
 def test_somebody_elses_recording_is_not_continued_as_a_copy(source, tmp_path):
     metadata = _layers.part_of(metadata_of(source), (metadata_of(source).layout.layers[1],), _layers.kept_tokens(ShardStore.open(str(source.path)), "all"))  # fmt: skip
     with pytest.raises(IncompleteStoreError), create_store(open_transport(str(tmp_path / "to")), metadata) as writer:

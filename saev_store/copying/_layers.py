@@ -105,7 +105,7 @@ def _begin(folder: Folder, store: ShardStore) -> None:
         IncompleteStoreError: an unfinished store lies there that is no copy, or one of another recording: half of it would be
             other vectors.
     """
-    document = {"version": 1, "copy_of": store.url, "source": _identity(store)}
+    document = {"version": 1, "copy_of": _identity(store)}
     mark = json.dumps(document, indent=1).encode()
     if not folder.exists(CLAIM_PATH):
         if folder.exists(METADATA_NAME) or folder.create(_MARK, mark):
@@ -121,9 +121,9 @@ def _begin(folder: Folder, store: ShardStore) -> None:
 
 
 def _identity(store: ShardStore) -> str:
-    """Changes when the source is recorded anew: its digests; where it has none, its files' sizes, and here their times."""
+    """Changes when the source is recorded anew: its digests, wherever it lies; else its address and its files' sizes and times."""
     digests = load_digests(store.transport)
-    found: list[object] = [digests.to_bytes().hex()] if digests is not None else []
+    found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
     if digests is None:
         for shard_idx in range(store._opened.index.n_listed):
             name = shard_name(shard_idx)
