@@ -78,11 +78,11 @@ def test_a_copy_that_is_published_meanwhile_is_not_touched(source, tmp_path, mon
 
     def late(*args: object, **kwargs: object) -> None:
         plainly(*args, **kwargs)
-        monkeypatch.undo()
+        monkeypatch.setattr(_whole, "_check_claim", plainly)
         copy_store(source.path, to)
+        monkeypatch.setattr(_whole._Copier, "copy", lambda *_: pytest.fail("rewritten"))
 
     monkeypatch.setattr(_whole, "_check_claim", late)
-    monkeypatch.setattr(_whole._Copier, "copy", lambda *_: pytest.fail("rewritten"))
     url = copy_store(source.path, to)
     check(url, source)
     assert not (Path(url) / ".saev_store").exists()
