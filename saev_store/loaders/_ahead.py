@@ -174,6 +174,9 @@ class BatchesAhead:
             if end > self._done[lane]:
                 self._wait(lane, end)
                 self._done[lane] = end
+        # A batch of repeated rows alone gets its slot here: no cohort asked for one.
+        if not self._ring.open(number + 1):
+            raise no_room()
         offsets = [0, *accumulate(shares)]
         for lane, part in enumerate(self._parts):
             if shares[lane] > real[lane]:
