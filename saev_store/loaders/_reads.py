@@ -17,7 +17,6 @@ from saev_store.errors import NotFoundError, TransportError
 from saev_store.indexing import Axis, Progression
 from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.loaders._advice import Advice
-from saev_store.loaders._lent import Lent
 from saev_store.loaders._medium import unwrapped
 from saev_store.loaders._memory import Rows, Takes, Target
 from saev_store.reader import FloatArray, Reader, _Piece
@@ -172,7 +171,7 @@ class Reads:
         for lo, hi in pairwise(bounds):
             some = runs.take(slice(lo, hi))
             if takes is not None:
-                task = Lent(self, some, takes)
+                task = partial(self._take, some, takes)
             else:
                 task = partial(target.fill, some.place, some.count, partial(self._read, some))
             yield task, shard_name(int(some.shard[0]))

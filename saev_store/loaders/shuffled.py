@@ -129,7 +129,6 @@ class ShuffledLoader(Loader):
         lends = isinstance(rows._reader.transport, LendsRuns) and blocks.cells_per_block >= _MIN_BLOCK_ROWS
         if slots is None and lends and make_window is HostWindow and self._make_buffer is None:
             self._slots = "batch"
-        self._fetches_ahead = self._slots == "batch"
 
     # -- choosing the geometry -----------------------------------------------------------------------------------------
 

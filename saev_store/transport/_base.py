@@ -156,44 +156,6 @@ class LendsRuns(Protocol):
         ...
 
 
-class Fetcher(Protocol):
-    """Fetches ranges ahead of time, in threads of its own."""
-
-    def fetch(
-        self, path: str, *, start: int, end: int, item_nbytes: int, take: Callable[[int, Buffer], None],
-        done: Callable[[bool], None],
-    ) -> bool:  # fmt: skip
-        """Ask for a range and return; False, and nothing is done, where the range had better be read in another way.
-
-        `take(at, bytes)` is called in one of the fetcher's threads, with whole items of `item_nbytes` in their order; what it
-        is shown may be gone when it returns. `done` is called once, last: with False where not all was taken, for whatever
-        reason. The range is to be read in another way then, which has errors with names.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ask for nothing more. `done` is called for all that is under way, before `is_alive` ends."""
-        ...
-
-    def join(self, deadline: float) -> None:
-        """Wait for the threads until `time.monotonic()` is `deadline`."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether `take` may still be called."""
-        ...
-
-
-@runtime_checkable
-class FetchesAhead(Protocol):
-    """Can be asked for ranges before anybody waits for them, where the way to the server is simple enough."""
-
-    def open_fetcher(self, *, in_flight_bytes: int) -> Fetcher | None:
-        """A fetcher, which belongs to whoever opened it and has no more bytes under way; None where there can be none."""
-        ...
-
-
 @runtime_checkable
 class Nests(Protocol):
     """Has folders that can be roots of their own, through the same client."""

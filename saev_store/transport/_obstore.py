@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError
-from saev_store.transport._base import Buffer, Counters, Entry, Fetcher, Transport, Upload, far_cost
+from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
 from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._obstore_client import Client, is_forked
 from saev_store.transport._obstore_documents import create, delete, put
-from saev_store.transport._obstore_fetcher import open_fetcher
 from saev_store.transport._obstore_options import own_names
 from saev_store.transport._obstore_ranges import PIECE_BYTES, Object
 from saev_store.transport._obstore_sink import StreamedSink
@@ -175,10 +174,6 @@ class ObstoreTransport:
                 take(number, self._forked().get_ranges(path, starts=[start], ends=[end])[0])
         else:
             self._object(below).lend_runs(starts, ends, take)
-
-    def open_fetcher(self, *, in_flight_bytes: int) -> Fetcher | None:
-        """Receives ranges of objects that were read before, from a server without TLS; see `HttpFetcher`."""
-        return open_fetcher(self._client, self._pins, self._below, self._key, in_flight_bytes)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""

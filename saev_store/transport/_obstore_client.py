@@ -25,7 +25,6 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._http_spare import SpareConnections
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
 from saev_store.transport._obstore_threads import Callers, Gate
@@ -113,7 +112,6 @@ class Client:
         self.place = place_of(url, options.all)
         self.tally = Tally()
         self.buffers = Buffers()
-        self.spare = SpareConnections()
         # Of each client its own: calls that hang must not hold up those to another service.
         self._callers = Callers(IN_FLIGHT)
         self._lock = ForkSafeLock()
