@@ -36,6 +36,7 @@ from cloud_servers import (
     s3_options,
     unfinished_uploads,
 )
+from retrying import Retrying
 from servers import Bucket, new_moto_bucket
 
 from saev_store import ShardStore, new_metadata
@@ -46,7 +47,7 @@ from saev_store.errors import (
     SaevStoreError,
     StoreExistsError,
 )
-from saev_store.transport import RetryTransport, Transport
+from saev_store.transport import Transport
 from saev_store.writer import create_store
 
 TRUTH = np.random.default_rng(0).bytes(200_000)
@@ -313,7 +314,7 @@ def patient(transport: Transport, what: Kind) -> tuple[Transport, float]:
     """The transport with retries, and the longest that an operation may take."""
     attempts = 1 if what.always else ATTEMPTS_TO_HEAL if what.heals else ATTEMPTS
     allowed_s = attempts * (2 * TIMEOUT_S + 1.1) + SLACK_S
-    return RetryTransport(transport, attempts=attempts, max_wait_s=0.1, total_timeout_s=60), allowed_s
+    return Retrying(transport, attempts=attempts, max_wait_s=0.1), allowed_s
 
 
 def arm(proxy: Proxy, what: Kind, bucket: Bucket | None = None) -> None:
@@ -506,7 +507,7 @@ def direct(bucket: Bucket, engine: str = "obstore") -> Transport:
     from saev_store.transport import open_transport
 
     engine = "fsspec" if is_json(bucket) else engine
-    return RetryTransport(open_transport(bucket.url, bucket.options, engine=engine))
+    return Retrying(open_transport(bucket.url, bucket.options, engine=engine))
 
 
 def uploads(bucket: Bucket) -> int:

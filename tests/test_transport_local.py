@@ -32,6 +32,7 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.testing._reading import follow
 from saev_store.transport import MmapTransport, PreadTransport, _libc, _local_write, open_transport
 from saev_store.transport._checks import from_os_error
 from saev_store.transport._descriptors import DESCRIPTORS
@@ -68,7 +69,7 @@ def test_a_file_that_got_shorter_raises(tmp_path, engine):
         with pytest.raises(CorruptShardError, match=r"5,000 bytes.*byte 10,000"):
             one(transport, "a.bin", 4_000, 10_000)
         with pytest.raises(CorruptShardError, match="5,000 bytes"):
-            transport.readinto("a.bin", start=4_990, buffers=[memoryview(bytearray(20))])
+            transport.readinto("a.bin", starts=[4_990], buffers=[memoryview(bytearray(20))])
     assert bytes(one(transport, "a.bin", 4_000, 5_000)) == b"x" * 1000
 
 
@@ -105,7 +106,7 @@ def test_a_replaced_file_is_an_error_until_it_is_opened_again(tmp_path, engine):
     with pytest.raises(CorruptShardError, match="taken the place"):
         one(transport, "a.bin", 0, 4)
     with pytest.raises(CorruptShardError, match="taken the place"):
-        transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(4))])
+        transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(4))])
     transport.close()
     assert bytes(one(transport, "a.bin", 0, 4)) == b"new!"
     assert bytes(view) == b"old!"
@@ -138,7 +139,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
     transport = PreadTransport(tmp_path)
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
     with pytest.raises(CorruptShardError, match="0 bytes but byte 50"):
-        transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(50))])
+        transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(50))])
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
@@ -149,7 +150,8 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 7), offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:11]], offset))
     buffers = [bytearray(n) for n in (1, 12, 0, 100, 11, 3)]
-    transport.readinto("a.bin", start=3, buffers=[memoryview(buffer) for buffer in buffers])
+    views = [memoryview(buffer) for buffer in buffers]
+    transport.readinto("a.bin", starts=follow(3, views), buffers=views)
     assert b"".join(buffers) == truth[3 : 3 + 127]
     assert bytes(one(transport, "a.bin", 1, 4999)) == truth[1:4999]
     assert transport.read("a.bin") == truth
@@ -172,7 +174,7 @@ def test_refuses_what_is_no_regular_file_without_waiting(tmp_path, engine):
             lambda path=path: transport.read(path, max_bytes=10),
             lambda path=path: transport.size(path),
             lambda path=path: one(transport, path, 0, 1),
-            lambda path=path: transport.readinto(path, start=0, buffers=[memoryview(bytearray(1))]),
+            lambda path=path: transport.readinto(path, starts=[0], buffers=[memoryview(bytearray(1))]),
         ):
             with pytest.raises(TransportError, match=f"this is {kind}"):
                 call()
@@ -226,7 +228,7 @@ def test_errors_of_the_system_keep_their_name(tmp_path, monkeypatch, engine, cod
         lambda: transport.read("a.bin"),
         lambda: transport.size("a.bin"),
         lambda: one(transport, "a.bin", 0, 1),
-        lambda: transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(1))]),
+        lambda: transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(1))]),
         transport.list,
     ):
         with pytest.raises(kind, match=errno.errorcode[code]) as caught:
@@ -248,7 +250,7 @@ def test_errors_while_reading(tmp_path, monkeypatch):
     for call in (
         lambda: transport.read("a.bin"),
         lambda: one(transport, "a.bin", 0, 1),
-        lambda: transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(1))]),
+        lambda: transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(1))]),
     ):
         with pytest.raises(TransportError, match="EIO") as caught:
             call()
@@ -348,7 +350,7 @@ def test_thousands_of_shards_under_a_low_limit(tmp_path):
             for index in range(4096):
                 views += transport.get_ranges(f"{index}.bin", starts=[0], ends=[8])
                 buffer = bytearray(4)
-                transport.readinto(f"{index}.bin", start=4, buffers=[memoryview(buffer)])
+                transport.readinto(f"{index}.bin", starts=[4], buffers=[memoryview(buffer)])
                 assert buffer == (b"%08d" % index)[4:]
         assert [bytes(view) for view in views] == [b"%08d" % index for index in range(4096)] * 2
         print("fine")
@@ -397,7 +399,7 @@ def test_works_in_other_processes(tmp_path, engine, method):
 
 def read_in_child(transport, start):
     buffer = bytearray(2)
-    transport.readinto("a.bin", start=start, buffers=[memoryview(buffer)])
+    transport.readinto("a.bin", starts=[start], buffers=[memoryview(buffer)])
     return bytes(one(transport, "a.bin", start, start + 2)) + buffer
 
 

@@ -8,10 +8,8 @@ import contextlib
 import os
 import re
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,7 +25,6 @@ from saev_store.errors import (
 )
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
-from saev_store.transport._obstore_threads import Callers, Gate
 from saev_store.transport._parts import Buffers
 from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
@@ -46,6 +43,8 @@ IN_FLIGHT = 64
 SLOWEST_BYTES_PER_S = 1 << 20
 _CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 10.0
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+#: A loop that is this late is stuck.
+_STUCK_S = 10.0
 _RETRIES, _FIRST_WAIT_S, _LONGEST_WAIT_S = 6, 0.1, 3.0
 
 
@@ -87,13 +86,6 @@ def _running() -> _Loop:
         return _loop
 
 
-class _NotOurs(Exception):
-    """Carries what a callback raised past those who translate errors."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class Client:
     """The store behind an address, shared by all transports below it; thread-safe.
 
@@ -112,8 +104,6 @@ class Client:
         self.place = place_of(url, options.all)
         self.tally = Tally()
         self.buffers = Buffers()
-        # Of each client its own: calls that hang must not hold up those to another service.
-        self._callers = Callers(IN_FLIGHT)
         self._lock = ForkSafeLock()
         self._store: ObjectStore | None = None
         self._slots: asyncio.Semaphore | None = None
@@ -163,7 +153,7 @@ class Client:
         future = asyncio.run_coroutine_threadsafe(within(), running.loop)
         try:
             # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-            return awaited(future, timeout_s + 10)
+            return awaited(future, timeout_s + _STUCK_S)
         except SaevStoreError:
             raise
         except TimeoutError:
@@ -172,45 +162,11 @@ class Client:
             # Not `from error`: its text holds whole answers of the server, addresses and headers.
             raise self.translate(error, doing=doing, where=where) from None
 
-    def blocking(
-        self, doing: str, where: str, works: Sequence[Callable[[], T]], done: Callable[[int, T], None], *, nbytes: int
-    ) -> None:
-        """As `call`, for work that waits inside obstore instead of in our loop: cheaper, for few large requests.
-
-        All is under way together. `done(number, result)` is called in the thread that waited, which has the result in its
-        core's cache; never after this has returned. What is still under way when the time is over cannot be cancelled: what it
-        brings is forgotten, and its thread goes on when obstore's own limits end it.
-
-        Raises:
-            ForkError, DeadlineError, SaevStoreError: as `call`.
-        """
-        _running()  # obstore's threads are there from now on, and not in a forked child
-        timeout_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
-        deadline, gate = time.monotonic() + timeout_s, Gate()
-
-        def whole(number: int, work: Callable[[], T]) -> None:
-            result = work()
-            try:
-                gate.enter(lambda: done(number, result))
-            except Exception as error:
-                raise _NotOurs(error) from None
-
-        futures = [self._callers.begin(partial(whole, number, work)) for number, work in enumerate(works)]
-        try:
-            for future in futures:
-                awaited(future, deadline - time.monotonic())
-        except SaevStoreError:
-            raise
-        except _NotOurs as error:
-            raise error.error from None
-        except TimeoutError:
-            raise DeadlineError(f"could not {doing} within {timeout_s:g} s", where=where, transient=True) from None
-        except Exception as error:
-            raise self.translate(error, doing=doing, where=where) from None
-        finally:
-            gate.close()
-            for future in futures:
-                future.cancel()
+    def in_loop(self, step: Callable[[], object]) -> None:
+        """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
+        done = threading.Event()
+        _running().loop.call_soon_threadsafe(lambda: (step(), done.set()))
+        done.wait(_STUCK_S)
 
     async def slot(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work()` gives, once fewer than `IN_FLIGHT` others are under way."""

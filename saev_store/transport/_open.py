@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from urllib.parse import unquote
 
 from saev_store.errors import ArgumentError, brief
-from saev_store.transport._base import Nests, Transport
+from saev_store.transport._base import Transport
 from saev_store.transport._local import MmapTransport, PreadTransport, local_root
 from saev_store.transport._memory import MemoryTransport
 
@@ -69,18 +69,6 @@ def open_transport(
             where="storage_options",
         )
     return PreadTransport(path) if engine == "pread" else MmapTransport(path)
-
-
-def child(transport: Transport, path: str) -> Transport:
-    """The transport whose root is the folder `path` below another one, through the same client.
-
-    Raises:
-        ArgumentError: this kind of transport has no folders.
-        UnsafeContentError: `path` would leave the root.
-    """
-    if not isinstance(transport, Nests):
-        raise ArgumentError(f"a transport of kind {transport.name!r} has no folders to go into", where=path)
-    return transport.at(path)
 
 
 def _obstore_fits(url: str, options: Mapping[str, object]) -> bool:

@@ -10,13 +10,9 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from saev_store._threads import n_threads, share
-from saev_store.transport._checks import too_short
-
-#: Where a run begins in the file, and the pieces of memory (bytes, none empty) that it fills in order.
-Run: TypeAlias = tuple[int, list[memoryview]]
+from saev_store.transport._checks import Run, too_short
 
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 #: What a read must have for each thread.
