@@ -16,7 +16,7 @@ Who is raced, in turn, medians of the rounds after one that is not counted:
 * upload: parts of 8 MiB, eight in flight. Our sink takes memory that is lent to it, as the writer does; "copying" is the same
   with memory that the caller wants back. The writer copies what it is given, makes block digests and receipts, and publishes.
 
-Needs `saev-store[s3,fast]`.
+Needs `saev-store[s3,obstore]`.
 """
 
 from __future__ import annotations

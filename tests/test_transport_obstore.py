@@ -130,7 +130,6 @@ def test_options_mean_what_they_mean_to_fsspec(url, options, config, monkeypatch
     [
         ("s3://b", {"profile": "hush-hush"}, "profile"),
         ("s3://b", {"s3_additional_kwargs": {}, "session": 1}, "s3_additional_kwargs, session"),
-        ("s3://b", {"client_kwargs": {"verify": False}}, "client_kwargs.verify"),
         ("s3://b", {"config_kwargs": {"s3": {"payload": "hush-hush"}}}, "config_kwargs.s3.payload"),
         ("s3://b", {"config_kwargs": {"signature_version": "s3"}}, "signature_version"),
         ("s3://b", {"version_aware": True}, "version_aware"),
