@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -110,6 +111,28 @@ def test_a_replaced_file_is_an_error_until_it_is_opened_again(tmp_path, engine):
     transport.close()
     assert bytes(one(transport, "a.bin", 0, 4)) == b"new!"
     assert bytes(view) == b"old!"
+
+
+@engines
+@pytest.mark.parametrize("same_time", [False, True])
+def test_a_file_with_the_inode_number_of_the_old_one_is_another_file(tmp_path, engine, same_time):
+    """File systems give the number of a deleted file to the next one; overwriting in place has the same effect."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old!")
+    transport, before = engine(tmp_path), os.stat(path)
+    view = bytes(one(transport, "a.bin", 0, 4))
+    DESCRIPTORS.forget(str(tmp_path))  # as if others had needed the place
+    if isinstance(transport, MmapTransport):
+        transport._maps.clear()
+    time.sleep(0.02)  # longer than a tick of the clock that file systems use
+    path.write_bytes(b"new!")
+    if same_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (os.stat(path).st_ino, os.stat(path).st_size) == (before.st_ino, before.st_size)
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        one(transport, "a.bin", 0, 4)
+    transport.close()
+    assert (view, bytes(one(transport, "a.bin", 0, 4))) == (b"old!", b"new!")
 
 
 @engines

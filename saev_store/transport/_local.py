@@ -128,11 +128,13 @@ class LocalTransport(LocalWrites):
         self._tally.add("readinto", read=nbytes, requests=len(runs))
 
     def _open(self, path: str, where: str) -> OpenFile:
-        """The same file as the last time: one that took its place since is an error, never half of an answer."""
+        """The same file as the last time; a file that took its place since is an error (decision 6)."""
         file = DESCRIPTORS.open(where)
-        if self._pins.setdefault(path, file.identity) != file.identity:
+        pinned = self._pins.setdefault(path, file.identity)
+        if pinned != file.identity:
             raise CorruptShardError(
-                "another file has taken the place of the one that was read here before",
+                "another file has taken the place of the one that was read here before, or it was changed: it had "
+                f"{pinned[2]:,} bytes and has {file.identity[2]:,} bytes",
                 where=where,
                 remedy="Open it again to read the new one.",
             )
@@ -164,16 +166,16 @@ class _Mapped:
     where: str
     view: memoryview
     nbytes: int
-    identity: tuple[int, int]
+    inode: tuple[int, int]
 
 
 def _size_now(mapped: _Mapped) -> int:
     """The size of the file behind a map, or -1 if another file has its name by now."""
     file = DESCRIPTORS.peek(mapped.where)
-    if file is not None and file.identity == mapped.identity:
+    if file is not None and file.inode == mapped.inode:
         return file.size()
     status = os.stat(mapped.where)
-    return status.st_size if (status.st_dev, status.st_ino) == mapped.identity else -1
+    return status.st_size if (status.st_dev, status.st_ino) == mapped.inode else -1
 
 
 class MmapTransport(LocalTransport):
@@ -219,7 +221,7 @@ class MmapTransport(LocalTransport):
             ) from error
         if len(self._maps) >= _MAX_MAPS:
             self._maps = {}
-        mapped = self._maps[path] = _Mapped(where, view, size, file.identity)
+        mapped = self._maps[path] = _Mapped(where, view, size, file.inode)
         return mapped
 
     def at(self, path: str) -> MmapTransport:

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictError
 from saev_store.transport._base import Buffer
 from saev_store.transport._checks import check_path, os_errors
-from saev_store.transport._descriptors import DESCRIPTORS
+from saev_store.transport._descriptors import DESCRIPTORS, Identity
 from saev_store.transport._fd_sink import write_all
 from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders
 from saev_store.transport._tally import Tally
@@ -32,8 +32,8 @@ class LocalWrites:
     """The write half of both local engines."""
 
     _root: str
-    #: Which file (device, inode) each name meant when a range of it was first read.
-    _pins: dict[str, tuple[int, int]]
+    #: Which file each name meant when a range of it was first read.
+    _pins: dict[str, Identity]
     _tally: Tally
 
     @property
