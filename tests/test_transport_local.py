@@ -841,3 +841,52 @@ def test_a_lock_held_by_another_thread_is_free_in_a_forked_child():
             with lock:
                 os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+_WITHOUT = """
+import ctypes, os, sys
+
+# Loaded before the functions are gone: these are not what is tested.
+import concurrent.futures, multiprocessing, socket, subprocess, tempfile, uuid
+import numpy, pydantic
+
+for name in (
+    "register_at_fork", "pread", "preadv", "pwrite", "pwritev", "statvfs", "fdatasync", "posix_fallocate",
+    "posix_fadvise", "sched_getaffinity", "O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_NOFOLLOW", "RWF_NOWAIT",
+):
+    if hasattr(os, name):
+        delattr(os, name)
+sys.modules["fcntl"] = None
+real = ctypes.CDLL
+
+def refuse(name, *_, **__):
+    if name is None:
+        raise TypeError("LoadLibrary() argument 1 must be str, not None")
+    return real(name)
+
+ctypes.CDLL = refuse
+
+from saev_store.transport import open_transport
+
+for engine in ("mmap", "pread"):
+    transport = open_transport(sys.argv[1], engine=engine)
+    assert transport.read("a.bin") == bytes(range(100))
+    assert [bytes(part) for part in transport.get_ranges("a.bin", starts=[3, 90], ends=[7, 100])] == [
+        bytes(range(3, 7)), bytes(range(90, 100)),
+    ]
+    memory = bytearray(20)
+    views = [memoryview(memory)[:5], memoryview(memory)[5:12], memoryview(memory)[12:]]
+    transport.readinto("a.bin", starts=[10, 15, 60], buffers=views)
+    assert memory == bytes(range(10, 22)) + bytes(range(60, 68))
+    transport.close()
+print("fine")
+"""
+
+
+def test_reading_needs_nothing_that_only_linux_has(tmp_path):
+    """Windows and macOS, as far as taking their missing functions away shows it."""
+    (tmp_path / "a.bin").write_bytes(bytes(range(100)))
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from saev_store.errors import TransportError
 from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._positions import file_size
 
-# Without O_NONBLOCK, opening a FIFO that nobody writes to would wait for ever.
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+# Without O_NONBLOCK, opening a FIFO without a writer would wait for ever. Windows has other flags, and reads text without one.
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -61,8 +62,8 @@ class OpenFile:
         self.identity = identity_of(status)
 
     def size(self) -> int:
-        """The size of the file now, in bytes; a third of the price of `fstat`. Nobody uses the file position."""
-        return os.lseek(self.fd, 0, os.SEEK_END)
+        """The size of the file now, in bytes."""
+        return file_size(self.fd)
 
     # Bound here because the interpreter may have emptied `os` by the time it ends the last open file.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:

@@ -29,6 +29,7 @@ from saev_store.transport._checks import (
 from saev_store.transport._descriptors import DESCRIPTORS, OpenFile, check_regular
 from saev_store.transport._libc import map_file
 from saev_store.transport._local_write import LocalWrites
+from saev_store.transport._positions import pread
 from saev_store.transport._spread import SpreadReader, preadv_all
 from saev_store.transport._tally import Tally, count_ranges
 
@@ -99,7 +100,7 @@ class LocalTransport(LocalWrites):
                 raise too_big(where, size=size, max_bytes=max_bytes)
             # The size of a file can change, and some virtual ones report 0: read to the end, within the bound.
             data = bytearray()
-            while chunk := os.pread(file.fd, _READ_CHUNK, len(data)):
+            while chunk := pread(file.fd, _READ_CHUNK, len(data)):
                 data += chunk
                 if max_bytes is not None and len(data) > max_bytes:
                     raise too_big(where, size=None, max_bytes=max_bytes)
@@ -259,7 +260,7 @@ class PreadTransport(LocalTransport):
 
 
 def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:
-    data = os.pread(fd, end - start, start)
+    data = pread(fd, end - start, start)
     if len(data) == end - start:
         return data
     # The system reads at most 2 GiB at a time; signals and network disks cut reads short as well.
