@@ -459,10 +459,12 @@ def test_works_where_a_loop_is_running(s3_bucket):
         ("gs://b/x", {"token": "anon"}, {}, "obstore:gs"),
         ("gs://b/x", {"token": "anon"}, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "fsspec:gs"),
         ("gs://b/x", {"token": "anon", "endpoint_url": "http://127.0.0.1:9"}, {}, "fsspec:gs"),
-        ("http://127.0.0.1:9/x", {}, {}, "fsspec:http"),
+        ("http://127.0.0.1:9/x", {}, {}, "fsspec:http"),  # obstore cannot list what web servers show
+        ("az://b/x", {"account_name": "a", "account_key": "a2V5"}, {}, "obstore:az"),
+        ("abfs://b/x", {"account_name": "a", "anon": True}, {}, "obstore:az"),
     ],
 )
-def test_auto_takes_obstore_where_nobody_would_notice(url, options, environment, name, monkeypatch):
+def test_auto_takes_obstore_where_it_can_do_everything(url, options, environment, name, monkeypatch):
     for variable in [variable for variable in os.environ if variable.startswith(("AWS_", "GOOGLE_", "STORAGE_"))]:
         monkeypatch.delenv(variable)
     for variable, value in environment.items():
@@ -470,6 +472,14 @@ def test_auto_takes_obstore_where_nobody_would_notice(url, options, environment,
     if name == "fsspec:gs":
         pytest.importorskip("gcsfs")
     assert open_transport(url, options).name == name
+
+
+def test_auto_takes_obstore_where_fsspec_has_no_client(monkeypatch):
+    for variable in [variable for variable in os.environ if variable.startswith("AWS_")]:
+        monkeypatch.delenv(variable)
+    found = "saev_store.transport._open.find_spec"
+    monkeypatch.setattr(found, lambda name: None if name == "s3fs" else object())
+    assert open_transport("s3://b/x").name == "obstore:s3"
 
 
 # Reading into memory

@@ -142,7 +142,9 @@ def finds_credentials(place: Place) -> bool:
         return "service_account_key" in given or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
     if place.kind == "s3":
         return {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(os.environ) and "AWS_PROFILE" not in os.environ
-    return place.kind == "http"
+    if place.kind == "az":
+        return bool({"account_key", "sas_key", "client_secret"} & set(given)) and "account_name" in given
+    return True
 
 
 Read = tuple[dict[str, object], bool, dict[str, str]]
