@@ -187,6 +187,7 @@ class OnlyReads:
         self.get_ranges, self.close = self._inner.get_ranges, self._inner.close
         self.readinto, self.reads_into = self._inner.readinto, self._inner.reads_into
         self.is_local, self.local_path = self._inner.is_local, self._inner.local_path
+        self.version = self._inner.version
 
     def at(self, path: str) -> OnlyReads:
         return OnlyReads(self._inner.at(path).url)

@@ -124,7 +124,7 @@ def test_memory_sinks_appear_when_committed():
     with pytest.raises(NotFoundError):
         transport.read("a")
     again = transport.open_sink("a", used_nbytes=1, file_nbytes=1, resume=True)
-    with pytest.raises(TransportError, match="somebody else"):
+    with pytest.raises(TransportError, match="resumed meanwhile"):
         sink.write(0, [memoryview(b"1")])
     again.write(0, [memoryview(b"2")])
     again.commit()

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,8 @@ import xxhash
 from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray, Layout
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
-from saev_store.transport._checks import joined_runs, os_errors, run_end, scatter
-from saev_store.transport._local import LocalTransport
+from saev_store.transport._checks import joined_runs, run_end, scatter
 from saev_store.transport._locks import ForkSafeLock
-from saev_store.transport._pins import Pins
 
 #: Whether vectors will be read, given their shards and their numbers in these.
 Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
@@ -191,6 +189,10 @@ class CachedTransport:
         for source, (_, views) in zip(found, runs, strict=True):
             scatter(source, views)
 
+    def version(self, path: str) -> str | None:
+        """What tells the file from another one of its name; as the inner transport has it."""
+        return self._inner.version(path)
+
     def at(self, path: str) -> Transport:
         """The inner transport's folder, without a cache: what is cached are the shards of one store."""
         return self._inner.at(path) if path else self
@@ -218,7 +220,7 @@ class CachedTransport:
         return version
 
     def _told(self, path: str) -> str | None:
-        version = _told(self._inner, path)
+        version = self._inner.version(path)
         return "" if version is None and path in self._untold else version
 
     def _version_read(self, path: str, before: str | None) -> str | None:
@@ -378,23 +380,3 @@ def _flat(path: str) -> str:
 
 def _short(version: str) -> str:
     return hashlib.sha256(version.encode()).hexdigest()[:16] if version else ""
-
-
-def _told(transport: Transport, path: str) -> str | None:
-    """A file's version, from the transport that reads it: "" where that never tells any, None where it has not read it yet."""
-    inner: object = transport
-    while (below := getattr(inner, "inner", None)) is not None:
-        inner = below
-    if isinstance(inner, LocalTransport):
-        where = inner._where(path)
-        with os_errors(where, "read"):
-            file = inner._open(path, where)  # the one that is read, and pinned with this
-            status = os.fstat(file.fd)
-        return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
-    # In a forked child fsspec reads for obstore, and knows what it has read.
-    reader: Any = getattr(inner, "_fsspec", None) or inner
-    pins = getattr(reader, "_pins", None)
-    if not isinstance(pins, Pins):
-        return ""
-    version = pins.versions.get(reader._below(path))
-    return None if version is None else repr(version)

@@ -109,7 +109,7 @@ class DescriptorCache:
             return self._files.setdefault(where, file)
 
     def forget(self, where: str) -> None:
-        """Close `where` and everything below it (`""`: everything) once nobody reads it any more."""
+        """Close `where` and everything below it (`""`: everything) once no reader uses it."""
         with self._lock:
             gone = [path for path in self._files if not where or path == where or path.startswith(f"{where}/")]
             for path in gone:

@@ -206,6 +206,10 @@ class FsspecTransport:
         if size < needed:
             raise too_short(error.where or path, size=size, needed=needed) from None
 
+    def version(self, path: str) -> str | None:
+        """The pinned ETag, generation or time, with the size; None where the file system tells none."""
+        return self._pins.told(self._below(path))
+
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; never from a cache."""
         below = self._below(path) if path else self._folder
@@ -271,14 +275,14 @@ class FsspecTransport:
             if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
                 with contextlib.suppress(NotFoundError):
                     self.size(path)
-                    raise StoreExistsError("somebody has created this already", where=self._where(below))
+                    raise StoreExistsError("the file already exists", where=self._where(below))
                 self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
                 return
             try:
                 self._client.ask("pipe_file", full, bytes(data), mode="create", nbytes=len(data))
             except Exception as error:
                 if means_exists(error):
-                    raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
+                    raise StoreExistsError("the file already exists", where=self._where(below)) from None
                 raise
 
     def delete(self, path: str) -> None:

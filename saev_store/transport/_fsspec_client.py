@@ -308,7 +308,7 @@ def _status(error: BaseException) -> int | None:
     """The HTTP status that an error of aiohttp, gcsfs, botocore or azure, or its cause, carries."""
     if (
         type(error).__name__ == "ClientPayloadError"
-    ):  # a body that broke off; its cause has a code, but nobody answered so
+    ):  # a body that broke off; its cause has a code, but no server sent it
         return None
     for attribute in ("status", "code", "status_code"):
         value = getattr(error, attribute, None)

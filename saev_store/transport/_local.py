@@ -141,6 +141,13 @@ class LocalTransport(LocalWrites):
             )
         return file
 
+    def version(self, path: str) -> str:
+        """Inode number, time of the last change and size of the file that is read, which is pinned with this."""
+        where = self._where(path)
+        with os_errors(where, "read"):
+            status = os.fstat(self._open(path, where).fd)
+        return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
         where = self._where(path, root_ok=True)
@@ -230,7 +237,7 @@ class MmapTransport(LocalTransport):
         return self._below(MmapTransport(self._where(path, root_ok=True)))
 
     def close(self) -> None:
-        """Forget all maps and descriptors; maps that somebody still views live on."""
+        """Forget all maps and descriptors; maps live as long as views of them."""
         self._maps = {}
         super().close()
 

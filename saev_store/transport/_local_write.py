@@ -26,7 +26,7 @@ from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folde
 from saev_store.transport._locks import after_fork_in_child
 from saev_store.transport._tally import Tally
 
-#: Temporary files start with this; one that outlives its process is garbage that anybody may delete.
+#: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
 
 # Absent on Windows.
@@ -160,7 +160,7 @@ after_fork_in_child(_close_in_child)
 
 
 def _locked_in_folder(where: str) -> _LockFile:
-    """The same in a folder that is made for it, again where whoever has just finished there takes it along."""
+    """The lock on a file whose folder is made first; again where another writer removes that folder meanwhile."""
     for _ in range(_N_TRIES):
         make_folders(os.path.dirname(where))
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Object stores through obstore: many ranges in flight at once, straight into the caller's memory."""
+"""Object stores through obstore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
 
 
 class ObstoreTransport:
-    """`s3://`, `gs://`, `az://` and `http(s)://` through obstore. Buffers of ranges are read-only and belong to nobody else.
+    """`s3://`, `gs://`, `az://` and `http(s)://` through obstore. Each returned buffer is read-only memory of its own.
 
     The first range of a file pins the file: its size and ETag must stay what they were, or reading it is an error, never
     a mixture of two objects; `close` lets go of all pins. Every operation is given up after `timeout_s` plus one second
@@ -148,6 +148,10 @@ class ObstoreTransport:
         elif runs:
             self._object(below).readinto(runs)
 
+    def version(self, path: str) -> str | None:
+        """The pinned ETag or time, with the size."""
+        return self._forked().version(path) if is_forked() else self._pins.told(self._below(path))
+
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""
         below = self._below(path) if path else self._folder
@@ -206,7 +210,7 @@ class ObstoreTransport:
                 nbytes=len(content),
             )
         except StoreExistsError:
-            raise StoreExistsError("somebody has created this already", where=self._where(below)) from None
+            raise StoreExistsError("the file already exists", where=self._where(below)) from None
         self._pins.forget(below)
 
     def delete(self, path: str) -> None:

@@ -135,7 +135,7 @@ class Client:
         return self._uploader[0]
 
     def begin(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
-        """Begin `work()` where something has been begun, and wait for nothing, not even a lock; its errors are nobody's."""
+        """Begin `work()` where something has been begun, and wait for nothing, not even a lock; errors are dropped."""
         if _loop is not None and not is_forked():
             asyncio.run_coroutine_threadsafe(work(), _loop.loop)
 
@@ -295,7 +295,7 @@ def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectS
 
 
 def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") -> str | None:
-    """The region that AWS says a bucket is in, to anybody who asks; None where nobody answers."""
+    """The region of a bucket, which AWS tells without credentials; None without an answer."""
     import urllib.error
     import urllib.request
 

@@ -79,9 +79,9 @@ class Options:
 
 
 class LeftBehind:
-    """Stands for a client whose credentials did not travel with it: whoever uses it hears so.
+    """Stands for a client whose credentials did not travel with it: using it raises an error.
 
-    Unpickling itself must not fail: dask's connections break on an error there, and everybody waits.
+    Unpickling itself must not fail: dask's connections break on an error there, and the computation hangs.
 
     Args:
         make: What makes the client.

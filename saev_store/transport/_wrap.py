@@ -99,6 +99,9 @@ class Wrapper:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         self._around("readinto", nbytes, lambda: self._inner.readinto(path, starts=starts, buffers=buffers))
 
+    def version(self, path: str) -> str | None:
+        return self._inner.version(path)
+
     def at(self, path: str) -> Self:
         child = object.__new__(type(self))
         child.__dict__.update(self.__dict__, _inner=self._inner.at(path))
