@@ -57,7 +57,7 @@ class RangesOnly:
     cost, is_local, local_path, reads_into = ReadCost(100, 2000), False, None, False
 
     def __init__(self, inner: Transport) -> None:
-        for name in ("url", "name", "counters", "read", "size", "get_ranges", "close", "at", "readinto"):
+        for name in ("url", "name", "counters", "read", "size", "get_ranges", "close", "at", "readinto", "version"):
             setattr(self, name, getattr(inner, name))
 
 
