@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
 
-import numpy as np
-from waiting import HANG_S, soon
+from waiting import soon
 
 from saev_store import ShardStore
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._metrics import Tally
-from saev_store.loaders._run import BatchIterator, Machinery, Run
 
 
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("saev-", "saev_store-fetch"))]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("saev-")]
 
 
 def plainly(path: str) -> None:
@@ -54,24 +50,6 @@ def collect_all(loader: object, inner: ShuffledLoader) -> None:
     assert sum(len(batch["act"]) for batch in loader) == loader.n_samples
 
 
-def fetching(path: str) -> None:
-    del path
-    from saev_store.transport._http_fetcher import HttpFetcher
-    from saev_store.transport._http_spare import SpareConnections
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = socket.AF_INET, server.getsockname()
-        fetcher = HttpFetcher(address, SpareConnections(), n_threads=2, n_connections=2, in_flight_bytes=1, timeout_s=HANG_S)  # fmt: skip
-        batches = iter([{"act": np.zeros((1, 1))}] * 9)
-        run = Run(Machinery(1, 0, Tally(4), fetcher=fetcher), lambda: batches, 2)
-        cycle = [BatchIterator(run, timeout_s=HANG_S, on_batch=lambda: None, on_end=lambda: None)]
-        cycle.append(cycle)
-        del cycle, run
-        with fetcher._lock:
-            gc.collect()
-        assert soon(lambda: not our_threads()), our_threads()
-
-
 def leaving(path: str) -> None:
     """In the middle of an epoch: by the end of the program, with iterators that are held, forgotten and inherited."""
     loaders = [ShuffledLoader(ShardStore.open(path).sel(layer=5), batch_size=8) for _ in range(3)]
@@ -88,5 +66,5 @@ def leaving(path: str) -> None:
 
 if __name__ == "__main__":
     gc.disable()
-    {"plainly": plainly, "tensors": tensors, "fetching": fetching, "leaving": leaving}[sys.argv[1]](sys.argv[2])
+    {"plainly": plainly, "tensors": tensors, "leaving": leaving}[sys.argv[1]](sys.argv[2])
     sys.stdout.write("fine\n")

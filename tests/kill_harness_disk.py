@@ -57,6 +57,7 @@ class Disk:
     cost = FREE
     counters = Counters()
     name = "disk"
+    is_local, local_path, reads_into = False, None, False
 
     def __init__(self, *, posix: bool = True, dies_before: int | None = None) -> None:
         self.posix = posix

@@ -296,6 +296,7 @@ def test_a_read_error_costs_only_the_examples_in_that_block(digested):
         """A disk with one bad block."""
 
         url, name, cost = inner.url, inner.name, FREE
+        is_local, local_path, reads_into = True, None, False
         read, size, close = inner.read, inner.size, inner.close
 
         def get_ranges(self, path, *, starts, ends):
@@ -337,6 +338,7 @@ def test_an_interrupt_leaves_at_once(store, monkeypatch):
         """A server that has stopped answering."""
 
         url, name, cost = "remote://x", "remote", FREE
+        is_local, local_path, reads_into = False, None, False
         read, size, close = inner.read, inner.size, inner.close
 
         def get_ranges(self, path, *, starts, ends):

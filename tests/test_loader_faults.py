@@ -470,6 +470,6 @@ def test_blocks_far_apart_are_asked_for_together(plain):
         rows, batch_size=8, n_threads=1, examples_per_block=2, window_blocks=2, n_partitions=4
     ) as loader:
         assert sum(len(batch["act"]) for batch in loader) == len(rows)
-        reads = [nbytes for operation, nbytes in seen if operation in ("readinto", "read_runs")]
+        reads = [nbytes for operation, nbytes in seen if operation == "readinto"]
         assert len(reads) < loader.metrics().n_requests
         assert sum(reads) == len(rows) * 640 * 4

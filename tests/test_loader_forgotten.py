@@ -21,7 +21,6 @@ from saev_store._forgotten import Forgotten
 from saev_store.loaders import ShuffledLoader
 from saev_store.loaders._metrics import Tally
 from saev_store.loaders._run import Machinery, Run
-from saev_store.transport._http_fetcher import IS_POSSIBLE
 
 
 @pytest.fixture
@@ -38,13 +37,11 @@ def make(plain: Plain) -> ShuffledLoader:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("what", ["plainly", "tensors", "fetching", "leaving"])
+@pytest.mark.parametrize("what", ["plainly", "tensors", "leaving"])
 def test_in_a_process_of_its_own(plain, what):
     """Where a thread collects garbage that holds a lock of the threads which are to end, and where the process ends."""
     if what == "tensors":
         pytest.importorskip("torch")
-    if what == "fetching" and not IS_POSSIBLE:
-        pytest.skip("needs Linux's epoll")
     script = Path(__file__).with_name("forgotten.py")
     command = [sys.executable, "-W", "ignore::DeprecationWarning", str(script), what, str(plain.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)

@@ -121,7 +121,7 @@ def test_gaps_are_kept_as_they_are(plain, tmp_path):
     _, near, _ = cached(plain, tmp_path / "cache")
     truth = plain.shard(0).read_bytes()[100:400]
     first, last, junk = (memoryview(bytearray(100)) for _ in range(3))
-    near.readinto("acts000000.bin", start=100, buffers=[first, junk, last])
+    near.readinto("acts000000.bin", starts=[100, 200, 300], buffers=[first, junk, last])
     junk[:] = bytes(100)
     (whole,) = near.get_ranges("acts000000.bin", starts=[100], ends=[400])
     assert near.hits == 1
@@ -165,9 +165,9 @@ def test_no_other_rule_has_more_hits(tmp_path, kind, share):
     reads: list[str] = []
 
     class Noted(CachedTransport):
-        def readinto(self, path, *, start, buffers):
-            reads.append(f"{path} {start}")
-            super().readinto(path, start=start, buffers=buffers)
+        def readinto(self, path, *, starts, buffers):
+            reads.append(f"{path} {starts[0]}")
+            super().readinto(path, starts=starts, buffers=buffers)
 
     near = Noted(PreadTransport(plain.path), tmp_path / "cache", capacity * extent)
     store = ShardStore.open(near)

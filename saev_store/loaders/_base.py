@@ -33,7 +33,6 @@ from saev_store.loaders.cache import CachedTransport
 from saev_store.order import Batching, Blocks
 from saev_store.selected import Selection
 from saev_store.selection import Labels
-from saev_store.transport._base import FetchesAhead
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
@@ -221,12 +220,7 @@ class Loader(ABC):
             # A transport around another one may wait for whatever it likes.
             transport = self._rows._reader.transport
             copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
-            fetcher = None
-            if self._fetches_ahead and isinstance(transport, FetchesAhead):
-                fetcher = transport.open_fetcher(in_flight_bytes=self._n_threads * self._read_bytes)
-            machinery = self._machinery = Machinery(
-                self._n_threads, self._n_gather, tally, helps=copies, fetcher=fetcher
-            )
+            machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally, helps=copies)
             try:
                 return self._begin(epoch, first, machinery)
             except BaseException:
@@ -277,8 +271,6 @@ class Loader(ABC):
                 transport.expect(wanted, layout)
             transport = getattr(transport, "inner", None)
 
-    #: Whether tasks are asked for ahead of time, where the transport can do that.
-    _fetches_ahead = False
     #: Threads, besides those that read, that have a core's worth to do.
     _n_busy = 0
     #: Output buffers in use besides those that are ready and the consumer's.

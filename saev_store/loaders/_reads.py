@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from saev_store.errors import NotFoundError, TransportError
 from saev_store.indexing import Axis, Progression
 from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.loaders._advice import Advice
-from saev_store.loaders._lent import Lent
 from saev_store.loaders._medium import unwrapped
 from saev_store.loaders._memory import Rows, Takes, Target
 from saev_store.reader import FloatArray, Reader, _Piece
-from saev_store.transport import ReadsInto
-from saev_store.transport._base import Buffer, LendsRuns, ReadsRuns
+from saev_store.transport import Buffer
+
+T = TypeVar("T")
 
 #: A read that failed for a passing reason is tried again after these waits.
 _WAITS_S = (0.05, 0.2, 0.8)
@@ -142,10 +142,8 @@ class Reads:
         self.reader, self.layout = reader, reader.layout
         self._tally, self._stop, self._advice = tally, stop, advice
         transport = reader.transport
-        self._into = transport if isinstance(transport, ReadsInto) else None
-        self._runs = transport if isinstance(transport, ReadsRuns) else None
-        self._lends = transport if isinstance(transport, LendsRuns) else None
-        self._one_by_one = waits and self._runs is not None
+        self._into = transport.reads_into
+        self._one_by_one = waits and self._into
         self._resident = np.isinf(transport.cost.max_gap_bytes)
         # Gaps are read into memory that is thrown away; where the source is memory, only a token's worth pays.
         self._max_gap_bytes = int(min(transport.cost.max_gap_bytes, SMALL_RUN_BYTES if self._resident else 1 << 20))
@@ -168,11 +166,11 @@ class Reads:
         # A task ends with its shard, and where it has enough to do.
         part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
         bounds = np.concatenate(([0], np.flatnonzero(np.diff(part)) + 1, [len(part)])).tolist()
-        takes = target if self._lends is not None and isinstance(target, Takes) else None
+        takes = target if not self._into and isinstance(target, Takes) else None
         for lo, hi in pairwise(bounds):
             some = runs.take(slice(lo, hi))
             if takes is not None:
-                task = Lent(self, some, takes)
+                task = partial(self._take, some, takes)
             else:
                 task = partial(target.fill, some.place, some.count, partial(self._read, some))
             yield task, shard_name(int(some.shard[0]))
@@ -213,7 +211,7 @@ class Reads:
             self._advice.before(shard)
         alone: list[int] = []
         for lo, hi in pairwise(first):
-            if hi - lo == 1 and self._runs is not None:
+            if hi - lo == 1 and self._into:
                 alone.append(lo)
                 continue
             views: list[memoryview] = []
@@ -254,36 +252,29 @@ class Reads:
 
     def _take(self, runs: Runs, target: Takes) -> None:
         """Runs of one shard, in the order of the shard, from where they arrived to the places of a target."""
-        if self._lends is None:  # pragma: no cover - looked at before
-            return
-        started, lends, shard = time.perf_counter(), self._lends, int(runs.shard[0])
+        started, shard = time.perf_counter(), int(runs.shard[0])
         begins, stops, first = self._requests(runs)
         places, counts = runs.place.tolist(), runs.count.tolist()
         for at in range(0, len(first) - 1, _RUNS_AT_ONCE):
             requests = list(pairwise(first[at : at + _RUNS_AT_ONCE + 1]))
-
-            def take(number: int, found: Buffer, requests: list[tuple[int, int]] = requests) -> None:
-                lo, hi = requests[number]
+            lows, highs = [begins[lo] for lo, _ in requests], [stops[hi - 1] for _, hi in requests]
+            for (lo, hi), found in zip(requests, self._retried(partial(self._ranges, shard, lows, highs)), strict=True):
                 for run in range(lo, hi):
                     start, stop = begins[run] - begins[lo], stops[run] - begins[lo]
                     target.take(places[run], counts[run], memoryview(found)[start:stop])
-
-            lows, highs = [begins[lo] for lo, _ in requests], [stops[hi - 1] for _, hi in requests]
-            try:
-                self._retried(partial(lends.lend_runs, shard_name(shard), starts=lows, ends=highs, take=take))
-            except NotFoundError:
-                self._look_again(shard)
-                raise
         nbytes = sum(stops[hi - 1] - begins[lo] for lo, hi in pairwise(first))
         self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
 
-    def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
-        if self._runs is None or len(starts) == 1:
-            for start, buffer in zip(starts, buffers, strict=True):
-                self._fill(shard, start, [buffer])
-            return
+    def _ranges(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
         try:
-            self._runs.read_runs(shard_name(shard), starts=starts, buffers=buffers)
+            return self.reader.transport.get_ranges(shard_name(shard), starts=starts, ends=ends)
+        except NotFoundError:
+            self._look_again(shard)
+            raise
+
+    def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
+        try:
+            self.reader.transport.readinto(shard_name(shard), starts=starts, buffers=buffers)
         except NotFoundError:
             self._look_again(shard)
             raise
@@ -294,39 +285,29 @@ class Reads:
         self.reader._check_size(shard)
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
-        name = shard_name(shard)
-        try:
-            if self._into is not None:
-                self._into.readinto(name, start=start, buffers=views)
-                return
-            end = start + sum(view.nbytes for view in views)
-            (found,) = self.reader.transport.get_ranges(name, starts=[start], ends=[end])
-        except NotFoundError:
-            self._look_again(shard)
-            raise
-        source, at = memoryview(found).cast("B"), 0
-        for view in views:
-            view[:] = source[at : at + view.nbytes]
-            at += view.nbytes
+        starts = [start]
+        for view in views[:-1]:
+            starts.append(starts[-1] + view.nbytes)
+        self._fill_runs(shard, starts, views)
 
     def _touch(self, shard: int, lowest: int, highest: int) -> None:
         """Before bytes of some examples of a shard are read."""
         self.reader._touch(_Piece(shard, Progression(lowest, 1, highest + 1 - lowest), slice(None)))
 
-    def _retried(self, read: Callable[[], None]) -> None:
+    def _retried(self, read: Callable[[], T]) -> T:
         """Carry out a read, again where the reason of a failure may have passed."""
         for wait_s in (*_WAITS_S, None):
             try:
-                read()
-                return
+                return read()
             except TransportError as error:
                 if wait_s is None or not error.transient or self._stop.wait(wait_s):
                     raise
                 with self._tally.lock:
                     self._tally.n_retries += 1
-                if getattr(unwrapped(self.reader.transport), "is_local", False):
+                if unwrapped(self.reader.transport).is_local:
                     # A stale handle of a network file system only goes away with a new descriptor.
                     self.reader.transport.close()
+        raise AssertionError  # the last wait is None
 
 
 class PlannedReads(Reads):

@@ -7,23 +7,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import numpy as np
 
 from saev_store._forgotten import FORGOTTEN
 from saev_store.errors import ArgumentError, ForkError
-from saev_store.loaders._lent import Lent
 from saev_store.loaders._metrics import Tally
 from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
-from saev_store.transport._base import Fetcher
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
 #: `token_labels` (n,) uint8.
 Batch = dict[str, np.ndarray]
-
-#: A message names so many of the files that are fetched ahead.
-_MOST_NAMES = 8
 
 
 class Machinery:
@@ -34,12 +28,9 @@ class Machinery:
         n_gather: Threads that gather, besides the one that makes batches.
         tally: Where measures are kept.
         helps: Whether the thread that makes batches reads as well instead of waiting for reads, because they are copies.
-        fetcher: Asked first for what tasks read; closed together with the threads.
     """
 
-    def __init__(
-        self, n_threads: int, n_gather: int, tally: Tally, *, helps: bool = False, fetcher: Fetcher | None = None
-    ) -> None:
+    def __init__(self, n_threads: int, n_gather: int, tally: Tally, *, helps: bool = False) -> None:
         self.helps = helps
         self.stop = threading.Event()
         self.tally = tally
@@ -48,9 +39,6 @@ class Machinery:
         #: The thread that makes batches.
         self.maker: threading.Thread | None = None
         self.readers = Workers(n_threads, "saev-read", self.stop)
-        self._fetcher = fetcher
-        #: Of every task that was asked for ahead of time, the name of its file.
-        self._fetching: dict[int, str] = {}
         self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
 
     def read(self, tasks: Iterable[tuple[Callable[[], None], str]]) -> Group:
@@ -58,44 +46,17 @@ class Machinery:
         found = list(tasks)
         group = Group(len(found))
         for task, where in found:
-            if not self._begun(task, group, where):
-                self.readers.submit(task, group, where)
+            self.readers.submit(task, group, where)
         return group
 
-    def _begun(self, task: Callable[[], None], group: Group, where: str) -> bool:
-        """Whether what a task reads has been asked for ahead of time."""
-        if self._fetcher is None or not isinstance(task, Lent):
-            return False
-        self._fetching[id(task)] = where
-        is_begun = task.begin(self._fetcher, partial(self._fetched, task, group, where))
-        if not is_begun:
-            del self._fetching[id(task)]
-        return is_begun
-
-    def _fetched(self, task: Lent, group: Group, where: str, whole: bool) -> None:
-        """What was asked for ahead of time is there, or has to be read in the ordinary way."""
-        del self._fetching[id(task)]
-        if whole or self.stop.is_set():
-            group.finish(None if whole else StoppedError())
-            return
-        try:
-            self.readers.submit(task, group, where)
-        except RuntimeError as error:  # there can be no more threads
-            group.finish(error)
-
     def busy_with(self) -> str:
-        """What reading threads are doing and what is being fetched ahead, for an error message."""
-        fetched = sorted(set(self._fetching.copy().values()))
-        if not fetched:
-            return self.readers.busy_with()
-        more = f" and {len(fetched) - _MOST_NAMES} more" if len(fetched) > _MOST_NAMES else ""
-        return f"{self.readers.busy_with()}; being fetched ahead: {', '.join(fetched[:_MOST_NAMES])}{more}"
+        """What reading threads are doing, for an error message."""
+        return self.readers.busy_with()
 
     @property
     def has_strays(self) -> bool:
         """Whether a thread has not ended yet, and may still use the memory it was given."""
         others = self.gatherers is not None and self.gatherers.is_alive
-        others = others or (self._fetcher is not None and self._fetcher.is_alive)
         return self.readers.is_alive or others or (self.maker is not None and self.maker.is_alive())
 
     def close(self, deadline: float) -> None:
@@ -103,9 +64,6 @@ class Machinery:
         workers = [self.readers, *([self.gatherers] if self.gatherers is not None else [])]
         for some in workers:
             some.close()
-        if self._fetcher is not None:
-            self._fetcher.close()
-            self._fetcher.join(deadline)
         for some in workers:
             some.join(deadline)
         self.on_close()

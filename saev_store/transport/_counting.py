@@ -1,4 +1,4 @@
-"""How many requests an operation costs: for tests of what we promise, and for finding out where time goes."""
+"""Counts of operations, for tests and profiling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRITING = {"put", "create", "sink.write"}
 
 
 class CountingTransport(Wrapper):
-    """Counts the operations that pass, failed ones included, apart from what the transport inside counts.
+    """Counts operations, failed ones included, separately from the wrapped transport's own counters.
 
     In `operations` a call of `get_ranges` is one, however many ranges travel with it.
 

@@ -1,4 +1,4 @@
-"""A far-away place on this machine: for tests and benchmarks of read planning."""
+"""Simulated network latency, for tests and benchmarks of read planning."""
 
 from __future__ import annotations
 

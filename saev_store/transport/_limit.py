@@ -1,4 +1,4 @@
-"""Not faster than this: for copies that share a line, or a service's quota, with others."""
+"""Rate limiting by bytes/s and requests/s."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REQUEST_BYTES = 8 << 20
 
 
 class Rate:
-    """How much may move; thread-safe, shared by everything that it limits together.
+    """A limit on bytes/s and requests/s, shared by all that it limits together; thread-safe.
 
     Args:
         bytes_per_s: Bytes read and written; None for no limit.
@@ -31,7 +31,7 @@ class Rate:
     def __init__(self, bytes_per_s: float | None = None, requests_per_s: float | None = None) -> None:
         for name, limit in (("bytes_per_s", bytes_per_s), ("requests_per_s", requests_per_s)):
             if limit is not None and not limit > 0:
-                raise ArgumentError(f"{limit} is no limit: it is more than 0", where=name)
+                raise ArgumentError(f"{limit} is not a limit: it must be more than 0", where=name)
         self._limits = (bytes_per_s, requests_per_s)
         self._s_per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
         self._s_per_request = 1 / requests_per_s if requests_per_s else 0.0
@@ -42,7 +42,7 @@ class Rate:
         return Rate, self._limits
 
     def take(self, nbytes: int, requests: float) -> None:
-        """Wait until it is the turn of so many bytes and requests."""
+        """Wait until so many bytes and requests are allowed."""
         cost_s = max(nbytes * self._s_per_byte, requests * self._s_per_request)
         with self._lock:
             now = time.monotonic()
@@ -53,7 +53,7 @@ class Rate:
 
 
 class LimitTransport(Wrapper):
-    """Delays operations so that their bytes and requests stay below a rate, on average.
+    """A transport whose bytes/s and requests/s stay below a rate, on average.
 
     Args:
         inner: Does the work.

@@ -1,4 +1,4 @@
-"""Which object a name meant when it was first read: a replaced one is an error, never half of an answer."""
+"""Which object a name meant when it was first read: reading another one later is an error (decision 6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Version = tuple[str | None, int | None]
 
 
 class Pins:
-    """The versions of files that were read, by path; shared by all transports below one root, and part of their pickles."""
+    """The versions of the files that were read, by path. All transports below one root share them; pickles carry them."""
 
     def __init__(self, versions: dict[str, Version] | None = None) -> None:
         self.versions = dict(versions or {})
@@ -30,8 +30,13 @@ class Pins:
                 remedy="Open the store again to read the new one.",
             )
 
+    def told(self, path: str) -> str | None:
+        """The version of a file as text; None if no range of it was read yet."""
+        version = self.versions.get(path)
+        return None if version is None else repr(version)
+
     def forget(self, path: str) -> None:
-        """A file, or all in a folder, was changed by us."""
+        """A file, or everything in a folder, was changed through this transport."""
         for pinned in [name for name in self.versions if name == path or name.startswith(f"{path}/")]:
             self.versions.pop(pinned, None)
 

@@ -1,4 +1,4 @@
-"""Waiting for another thread, without missing a Ctrl-C."""
+"""Waits for another thread that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLICE_S = 0.2
 
 
 def awaited(future: Future[T], timeout_s: float) -> T:
-    """What a future gives; it is cancelled if nobody waits for it any more.
+    """The result of a future, which is cancelled when the wait ends without one.
 
     Waiting is done in slices: a thread that waits for long is not woken by a Ctrl-C that another one is told of.
 
