@@ -34,6 +34,7 @@ FLOORS = {
     "store": 3,
     "reader": 3,
     "writer": 3,
+    "identity": 3,
     "inspect": 3,
     "display": 3,
     "faces": 3,

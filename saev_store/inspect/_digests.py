@@ -34,7 +34,7 @@ class Promised:
 
 def promised_digests(transport: Transport, layout: Layout) -> Promised:
     """The digests beside a store; a missing document is an info, one that cannot be used a warning."""
-    from saev_store.writer._digests import load_digests
+    from saev_store.writer import load_digests
 
     try:
         digests = load_digests(transport)

@@ -66,7 +66,7 @@ def validate(
 def _read_everything(
     transport: Transport, layout: Layout, index: ShardsIndex, seen: Survey, *, progress: bool | None
 ) -> tuple[list[Problem], int]:
-    from saev_store.writer._progress import Progress
+    from saev_store.writer import Progress
 
     digests = promised_digests(transport, layout)
     sizes = [
