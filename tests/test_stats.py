@@ -507,7 +507,7 @@ def test_the_bar_counts_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def cluster():
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
+        n_workers=2, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=":0"
     ) as running:
         yield running
 
