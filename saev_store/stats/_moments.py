@@ -129,7 +129,7 @@ def _piece(piece: npt.NDArray[np.float32]) -> Moments:
     norms: Floats = np.sqrt(np.vecdot(values, values))
     mean = sums.sum(axis=0) / per_token
     values -= mean[:, np.newaxis]
-    counts = np.full(piece.shape[1], per_token)
+    counts = _equal_counts(per_token, like=norms)
     return Moments(
         n_values=counts,
         n_finite=counts,
@@ -138,23 +138,28 @@ def _piece(piece: npt.NDArray[np.float32]) -> Moments:
         low=piece.min(axis=(0, 2)).astype(np.float64),
         high=piece.max(axis=(0, 2)).astype(np.float64),
         n_zeros=np.zeros_like(counts) if piece.all() else (piece == 0).sum(axis=(0, 2)),
-        n_vectors=np.full(piece.shape[1], n_examples, np.int64),
+        n_vectors=_equal_counts(n_examples, like=norms),
         mean_norm=norms.mean(axis=0),
     )
+
+
+def _equal_counts(count: int, *, like: Floats) -> Counts:
+    """The same count for each token of `like`, (example, token)."""
+    return np.repeat(np.int64(count), like.shape[1])
 
 
 def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats) -> Moments:
     """The moments of a piece in which some numbers are NaN or infinite."""
     finite = np.isfinite(piece)
-    n_finite = finite.sum(axis=(0, 2))
+    n_finite: Counts = finite.sum(axis=(0, 2))
     values[~finite] = 0.0
     whole = finite.all(axis=2)
     norms: Floats = np.sqrt(np.vecdot(values, values)) * whole
-    n_vectors = whole.sum(axis=0)
+    n_vectors: Counts = whole.sum(axis=0)
     mean = values.sum(axis=(0, 2)) / np.maximum(n_finite, 1)
     deviations = (values - mean[:, np.newaxis]) * finite
     return Moments(
-        n_values=np.full(piece.shape[1], piece.shape[0] * piece.shape[2], np.int64),
+        n_values=_equal_counts(piece.shape[0] * piece.shape[2], like=norms),
         n_finite=n_finite,
         mean=mean,
         m2=np.vecdot(deviations, deviations).sum(axis=0),
