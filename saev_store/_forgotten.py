@@ -1,8 +1,8 @@
-"""What has threads and that nobody uses any more: ended by a thread of their own, and at the end of the process.
+"""Closes abandoned loaders and writers: objects with threads that were garbage-collected without `close()`.
 
-Garbage that is part of a cycle is collected in whichever thread happens to be next, wherever that is: also in one of the
-threads that have to end, or while it holds a lock that ending them takes. So whoever finds something forgotten only says so,
-and this thread closes it.
+Garbage collection runs in any thread, also in one of the threads to be ended, or while it holds a lock that `close()` takes. A
+finalizer therefore only enqueues the object, and a thread of this module closes it. What is open at the end of the process is
+closed then.
 """
 
 from __future__ import annotations
@@ -16,65 +16,66 @@ from typing import Protocol
 
 
 class Closes(Protocol):
-    """Something that has to be ended."""
+    """An object that has to be closed."""
 
     def close(self) -> None:
-        """End it; calling it again does nothing."""
+        """Close it; a second call does nothing."""
         ...
 
 
 class Forgotten:
-    """What has begun and is not closed yet, and a thread that closes what is forgotten; one of it for each process."""
+    """The objects of this process that are not closed yet, and the thread that closes abandoned ones."""
 
     def __init__(self) -> None:
         self._renew()
-        os.register_at_fork(after_in_child=self._renew)
+        if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+            os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
-        """Begin anew, also in a forked child: what the parent has begun is not the child's to close."""
+        """Reset, also in a forked child: the parent closes its own objects."""
         self._live: dict[int, Closes] = {}
-        # Its `put` takes no lock that the same thread could hold already: it may be called from anywhere.
+        # `SimpleQueue.put` is reentrant, so finalizers may call it in any thread.
         self._found: SimpleQueue[Closes] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Have the thread, which children do not inherit; before anything is watched.
+        """Start the closing thread if it does not run; call it before `watch`.
 
         Raises:
-            RuntimeError: no thread can be started.
+            RuntimeError: the system refuses a thread.
         """
         if self._thread is None:
             thread = threading.Thread(target=_close_all, args=(self._found,), name="closes-forgotten", daemon=True)
             thread.start()
             self._thread = thread
-            # Only now, and once, to come before what transports have registered for their own threads.
+            # Registered last, and once, so that it runs before the exit handlers of transports.
             atexit.unregister(self.close_all)
             atexit.register(self.close_all)
 
     def watch(self, some: Closes) -> None:
-        """Close it at the end of the process, unless it is closed before."""
+        """Close the object at the end of the process, unless it is closed before."""
         self._live[id(some)] = some
 
     def tell(self, some: Closes) -> None:
-        """Nobody refers to it any more; it is closed soon. The only thing that a finalizer may do."""
+        """Enqueue an abandoned object to be closed. The only call that a finalizer may make."""
         if id(some) in self._live:
             self._found.put(some)
 
     def closed(self, some: Closes) -> None:
-        """It has been closed."""
+        """The object was closed: stop watching it."""
         self._live.pop(id(some), None)
 
     def close_all(self) -> None:
-        """Close what is left."""
+        """Close all objects that are still watched."""
         for some in list(self._live.values()):
-            with suppress(Exception):  # the next one has to be closed all the same
+            with suppress(Exception):  # the others must be closed too
                 some.close()
 
 
 def _close_all(found: SimpleQueue[Closes]) -> None:
     while True:
-        with suppress(Exception):  # there is nobody to tell
-            # Without a name: nothing may keep the last one alive while this waits for the next.
+        with suppress(Exception):  # no caller could handle an error
+            # Not bound to a name, which would keep the object alive while this waits for the next one.
             found.get().close()
 
 

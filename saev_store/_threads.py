@@ -1,7 +1,7 @@
-"""A few threads for one call: copying in one thread is slower than memory can deliver.
+"""Threads for the duration of one call.
 
-Starting a thread costs some 50 us, so each should have a millisecond of work. They end with the call: there is nothing to
-shut down, to inherit through `fork`, or to leak.
+One thread copies more slowly than memory allows. Starting a thread takes about 50 us, so each needs a millisecond of work. Threads
+end with the call: there is no pool to shut down, to inherit through `fork`, or to leak.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import TypeVar
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: More threads than this do not copy faster within one memory.
+#: More threads do not copy faster within one memory.
 _MAX_THREADS = 8
 
 
 def n_threads(nbytes: int, *, part_bytes: int) -> int:
-    """How many threads a copy of `nbytes` is worth: one for each core that we may use, with at least `part_bytes` each."""
+    """Number of threads for a copy of `nbytes`: one per usable core, each with at least `part_bytes`."""
     return max(1, min(nbytes // part_bytes, n_cores(), _MAX_THREADS))
 
 
 def n_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ahead(work: Callable[[S], T], items: Sequence[S], n: int) -> Generator[T]:
-    """What `work` gives for each item, in order, with up to `n` of them under way: for work that waits for a network.
+    """Map `work` over `items` in up to `n` threads and yield results in order; for work that waits for a network.
 
-    An error comes out in the place of its item, whichever thread was quicker. What has not begun by then never is, nor when
-    the iterator is closed; what is under way ends by itself. With `n` of 1 there are no threads.
+    An error is raised at the position of its item. After an error, or when the iterator is closed, no further item is started;
+    running ones end by themselves. With `n` of 1 there are no threads.
 
     >>> list(ahead(abs, [-3, 1, -2], 2))
     [3, 1, 2]
@@ -58,10 +58,10 @@ def ahead(work: Callable[[S], T], items: Sequence[S], n: int) -> Generator[T]:
 
 
 def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
-    """Do all parts in `n` threads, of which this is one; each takes the next part when it is done with one.
+    """Run `work` on all parts in `n` threads including the calling one; each takes the next part when it has finished one.
 
-    So a thread that gets no core holds up the others by one part at most. After an error no part is begun any more, and the
-    error is raised here when all threads have ended. Where the system gives no more threads, fewer do it.
+    A thread without a core therefore delays the others by one part at most. After an error no further part is started, and the
+    error is raised here when all threads have ended. If the system refuses a thread, fewer threads are used.
     """
     errors: list[BaseException] = []
 
@@ -73,7 +73,7 @@ def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
                 return
             try:
                 work(part)
-            except BaseException as error:  # raised again by the thread that asked
+            except BaseException as error:  # raised by the calling thread
                 errors.append(error)
                 parts.clear()
 

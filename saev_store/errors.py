@@ -1,9 +1,9 @@
-"""Every exception and warning of the package: one tree, stable kinds, picklable.
+"""All exceptions and warnings of the package: one tree, stable kinds, picklable.
 
 ```text
 SaevStoreError
 ├── NotFoundError          (FileNotFoundError)   no store, no file, no root there
-├── AccessError            (PermissionError)     it is there, we may not read or write it
+├── AccessError            (PermissionError)     it exists, but may not be read or written
 ├── DocumentError          (ValueError)          metadata.json / shards.json / labels.bin break a rule; carries all problems
 │   └── UnknownProtocolError                     a protocol or dtype this version cannot read (a *breaking* change)
 ├── UnsafeContentError     (ValueError)          a name in a file that leaves the store's folder
@@ -15,11 +15,11 @@ SaevStoreError
 ├── TransportError         (OSError)             the bytes could not be moved
 │   └── DeadlineError      (TimeoutError)        not within the time allowed
 ├── StoreExistsError       (FileExistsError)     a complete store (or object) is already there
-├── IncompleteStoreError   (RuntimeError)        a store that was never published
-├── ResumeError            (ValueError)          what lies there cannot be continued by this call
-├── WriterConflictError    (RuntimeError)        somebody else is writing, or has taken over
-├── ReadOnlyError          (PermissionError)     a write through something that only reads
-├── ForkError              (RuntimeError)        a client that does not survive fork(), used in a child
+├── IncompleteStoreError   (RuntimeError)        a store that is not published
+├── ResumeError            (ValueError)          this call cannot continue the unfinished store
+├── WriterConflictError    (RuntimeError)        another writer holds or has published the store
+├── ReadOnlyError          (PermissionError)     a write through a read-only transport
+├── ForkError              (RuntimeError)        a client that does not survive fork(), used in a forked child
 └── MissingDependencyError (ImportError)         an extra has to be installed first
 ```
 
@@ -42,7 +42,7 @@ _BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 def brief(value: object) -> str:
-    """A value as a message shows it: bounded in length whatever the caller passed.
+    """A value as text of bounded length, for messages.
 
     >>> brief("a" * 100)[:12], brief(10**5000)
     ("'aaaaaaaaaaa", 'an integer of 16610 bits')
@@ -56,12 +56,12 @@ def brief(value: object) -> str:
 
 
 class SaevStoreError(Exception):
-    """The root of the tree: everything the package raises on purpose.
+    """The root of the tree of errors.
 
     Args:
-        message: The value that was met and the rule it breaks.
-        where: The file, URL or argument that the value was met in.
-        remedy: What the caller can do about it.
+        message: The value and the rule that it breaks.
+        where: The file, URL or argument that has the value.
+        remedy: What the caller can do.
 
     >>> print(NotFoundError("there is no metadata.json", where="/data/x", remedy="Open one of its sub-folders."))
     /data/x: there is no metadata.json. Open one of its sub-folders.
@@ -89,10 +89,10 @@ def _shown_context(error: SaevStoreError) -> BaseException | None:
     return None if error.__suppress_context__ else cast("BaseException | None", _CONTEXT.__get__(error))
 
 
-# `raise … from None` hides a client's error because it may quote a request with its credentials. Tools that pickle an error
-# with all that hangs on it (dask's workers do) must not find it either.
+# `raise … from None` hides a client's error, which may quote a request with its credentials. Tools that pickle an error with its
+# context (dask's workers) must not find it either.
 _CONTEXT = cast("GetSetDescriptorType", BaseException.__dict__["__context__"])
-setattr(SaevStoreError, "__context__", property(_shown_context, _CONTEXT.__set__))  # noqa: B010  # known to type checkers
+setattr(SaevStoreError, "__context__", property(_shown_context, _CONTEXT.__set__))  # noqa: B010  # a plain assignment is a type error
 
 
 def _rebuild(cls: type[SaevStoreError], state: dict[str, object]) -> SaevStoreError:
@@ -102,19 +102,19 @@ def _rebuild(cls: type[SaevStoreError], state: dict[str, object]) -> SaevStoreEr
 
 
 class NotFoundError(SaevStoreError, FileNotFoundError):
-    """There is no store, file or root where one was asked for."""
+    """There is no store, file or root at the address."""
 
     kind = "not_found"
 
 
 class AccessError(SaevStoreError, PermissionError):
-    """The file system or the bucket refuses us."""
+    """The file system or the bucket refuses access."""
 
     kind = "access"
 
 
 class _WithProblems(SaevStoreError):
-    """An error that knows more than one thing that is wrong."""
+    """An error with a list of problems."""
 
     def __init__(
         self,
@@ -141,19 +141,19 @@ class UnknownProtocolError(DocumentError):
 
 
 class UnsafeContentError(SaevStoreError, ValueError):
-    """A file names something outside the store's folder, or wants something executed."""
+    """A file names something outside the store's folder, or would execute code."""
 
     kind = "unsafe_content"
 
 
 class LayerNotFoundError(SaevStoreError, KeyError):
-    """A layer *label* was asked for that `layers` does not hold."""
+    """A layer *label* is not in `layers`."""
 
     kind = "layer_not_found"
 
 
 class SelectionError(SaevStoreError, IndexError):
-    """An index is out of range, or a selection does not make sense for this store."""
+    """An index is out of range, or a selection is not valid for this store."""
 
     kind = "selection"
 
@@ -165,19 +165,19 @@ class ArgumentError(SaevStoreError, ValueError):
 
 
 class CorruptShardError(_WithProblems, OSError):
-    """A shard is missing, too short, or does not hold what was written; `problems` lists all that is known."""
+    """A shard is missing, too short, or differs from what was written; `problems` lists all known damage."""
 
     kind = "corrupt_shard"
 
 
 class MissingShardError(CorruptShardError, FileNotFoundError):
-    """A shard's file is not there: a `FileNotFoundError` as well, which is what scripts for other loaders wait for."""
+    """A shard's file is missing. Also a `FileNotFoundError`, which scripts for other loaders catch."""
 
     kind = "missing_shard"
 
 
 class TransportError(SaevStoreError, OSError):
-    """Bytes could not be read from, or written to, where the store lies; `transient` if trying again may help."""
+    """Bytes could not be read or written; `transient` if a retry may help."""
 
     kind = "transport"
 
@@ -189,19 +189,19 @@ class TransportError(SaevStoreError, OSError):
 
 
 class DeadlineError(TransportError, TimeoutError):
-    """An operation did not finish within the time it was allowed."""
+    """An operation exceeded its time-out."""
 
     kind = "deadline"
 
 
 class StoreExistsError(SaevStoreError, FileExistsError):
-    """Something complete lies where something new was to be created."""
+    """A complete store or file exists where a new one was to be created."""
 
     kind = "store_exists"
 
 
 class IncompleteStoreError(SaevStoreError, RuntimeError):
-    """The store was never published: its writer has not finished, or crashed."""
+    """The store is not published: its writer has not finished, or has crashed."""
 
     kind = "incomplete_store"
 
@@ -213,19 +213,19 @@ class ResumeError(SaevStoreError, ValueError):
 
 
 class WriterConflictError(SaevStoreError, RuntimeError):
-    """Another writer holds this store, has taken it over, or has published it first."""
+    """Another writer holds this store, has taken it over, or has published it."""
 
     kind = "writer_conflict"
 
 
 class ReadOnlyError(SaevStoreError, PermissionError):
-    """A write was asked of something that only reads."""
+    """A write through a read-only transport or view."""
 
     kind = "read_only"
 
 
 class ForkError(SaevStoreError, RuntimeError):
-    """A client that cannot survive `fork()` was used in a forked child."""
+    """A client that does not survive `fork()` was used in a forked child."""
 
     kind = "fork"
 
@@ -237,8 +237,8 @@ class MissingDependencyError(SaevStoreError, ImportError):
 
 
 class SaevStoreWarning(UserWarning):
-    """Something is odd, but every vector handed out is still right."""
+    """Something is unusual; all vectors are still right."""
 
 
 class BreakingProtocolWarning(SaevStoreWarning):
-    """A store was met that follows a newer major version of the protocol (section 5)."""
+    """The store follows a newer major version of the protocol (section 5)."""

@@ -1,4 +1,4 @@
-"""What inspection finds: a `Problem` is one finding, validators return all of them."""
+"""`Problem`: one thing that is wrong with a store or a data set."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Severity = Literal["error", "warning", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding about a store.
+    """One thing that is wrong, or worth knowing, about a store or a data set.
 
     Attributes:
         kind: A stable code, such as `"missing_shard"`; codes are append-only.
         message: One sentence: the value, the rule, the remedy.
-        where: The file it was found in, relative to the store, or the document's name.
-        loc: The path inside that document, such as `("layers", 2)`.
-        severity: `"error"` makes vectors unreadable, `"warning"` wants a look, `"info"` is only good to know.
+        where: The file, relative to the store, or the document's name.
+        loc: The path within the document, such as `("layers", 2)`.
+        severity: `"error"`: data is lost or was not checked; `"warning"`: unusual; `"info"`: worth knowing.
         lost: Half-open ranges of examples that cannot be read because of it.
 
     >>> print(Problem("missing_shard", "acts000001.bin is gone", where="acts000001.bin", lost=((3, 6),)))

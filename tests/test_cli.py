@@ -310,7 +310,7 @@ def test_a_bucket_on_the_command_line(run, store, tmp_path, s3_bucket):
         (["head", "x", "-n", "many"], 2, "-n"),
         (["head", "x", "--tokens", "some"], 2, "--tokens"),
         (["info", "x", "--storage-options", "{"], 2, "not JSON"),
-        (["info", "x", "--storage-options", "[1]"], 2, "no object"),
+        (["info", "x", "--storage-options", "[1]"], 2, "not an object"),
         (["info", "x", "-o", "anon"], 2, "KEY=VALUE"),
         (["info", "/tmp", "-o", "anon=true"], 2, "local files take no options"),
         (["info", ""], 2, "not an address"),
@@ -429,3 +429,40 @@ def test_hundreds_of_stores(run, tmp_path):
     code, out, _ = run("ls", tmp_path / "root", "--json")
     assert code == 0
     assert len(json.loads(out)["stores"]) == 201
+
+
+def test_short_help(run):
+    for command in ([], ["info"], ["copy"]):
+        assert run(*command, "-h") == run(*command, "--help")
+        assert run(*command, "-h")[0] == 0
+
+
+def test_the_list_of_commands_has_whole_descriptions(run):
+    _, out, _ = run("--help")
+    assert "..." not in out.partition("Commands:")[2]
+    text = " ".join(out.split())
+    assert "Copy a store and verify every byte; an interrupted copy continues where it stopped." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["copy", "STORE", "OUT", "--max-mb-per-s", "0"], "--max-mb-per-s"),
+        (["stats", "STORE", "--sample", "0"], "--sample, --seed"),
+        (["head", "STORE", "--layer", "99"], "--layer"),
+        (["serve", "STORE", "--port", "70000"], "--port"),
+    ],
+)
+def test_errors_name_options_instead_of_arguments(run, store, tmp_path, arguments, name):
+    places = {"STORE": str(store.path), "OUT": str(tmp_path / "out")}
+    code, _, err = run(*(places.get(argument, argument) for argument in arguments))
+    assert code in {1, 2}
+    assert err.startswith(f"error: {name}: ")
+
+
+def test_ls_of_a_damaged_store(run, store):
+    store.shard(1).unlink()
+    code, out, _ = run("ls", str(store.path.parent), "--json")
+    (entry,) = json.loads(out)["stores"]
+    assert (code, entry["state"], entry["note"]) == (0, "damaged", "3 of 7 examples lost")
+    assert "damaged: 3 of 7 examples lost" in run("ls", str(store.path.parent))[1]

@@ -117,7 +117,7 @@ def test_a_dask_cluster(s3_bucket: Bucket, plain: PlainStore, monkeypatch: pytes
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
     with (
-        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         distributed.Client(cluster),
     ):
         for engine in ("obstore", "fsspec"):

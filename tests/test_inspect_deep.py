@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store, spans
 from test_inspect import documents, kinds
+from waiting import HANG_S
 
 from saev_store.errors import TransportError
 from saev_store.inspect import Report, validate
@@ -187,7 +188,7 @@ def test_without_digests_a_flipped_bit_is_invisible_and_said_so(store):
     overwrite(store.shard(1), 0, b"\x01")
     (remark,) = look(store, absent=True).problems
     assert remark.kind == "digests_absent"
-    assert "cannot be noticed" in remark.message
+    assert "cannot be detected" in remark.message
 
 
 def test_swapped_shards(digested):
@@ -393,3 +394,56 @@ def test_is_zero(n):
         data = bytearray(n)
         data[position] = 1
         assert not is_zero(memoryview(data))
+
+
+def test_digests_that_cannot_be_read_are_an_error(digested: Plain):
+    """What was not compared is not ok, and the exit code says so."""
+    from saev_store.cli import main
+
+    (digested.path / "digests.json").unlink()
+    (digested.path / "digests.json").mkdir()
+    report = look(digested)
+    assert kinds(report) == ["unreadable_digests"]
+    assert not report.ok
+    assert report.lost == ()
+    assert main(["validate", str(digested.path), "--deep", "--json"]) == 1
+
+
+def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch: pytest.MonkeyPatch):
+    """A thread that is in the middle of a block ends after the piece that it is reading."""
+    from saev_store.inspect import _deep
+    from saev_store.writer import Progress
+
+    gate, n_reads = threading.Event(), []
+
+    class Gated(MemoryTransport):
+        def readinto(self, path: str, *, start: int, buffers: list[memoryview]) -> None:
+            if path == "acts000001.bin":
+                n_reads.append(start)
+                gate.wait(HANG_S)
+            super().readinto(path, start=start, buffers=buffers)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "advance", interrupt)
+    monkeypatch.setattr(_deep, "_LOCAL_PIECE_BYTES", 64)
+    files = {file.name: file.read_bytes() for file in store.path.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        look(store, Gated(files))
+    gate.set()
+    validators = [thread for thread in threading.enumerate() if thread.name == "saev-store-validate"]
+    for thread in validators:
+        thread.join(HANG_S)
+    assert not any(thread.is_alive() for thread in validators)
+    assert len(n_reads) <= 1
+
+
+def test_a_validation_without_threads(store: Plain, monkeypatch: pytest.MonkeyPatch):
+    expected = look(store, absent=True).problems
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert look(store, absent=True).problems == expected

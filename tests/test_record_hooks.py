@@ -126,7 +126,7 @@ def test_a_foreign_forward_pass_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("layers", [(4,), (-5,), (1.0,), (True,), ("1",), (None,)])
 def test_labels_that_are_no_block(layers: tuple) -> None:
-    with pytest.raises(LayerNotFoundError, match=r"model with 4 of them.*from 0 to 3"):
+    with pytest.raises(LayerNotFoundError, match=r"this model, which has 4.*from 0 to 3"):
         Recorder(tiny("ViTModel"), layers=layers)
 
 

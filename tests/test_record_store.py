@@ -130,7 +130,7 @@ def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_p
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"layers": (3,)}, LayerNotFoundError, "no block of a model with 3"),
+        ({"layers": (3,)}, LayerNotFoundError, "not a block of this model"),
         ({"device": "abacus"}, ArgumentError, "device: 'abacus' cannot be used"),
         ({"device": "cuda:77"}, ArgumentError, "device: 'cuda:77' cannot be used"),
         ({"ckpt": None}, ArgumentError, "ckpt is not given"),

@@ -1,4 +1,4 @@
-"""The view over HTTP: what the standard says of ranges, what browsers want, and clients who do not know us."""
+"""The view over HTTP: ranges as the standard has them, browsers, damage, and Zarr clients without this package."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ pytest.importorskip("uvicorn")
 
 from saev_store.serve import _application, application, listen
 from saev_store.serve._ranges import UnsatisfiableError, parse_range
+from saev_store.zarr import ZarrView
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 
@@ -110,7 +111,19 @@ def test_a_range_beyond_the_end(url, header):
 
 
 @pytest.mark.parametrize(
-    "header", ["bytes=0-1,5-6", "bytes=9-3", "bytes=x", "items=0-1", "bytes=--1", "bytes=", "bytes=²-"]
+    "header",
+    [
+        "bytes=0-1,5-6",
+        "bytes=9-3",
+        "bytes=x",
+        "items=0-1",
+        "bytes=--1",
+        "bytes=",
+        "bytes=²-",
+        "bytes=0-1 5",
+        "bytes= 0-1",
+        "bytes=0 -1",
+    ],
 )
 def test_a_header_that_may_be_ignored(url, header):
     answer = Answer(url, KEY, Range=header.encode().decode("latin-1"))
@@ -170,15 +183,21 @@ def test_the_front_page_says_what_this_is(url):
     answer = Answer(url, "")
     assert answer.status == 200
     assert b"Zarr v3" in answer.body
-    assert b"layer 3" in answer.body
+    assert b"layers [2, 5, 11]" in answer.body
 
 
-def test_browsers_may_read(url):
+def test_pages_of_other_origins_may_not_read_by_default(url):
     answer = Answer(url, KEY, Origin="http://viewer.example", Range="bytes=0-9")
+    assert answer.headers["Access-Control-Allow-Origin"] is None
+
+
+def test_browsers_may_read_if_they_are_allowed_to(folder):
+    asked = {"Access_Control_Request_Method": "GET", "Access_Control_Request_Headers": "range"}
+    with serving(folder, "--chunks", "3,3,5,8", "--origin", "*") as (url, _):
+        answer = Answer(url, KEY, Origin="http://viewer.example", Range="bytes=0-9")
+        preflight = Answer(url, KEY, "OPTIONS", Origin="http://viewer.example", **asked)
     assert answer.headers["Access-Control-Allow-Origin"] == "*"
     assert "Content-Range" in answer.headers["Access-Control-Expose-Headers"]
-    asked = {"Access_Control_Request_Method": "GET", "Access_Control_Request_Headers": "range"}
-    preflight = Answer(url, KEY, "OPTIONS", Origin="http://viewer.example", **asked)
     assert preflight.status == 200
     assert "GET" in preflight.headers["Access-Control-Allow-Methods"]
     assert "range" in preflight.headers["Access-Control-Allow-Headers"].lower()
@@ -205,7 +224,8 @@ def test_damage_is_an_error_and_never_zeros(plain, tmp_path: Path):
         for example, file in ((2, "acts000000.bin"), (4, "acts000001.bin")):
             for headers in ({}, {"Range": "bytes=0-7"}):
                 answer = Answer(address, f"activations/c/{example}/0/0/0", **headers)
-                assert answer.status == 500
+                assert answer.status == 410  # permanent: clients do not try again
+                assert Answer(address, f"activations/c/{example}/0/0/0", "HEAD", **headers).status == 410
                 error = json.loads(answer.body)["error"]
                 assert (error["type"], error["kind"], error["where"]) == ("CorruptShardError", "corrupt_shard", file)
                 assert str(tmp_path) not in answer.body.decode()
@@ -216,9 +236,51 @@ def test_a_shard_that_shrinks_while_it_is_served(plain, tmp_path: Path):
     with serving(folder, "--chunks", "3,3,5,8") as (address, process):
         assert Answer(address, KEY).body == plain.dense[3:6].tobytes()
         os.truncate(folder / "acts000001.bin", 7)
-        assert Answer(address, KEY).status == 500
+        assert Answer(address, KEY).status == 410
         assert Answer(address, "activations/c/0/0/0/0").body == plain.dense[:3].tobytes()
         assert process.poll() is None
+
+
+# -- who may ask -------------------------------------------------------------------------------------------------------
+
+
+def test_other_host_names_are_refused(folder):
+    """A web page whose name was rebound to the loopback address sends its own name."""
+    with serving(folder, "--chunks", "3,3,5,8", "--allow-host", "Store.example") as (url, _):
+        status = {
+            host: Answer(url, KEY, Host=host).status
+            for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[evil", "store.example:8000",
+                         "localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:80", "10.1.2.3")
+        }  # fmt: skip
+    refused = [host for host, code in status.items() if code == 421]
+    assert refused == ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[evil"]
+    assert {code for host, code in status.items() if host not in refused} == {200}
+
+
+def test_no_answer_names_a_place_of_this_machine(tmp_path: Path):
+    plain = plain_store(LAYOUT, labelled=True)
+    folder = plain.write(tmp_path)
+    with serving(folder, "--chunks", "3,3,5,8") as (url, _):
+        for key in ("", "zarr.json", "activations/zarr.json"):
+            body = Answer(url, key).body.decode()
+            assert str(tmp_path) not in body
+            assert "url" not in json.loads(body).get("attributes", {}) if key else True
+    hidden = {"dataset": "/home/me/birds", "data": {"root": "s3://bucket/birds/", "names": ["a/b", "/x/y"], "n": 3}}
+    assert _application._basenames(hidden) == {
+        "dataset": "birds", "data": {"root": "birds", "names": ["a/b", "y"], "n": 3},
+    }  # fmt: skip
+
+
+def test_a_replaced_file_has_another_tag(plain, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    with serving(folder, "--chunks", "3,3,5,8") as (url, _):
+        tag, other = Answer(url, KEY).headers["ETag"], Answer(url, "activations/c/0/0/0/0").headers["ETag"]
+        (folder / "acts000001.bin").write_bytes(plain.files["acts000000.bin"])
+        os.utime(folder / "acts000001.bin", ns=(1, 1))
+        again = Answer(url, KEY, If_None_Match=tag)
+        assert again.status == 200
+        assert again.headers["ETag"] != tag
+        assert Answer(url, "activations/c/0/0/0/0", If_None_Match=other).status == 304
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------
@@ -274,7 +336,7 @@ def test_zarr_python_meets_damage_as_an_error(plain, tmp_path: Path):
     with serving(folder) as (address, _):
         ran = read_elsewhere(address, tmp_path / "truth.npz")
     assert ran.returncode == 1
-    assert "500" in ran.stderr
+    assert "410" in ran.stderr
     assert "AssertionError" not in ran.stderr
 
 
@@ -284,13 +346,21 @@ def test_large_values_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plain = plain_store(LAYOUT, seed=9)
     store = ShardStore.open(plain.write(tmp_path))
     monkeypatch.setattr(_application, "_PIECE_BYTES", 100)
+    read: list[tuple[int, int]] = []
+    original = ZarrView.get_sync
+
+    def get_sync(view, key, **options):
+        read.append((options["byte_range"].start, options["byte_range"].end))
+        return original(view, key, **options)
+
+    monkeypatch.setattr(ZarrView, "get_sync", get_sync)
     app = application(store, chunks=(3, 3, 5, 8))
     sent: list[dict] = []
 
     async def call() -> None:
         scope = {
             "type": "http", "method": "GET", "path": f"/{KEY}", "raw_path": b"", "query_string": b"", "root_path": "",
-            "headers": [(b"range", b"bytes=7-1006")], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
+            "headers": [(b"range", b"bytes=7-1006"), (b"host", b"127.0.0.1:80")], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
         }  # fmt: skip
 
         async def receive() -> dict:
@@ -305,6 +375,7 @@ def test_large_values_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asyncio.run(call())
     bodies = [message["body"] for message in sent if message["type"] == "http.response.body" and message["body"]]
     assert len(bodies) == 10
+    assert max(end - start for start, end in read) <= 100
     assert b"".join(bodies) == plain.dense[3:6].tobytes()[7:1007]
 
 
@@ -323,6 +394,26 @@ def test_ctrl_c_ends_it_cleanly(folder):
     assert (process.returncode, out, err) == (0, "", "")
 
 
+def test_ctrl_c_in_transfers_is_quiet(tmp_path: Path):
+    plain = plain_store(Layout(4, (2,), 1024, False, 4096, 4))
+    with serving(plain.write(tmp_path), "--chunks", "4,1,1024,4096") as (address, process):
+        parts = urlsplit(address)
+        clients = [socket.create_connection((parts.hostname, parts.port)) for _ in range(2)]
+        for client in clients:
+            client.sendall(b"GET /activations/c/0/0/0/0 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(100)  # the transfer has begun, and 64 MiB do not fit into buffers
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=HANG_S)
+        for client in clients:
+            client.close()
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_json_is_one_line(folder):
+    with serving(folder, "--json") as (line, _):
+        assert list(json.loads(line)) == ["url"]
+
+
 def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -334,7 +425,7 @@ def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
 
 
 def test_listening_to_everybody_is_announced():
-    with pytest.warns(SaevStoreWarning, match="everybody"):
+    with pytest.warns(SaevStoreWarning, match="all machines"):
         listening, address = listen("0.0.0.0", 0)
     # Or every small answer would wait for an acknowledgement.
     assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -95,11 +95,11 @@ def test_zarrita_in_a_browser(tmp_path: Path):
     ]
     found: queue.Queue = queue.Queue()
     with (
-        serving(whole) as (url, _),
-        serving(whole, "--chunks", "3,3,5,8") as (url_large, _),
+        serving(whole, "--origin", "*") as (url, _),
+        serving(whole, "--chunks", "3,3,5,8", "--origin", "*") as (url_large, _),
         # Where zarr is too old for a sharded view, the first one twice.
-        serving(whole, *(["--sharded"] if _CAN_READ_SHARDS else [])) as (url_sharded, _),
-        serving(damaged) as (url_damaged, _),
+        serving(whole, "--origin", "*", *(["--sharded"] if _CAN_READ_SHARDS else [])) as (url_sharded, _),
+        serving(damaged, "--origin", "*") as (url_damaged, _),
     ):
         truth = {"urls": [url, url_large, url_sharded], "damaged": url_damaged, "lost": 4, "cases": cases}
         pages = partial(Pages, modules=modules, truth=json.dumps(truth).encode(), found=found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tracemalloc
 import warnings
 from fractions import Fraction
@@ -30,6 +31,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     TransportError,
 )
+from saev_store.identity import recording_identity
 from saev_store.layout import Layout
 from saev_store.stats import STATISTICS, Stats, _compute, _moments
 from saev_store.stats._document import parse_stats, stats_bytes
@@ -92,7 +94,7 @@ def test_pieces_and_tasks_of_any_size(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(_moments, "_PIECE_BYTES", piece)
         monkeypatch.setattr(_compute, "_READ_BYTES", read)
         monkeypatch.setattr(_compute, "_TASK_BYTES", task)
-        monkeypatch.setattr(_compute, "_MERGED_AT_ONCE", 3)
+        monkeypatch.setattr(_compute, "_MERGE_WIDTH", 3)
         cut = store.stats(save=False)
         for name in STATISTICS:
             np.testing.assert_allclose(getattr(cut, name), getattr(whole, name), rtol=1e-13, err_msg=name)
@@ -216,7 +218,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with each task that really reads."""
     calls: list[int] = []
     original = _compute.work_on
-    monkeypatch.setattr(_compute, "work_on", lambda store, work: (calls.append(1), original(store, work))[1])
+    monkeypatch.setattr(
+        _compute, "work_on", lambda store, work, digests: (calls.append(1), original(store, work, digests))[1]
+    )
     return calls
 
 
@@ -315,9 +319,11 @@ def test_numbers_survive_the_file_exactly():
     plain = random_bits(Layout(5, (2, 5), 3, False, 4, 5), seed=4)
     store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
     stats = store.stats(save=False)
-    raw = stats_bytes(stats, store.metadata, seed=None)
-    again, seed = parse_stats(raw, store.metadata, where="x")
-    assert seed is None
+    recording = recording_identity(store.transport, store.layout)
+    raw = stats_bytes(stats, store.metadata, recording=recording, seed=None)
+    kept = parse_stats(raw, store.metadata, where="x")
+    assert (kept.seed, kept.recording) == (None, recording)
+    again = kept.stats
     for name in STATISTICS:
         np.testing.assert_array_equal(getattr(stats, name), getattr(again, name))
     other = random_bits(Layout(5, (2, 5), 3, False, 4, 5), seed=5)
@@ -344,6 +350,121 @@ def test_a_missing_shard_is_an_error(tmp_path: Path):
     with pytest.raises(CorruptShardError):
         ShardStore.open(plain.path, damaged_ok=True).stats()
     assert not (plain.path / "stats.json").exists()
+
+
+# -- kept statistics belong to one recording ---------------------------------------------------------------------------
+
+
+def replace_shard(plain, shard_idx: int, factor: float) -> np.ndarray:
+    """Record a shard again with other values; returns the dense truth."""
+    truth = plain.truth(shard_idx) * np.float32(factor)
+    path = plain.shard(shard_idx)
+    path.unlink()
+    path.write_bytes(truth.tobytes())
+    os.utime(path, ns=(1, 1))
+    acts = plain.acts.copy()
+    first, last = plain.span(shard_idx)
+    acts[first:last] = truth
+    return acts
+
+
+def test_statistics_do_not_survive_a_repair(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    assert_same(store.stats(), plain.acts)
+    store.close()
+    acts = replace_shard(plain, 1, 3.0)
+    assert_same(ShardStore.open(plain.path).stats(), acts)
+    calls_before = (plain.path / "stats.json").read_text()
+    assert_same(ShardStore.open(plain.path).stats(), acts)
+    assert (plain.path / "stats.json").read_text() == calls_before
+
+
+def test_a_repair_through_the_package_makes_kept_statistics_stale(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    store = ShardStore.open(plain.path)
+    assert_same(store.stats(), plain.acts)
+    store.close()
+    plain.shard(1).unlink()
+    damaged = ShardStore.open(plain.path, damaged_ok=True)
+    acts = plain.acts.copy()
+    with damaged.repair() as writer:
+        for first, end in writer.missing:
+            acts[first:end] *= 3
+            writer.append(acts[first:end])
+    assert_same(ShardStore.open(plain.path).stats(), acts)
+
+
+def test_statistics_of_bytes_that_differ_from_their_digests_are_refused(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=100)
+    for at in (0, plain.shard_nbytes - 1):
+        data = bytearray(plain.truth(1).tobytes())
+        data[at] ^= 0x40
+        plain.shard(1).write_bytes(data)
+        with pytest.raises(CorruptShardError, match=r"acts000001\.bin.*digest"):
+            ShardStore.open(plain.path).stats()
+        assert not (plain.path / "stats.json").exists()
+    plain.shard(1).write_bytes(plain.truth(1).tobytes())
+    assert_same(ShardStore.open(plain.path).stats(), plain.acts)
+
+
+def test_a_sample_of_damaged_bytes_is_not_kept_beyond_the_repair(tmp_path: Path):
+    """A sample is not compared with digests, so it belongs to the versions of the files."""
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    right = ShardStore.open(plain.path).stats(sample=6, save=False)
+    shard = plain.shard(0)
+    shard.write_bytes(np.full_like(plain.truth(0), 1e30).tobytes())
+    os.utime(shard, ns=(1, 1))
+    wrong = ShardStore.open(plain.path).stats(sample=6)
+    assert wrong.max.max() > 1e29
+    shard.write_bytes(plain.truth(0).tobytes())
+    os.utime(shard, ns=(2, 2))
+    again = ShardStore.open(plain.path).stats(sample=6)
+    assert np.array_equal(again.max, right.max)
+
+
+def test_statistics_of_a_copy_are_kept_with_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    ShardStore.open(plain.path).stats()
+    for number, file in enumerate(sorted(plain.path.iterdir())):
+        os.utime(file, ns=(number, number))
+    calls = computed(monkeypatch)
+    ShardStore.open(plain.path).stats()
+    assert not calls
+
+
+def test_a_sample_never_replaces_statistics_of_all_examples(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    store.stats()
+    assert store.stats(sample=2, refresh=True).is_sample
+    assert not store.stats().is_sample
+    assert not parse_stats((plain.path / "stats.json").read_bytes(), store.metadata, where="x").stats.is_sample
+
+
+def test_files_replaced_while_they_are_read_are_not_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    real = _compute.work_on
+
+    def replace_then_work(*args):
+        os.utime(plain.shard(0), ns=(7, 7))
+        return real(*args)
+
+    monkeypatch.setattr(_compute, "work_on", replace_then_work)
+    ShardStore.open(plain.path).stats()
+    assert not (plain.path / "stats.json").exists()
+
+
+def test_infinities_give_no_warning():
+    acts = np.full((2, 1, 1, 4), np.inf, np.float32)
+    acts[0, 0, 0, 0] = -np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert moments_of(acts).n_finite.item() == 0
 
 
 # -- how it runs -------------------------------------------------------------------------------------------------------
@@ -386,7 +507,7 @@ def test_the_bar_counts_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def cluster():
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
+        n_workers=2, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=":0"
     ) as running:
         yield running
 
@@ -395,7 +516,7 @@ def test_on_a_cluster(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from distributed import Client
 
     monkeypatch.setattr(_compute, "_TASK_BYTES", 500)
-    monkeypatch.setattr(_compute, "_MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(_compute, "_MERGE_WIDTH", 2)
     plain = plain_store(tmp_path, n=13)
     store = ShardStore.open(plain.path)
     advanced: list[int] = []
@@ -413,6 +534,39 @@ def test_on_a_cluster(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for stats in (by_address, by_client):
         assert_same(stats, plain.acts)
         np.testing.assert_allclose(stats.mean, here.mean, rtol=1e-13)
+
+
+def test_in_a_task_of_a_cluster(cluster, tmp_path: Path):
+    """Statistics in tasks that occupy all threads of all workers: they must not wait for a thread of those workers."""
+    from distributed import Client
+
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+
+    def mean(number: int) -> np.ndarray:
+        return store.stats(save=False, refresh=True, seed=number).mean
+
+    with Client(cluster.scheduler_address) as client:
+        found = client.gather([client.submit(mean, number, pure=False) for number in range(4)])
+    for values in found:
+        np.testing.assert_allclose(values, dense_stats(plain.acts)["mean"], rtol=1e-12)
+
+
+def test_an_asynchronous_client(cluster, tmp_path: Path):
+    import asyncio
+
+    from distributed import Client
+
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+
+    async def compute() -> Stats:
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            with pytest.raises(ArgumentError, match="asynchronous"):
+                store.stats(save=False, client=client)
+            return store.stats(save=False)  # the active client cannot be waited for: threads compute
+
+    assert_same(asyncio.run(compute()), plain.acts)
 
 
 def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -120,7 +120,7 @@ def test_distributed_workers(folder: Path, plain: PlainStore, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     store = ShardStore.open(folder)
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         distributed.Client(cluster),
     ):
         assert store.as_dask(chunks=(1, 3, 5, 8)).compute().tobytes() == plain.dense.tobytes()

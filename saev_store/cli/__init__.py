@@ -1,8 +1,8 @@
-"""The command line `saev-store`: one small file per command, one document on standard output each.
+"""The command line `saev-store`: one file per command.
 
-Results go to standard output (with `--json` as one JSON document), progress, warnings and errors to standard error.
-Exit codes: 0 fine, 1 a problem with a store or an address, 2 wrong usage, 3 a defect of this program, 130 interrupted,
-141 the reader of our output went away.
+Results go to standard output (with `--json` as one JSON document); progress, warnings and errors go to standard error.
+Exit codes: 0 success, 1 a problem of a store or an address, 2 wrong usage, 3 a defect of this program, 130 interrupted,
+141 the reader of standard output has stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; nothing is raised, no traceback is shown without `--debug`.
+    """Run one command and return its exit code. Raises nothing; shows tracebacks with `--debug` only.
 
     Args:
         argv: The arguments, `sys.argv[1:]` by default.
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(list(argv))
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
-        # A read that hangs in another thread must not keep an interrupted command alive.
+        # A blocked read in another thread must not delay the end of an interrupted command.
         sys.stderr.flush()
         os._exit(code)
     return code

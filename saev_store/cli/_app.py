@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The command line as one object."""
 
 from __future__ import annotations
 
@@ -21,16 +21,31 @@ from saev_store.cli.sources import convert
 from saev_store.cli.stats import stats
 from saev_store.cli.validate import validate
 
-_HELP = """Look at, check and copy stores of transformer activations.
+_HELP = """Inspect, validate and copy stores of transformer activations.
 
-Results go to standard output, everything else to standard error. Exit codes: 0 fine, 1 something is wrong with a store
-or an address, 2 wrong usage, 3 a defect of this program, 130 interrupted."""
+Results go to standard output, everything else to standard error. Exit codes: 0 success, 1 a problem of a store or an
+address, 2 wrong usage, 3 a defect of this program, 130 interrupted."""
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+class Parameter(Protocol):
+    """An option or argument of a command."""
+
+    name: str | None
+    opts: Sequence[str]
+    metavar: str | None
+
+
+class SubCommand(Protocol):
+    """A command of the group."""
+
+    params: Sequence[Parameter]
 
 
 class Command(Protocol):
-    """What is needed of click's groups, which typer now vendors and now imports."""
+    """The part of click's groups that is used; typer versions differ in whether they vendor click."""
 
-    commands: Mapping[str, object]
+    commands: Mapping[str, SubCommand]
 
     def __call__(self, *, args: Sequence[str], prog_name: str, standalone_mode: bool) -> object: ...
 
@@ -38,18 +53,25 @@ class Command(Protocol):
 def app() -> Command:
     """The command line as a callable command."""
     typed = typer.Typer(
-        help=_HELP, add_completion=False, no_args_is_help=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        help=_HELP,
+        add_completion=False,
+        no_args_is_help=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP_NAMES,
     )
     typed.callback(invoke_without_command=True)(_top)
     for command in (info, ls, head, validate, copy, convert, prepare, export, stats, serve, demo):
-        typed.command()(command)
+        # Without a short help of its own a command's description is cut in the list of commands.
+        first = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        typed.command(short_help=first, context_settings=_HELP_NAMES)(command)
     return cast("Command", typer.main.get_command(typed))
 
 
 def _top(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,  # noqa: ARG001  # read from the arguments before they are parsed
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; accepted at any position.")] = False,  # noqa: ARG001  # read from the arguments before they are parsed
 ) -> None:
     if version:
         emit(f"saev-store {__version__}")
@@ -59,8 +81,23 @@ def _top(
         raise typer.Exit(2)
 
 
+def option_names(where: str, argv: Sequence[str]) -> str:
+    """The `where` of an error about Python arguments, as the options of the command in `argv`.
+
+    >>> option_names("max_mb_per_s", ["copy", "a", "b"]), option_names("acts000001.bin", ["info", "a"])
+    ('--max-mb-per-s', 'acts000001.bin')
+    """
+    commands = app().commands
+    command = next((commands[word] for word in argv if word in commands), None)
+    names: dict[str | None, str] = {}
+    for parameter in command.params if command is not None else ():
+        is_option = parameter.opts[0].startswith("-")
+        names[parameter.name] = parameter.opts[-1] if is_option else parameter.metavar or parameter.opts[0].upper()
+    return ", ".join(names.get(part, part) for part in where.split(", "))
+
+
 def usage_text(error: Exception) -> UsageText | None:
-    """What a mistake in the arguments is about, if `error` is one."""
+    """The message and usage of a mistake in the arguments; None for any other error."""
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None

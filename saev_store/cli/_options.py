@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from saev_store.errors import ArgumentError
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 StorageOptions = Annotated[
-    str | None, typer.Option("--storage-options", metavar="JSON", help="""For the file system: '{"anon": true}'.""")
+    str | None,
+    typer.Option("--storage-options", metavar="JSON", help="""Options of the file system: '{"anon": true}'."""),
 ]
 Pairs = Annotated[
     list[str] | None, typer.Option("-o", "--option", metavar="KEY=VALUE", help="One storage option; may be repeated.")
 ]
 Progress = Annotated[
-    bool | None, typer.Option("--progress/--no-progress", help="A bar on standard error [default: on a terminal].")
+    bool | None, typer.Option("--progress/--no-progress", help="Show a bar on standard error [default: on a terminal].")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -26,12 +27,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 def storage_options(
     text: str | None, pairs: list[str] | None, *, name: str = "--storage-options"
 ) -> dict[str, object] | None:
-    """The options for a file system, from a JSON object and `key=value` pairs; None where there are none.
+    """Options of a file system, from a JSON object and `key=value` pairs; None if there are none.
 
-    A value is JSON where it can be (`anon=true`, `port=9000`), else text. Pairs win.
+    A value is parsed as JSON (`anon=true`, `port=9000`), else taken as text. Pairs take precedence.
 
     Raises:
-        ArgumentError: the text is no JSON object, or a pair has no `=`.
+        ArgumentError: the text is not a JSON object, or a pair has no `=`.
 
     >>> storage_options('{"anon": true}', ["endpoint_url=http://127.0.0.1:9000"])
     {'anon': True, 'endpoint_url': 'http://127.0.0.1:9000'}
@@ -45,12 +46,14 @@ def storage_options(
                 f"{text!r} is not JSON ({error})", where=name, remedy="""Quote it for the shell: '{"anon": true}'."""
             ) from None
         if not isinstance(parsed, dict):
-            raise ArgumentError(f"{text!r} is JSON, but no object", where=name, remedy="""Pass '{"key": value}'.""")
+            raise ArgumentError(f"{text!r} is JSON, but not an object", where=name, remedy="""Pass '{"key": value}'.""")
         options.update(cast("dict[str, object]", parsed))
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ArgumentError(f"{pair!r} is no KEY=VALUE", where="--option", remedy="Write for example -o anon=true.")
+            raise ArgumentError(
+                f"{pair!r} is not KEY=VALUE", where="--option", remedy="Write for example -o anon=true."
+            )
         try:
             options[key] = cast("object", json.loads(value))
         except (ValueError, RecursionError):

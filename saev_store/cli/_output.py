@@ -1,4 +1,4 @@
-"""What goes to standard output, and how errors look: in words, or as one JSON document."""
+"""Output of commands: text or one JSON document on standard output, errors on standard error."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from saev_store.errors import SaevStoreError
 
 
 class PipeClosedError(Exception):
-    """Whoever read our standard output has stopped (`saev-store ls | head`)."""
+    """The reader of standard output has stopped (`saev-store ls | head`)."""
 
 
 class UsageText(Exception):
-    """A mistake in the arguments, as text that names the usage."""
+    """A mistake in the arguments, with the usage as text."""
 
 
 def emit(text: str) -> None:
     """Print to standard output.
 
     Raises:
-        PipeClosedError: nobody reads it any more.
+        PipeClosedError: the reader has stopped.
     """
     try:
         print(text, flush=True)
@@ -33,23 +34,23 @@ def emit(text: str) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
-def emit_json(value: object) -> None:
-    """Print one JSON document; numbers that JSON does not know become null."""
-    emit(json.dumps(_finite(value), indent=2, ensure_ascii=True, allow_nan=False))
+def emit_json(value: object, *, indent: int | None = 2) -> None:
+    """Print one JSON document; NaN and infinity become null. `indent=None` prints one line."""
+    emit(json.dumps(_finite(value), indent=indent, ensure_ascii=True, allow_nan=False))
 
 
 def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in cast("dict[str, object]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_finite(item) for item in cast("Sequence[object]", value)]
     return value
 
 
 def emit_error(error: Exception, *, as_json: bool, seen: Sequence[str] = ()) -> None:
-    """Say on standard error what went wrong; `seen` are warnings that came before."""
+    """Print an error on standard error; `seen` are earlier warnings."""
     if as_json:
         document: dict[str, object] = {"error": error_to_dict(error)}
         if seen:
@@ -65,7 +66,7 @@ def emit_error(error: Exception, *, as_json: bool, seen: Sequence[str] = ()) -> 
 
 
 def error_to_dict(error: Exception) -> dict[str, object]:
-    """An error as plain JSON types: `kind` is stable, `problems` lists all findings where there are several."""
+    """An error as plain JSON types: `kind` is stable, `problems` lists all problems."""
     if isinstance(error, UsageText):
         return {"kind": "usage", "message": str(error)}
     if not isinstance(error, SaevStoreError):
@@ -83,7 +84,7 @@ def error_to_dict(error: Exception) -> dict[str, object]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns, aligned.
+    """Rows as aligned columns.
 
     >>> print(table(["name", "size"], [["a", "12 B"], ["longer", "3 B"]]))
     name    size

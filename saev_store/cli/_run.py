@@ -1,4 +1,4 @@
-"""From arguments to an exit code: how commands fail, and how their output ends."""
+"""Runs a command: from its arguments to its exit code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import traceback
 import warnings
 
 from saev_store.cli._output import PipeClosedError, emit_error
-from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning
+from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
 OK, REFUSED, USAGE, DEFECT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
 
 
 def run(argv: list[str]) -> int:
     """Run a command; see `saev_store.cli`."""
-    from saev_store.cli._app import app, usage_text
+    from saev_store.cli._app import app, option_names, usage_text
 
     debug = "--debug" in argv
     as_json = "--json" in argv
     argv = [argument for argument in argv if argument != "--debug"]
-    seen: list[str] = []  # with --json, standard error is one document when the command fails
+    seen: list[str] = []  # with --json, standard error is one document if the command fails
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
         if as_json:
@@ -45,6 +45,8 @@ def run(argv: list[str]) -> int:
     except (PipeClosedError, BrokenPipeError):
         return _pipe_closed()
     except SaevStoreError as error:
+        if isinstance(error, ArgumentError | SelectionError | LayerNotFoundError) and error.where:
+            error.where = option_names(error.where, argv)
         return fail(error, USAGE if isinstance(error, ArgumentError) else REFUSED)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else REFUSED
@@ -52,7 +54,7 @@ def run(argv: list[str]) -> int:
         usage = usage_text(error)
         if usage is not None:
             return fail(usage, USAGE)
-        if type(error).__name__ == "Abort":  # what the command line library makes of Ctrl-C
+        if type(error).__name__ == "Abort":  # the command line library converts Ctrl-C into this
             return INTERRUPTED
         return fail(error, DEFECT)
     for message in seen:
@@ -61,6 +63,6 @@ def run(argv: list[str]) -> int:
 
 
 def _pipe_closed() -> int:
-    # Python flushes standard output once more at exit; let that go nowhere.
+    # Python flushes standard output again at exit; discard that.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return PIPE_CLOSED

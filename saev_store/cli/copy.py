@@ -1,4 +1,4 @@
-"""`saev-store copy`: a checked copy, or some layers and tokens as a new store."""
+"""`saev-store copy`: copies a store, or some layers and tokens of it, and verifies the copy."""
 
 from __future__ import annotations
 
@@ -13,30 +13,40 @@ from saev_store.errors import ArgumentError
 
 def copy(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy: a path, or any fsspec URL.")],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is made.")],
-    layers: Annotated[str | None, typer.Option(metavar="2,5", help="Only these layers, as a new store.")] = None,
-    tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Only these, as a new store.")] = "all",
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is created.")],
+    layers: Annotated[str | None, typer.Option(metavar="2,5", help="Copy only these layers, as a new store.")] = None,
+    tokens: Annotated[
+        Literal["all", "content", "special"], typer.Option(help="Copy only these tokens, as a new store.")
+    ] = "all",
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
     max_mb_per_s: Annotated[
-        float | None, typer.Option(metavar="MB", help="Move no more in a second, read and written together.")
+        float | None, typer.Option(metavar="MB", help="Limit of MB per second, reads and writes together.")
     ] = None,
     max_requests_per_s: Annotated[
-        float | None, typer.Option(metavar="N", help="Send no more requests in a second, to both places together.")
+        float | None,
+        typer.Option(metavar="N", help="Limit of requests per second, to source and destination together."),
     ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     dst_options: Annotated[
-        str | None, typer.Option("--dst-storage-options", metavar="JSON", help="For the destination's file system.")
+        str | None,
+        typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system."),
     ] = None,
     dst_option: Annotated[
-        list[str] | None, typer.Option("--dst-option", metavar="KEY=VALUE", help="One of those; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
+        ),
     ] = None,
     progress: Progress = None,
 ) -> None:
-    """Copy a store to anywhere, checking every byte; an interrupted copy continues where it stopped."""
+    """Copy a store and verify every byte; an interrupted copy continues where it stopped."""
     from saev_store.copying import copy_store
 
+    for name, limit in (("--max-mb-per-s", max_mb_per_s), ("--max-requests-per-s", max_requests_per_s)):
+        if limit is not None and not limit > 0:
+            raise ArgumentError(f"the limit is {limit}; it must be more than 0", where=name)
     url = copy_store(
         src,
         dst,
@@ -53,7 +63,7 @@ def copy(
 
 
 def parse_layers(text: str) -> list[int]:
-    """Labels from a list with commas.
+    """Layer labels from a comma-separated list.
 
     >>> parse_layers("2,-1")
     [2, -1]
@@ -62,5 +72,5 @@ def parse_layers(text: str) -> list[int]:
         return [int(label) for label in text.split(",")]
     except ValueError:
         raise ArgumentError(
-            f"{text!r} is no list of layers", where="--layers", remedy="Write labels with commas: --layers 2,5."
+            f"{text!r} is not a list of layers", where="--layers", remedy="Separate labels by commas: --layers 2,5."
         ) from None

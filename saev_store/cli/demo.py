@@ -1,4 +1,4 @@
-"""`saev-store demo`: the whole way once, on real photographs, with every claim checked on the spot."""
+"""`saev-store demo`: records, validates, reads and plots activations of real photographs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from saev_store.cli._output import emit, emit_json
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the store and the picture.")] = Path("saev-demo"),
-    device: Annotated[str | None, typer.Option(help="Where the model runs, such as cuda; the CPU by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
     as_json: AsJson = False,
     progress: Progress = None,
 ) -> None:
-    """Record a vision transformer over photographs, check the store in every way, and draw what it holds.
+    """Record a vision transformer over photographs, validate the store, and plot what it holds.
 
-    Run again with the same --out it uses the finished store, or goes on where it was interrupted.
+    A second run with the same --out uses the finished store, or continues an interrupted recording.
     """
     from saev_store.record import run_demo
 
@@ -32,11 +32,11 @@ def demo(
         result = run_demo(out, device=device, progress=progress, say=say)
     except KeyboardInterrupt:
         again = f"saev-store demo --out {shlex.quote(str(out))}"
-        print(f"\nInterrupted. What is recorded is kept; continue with: {again}", file=sys.stderr)
+        print(f"\nInterrupted. Recorded examples are kept; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         emit_json(result.to_dict())
     else:
-        emit(f"finished   in {result.seconds:.0f} s; look closer with: saev-store info {shlex.quote(result.store)}")
+        emit(f"finished   in {result.seconds:.0f} s; inspect it with: saev-store info {shlex.quote(result.store)}")
     if not result.ok:
         raise typer.Exit(1)

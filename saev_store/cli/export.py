@@ -1,4 +1,4 @@
-"""`saev-store export`: references to the shards, for people without this package."""
+"""`saev-store export`: writes references to the shards for readers without this package."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ _FORMATS = ("kerchunk", "kerchunk-parquet", "icechunk", "tensorstore")
 def export(
     url: Url,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")],
-    format: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="Who will read it.")] = "kerchunk",
+    format: Annotated[
+        str, typer.Option("--format", metavar="|".join(_FORMATS), help="Format of the references.")
+    ] = "kerchunk",
     chunks: Annotated[
-        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: what suits remote readers].")
+        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
     ] = None,
     template: Annotated[
-        str | None, typer.Option(metavar="BASE", help="Where readers will find the store's folder [default: URL].")
+        str | None, typer.Option(metavar="BASE", help="Address of the store's folder for readers [default: URL].")
     ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     out_options: Annotated[
-        str | None, typer.Option("--out-storage-options", metavar="JSON", help="For writing OUT (kerchunk).")
+        str | None,
+        typer.Option(
+            "--out-storage-options", metavar="JSON", help="Options of the file system of OUT (kerchunk only)."
+        ),
     ] = None,
 ) -> None:
-    """Write references to a store's shards that open without this package; no activation is copied."""
+    """Write references to a store's shards that other tools open without this package; no data is copied."""
     from saev_store.store import ShardStore
 
     if format not in _FORMATS:
@@ -61,7 +66,7 @@ def export(
 
 
 def parse_chunks(text: str) -> list[int]:
-    """A chunk shape from a list with commas.
+    """A chunk shape from a comma-separated list.
 
     >>> parse_chunks("1,1,197,768")
     [1, 1, 197, 768]

@@ -1,4 +1,4 @@
-"""`saev-store head`: some vectors and their norms."""
+"""`saev-store head`: shows some vectors and their norms."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_ROWS = 100_000
 
 def head(
     url: Url,
-    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="How many vectors.")] = 5,
-    layer: Annotated[int | None, typer.Option(help="The label of a layer [default: the first recorded].")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="Number of vectors.")] = 5,
+    layer: Annotated[int | None, typer.Option(help="Label of a layer [default: the first recorded].")] = None,
     tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Which tokens.")] = "all",
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
 ) -> None:
-    """Show the first vectors of a layer, where they come from, and their norms."""
+    """Show the first vectors of a layer with their example, token and norm."""
     import numpy as np
 
     from saev_store.store import ShardStore

@@ -1,4 +1,4 @@
-"""`saev-store info`: what a store holds, without reading an activation."""
+"""`saev-store info`: describes a store or a data set without reading activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
-    """Show what a store, or a data set that stores are recorded from, holds. Opens damaged stores as well."""
+    """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
     from saev_store.cli.sources import source_at, source_info
     from saev_store.store import ShardStore
 

@@ -1,18 +1,20 @@
-"""`saev-store ls`: the stores below a folder."""
+"""`saev-store ls`: lists the stores in a folder."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from saev_store.cli._options import AsJson, Pairs, StorageOptions, storage_options
 from saev_store.cli._output import emit, emit_json, table
-from saev_store.errors import SaevStoreError
+from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.names import METADATA_NAME, WORK_FOLDER
-from saev_store.transport import Lists, Transport, open_transport
+from saev_store.transport import Lists, Transport, child, open_transport
 
 if TYPE_CHECKING:
     from saev_store.listing import StoreEntry
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 _N_THREADS = 16
 _MAX_RECEIPT_BYTES = 64 << 20
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder in which stores lie: a path, or any fsspec URL.")]
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT", help="The folder that contains stores: a path, or any fsspec URL.")
+]
 
 
 def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
-    """List the stores in a folder, unfinished and broken ones too; or the samples in a prepared WebDataset."""
+    """List the stores in a folder, also unfinished and damaged ones; or the samples of an Energon data set."""
     from saev_store.cli.parts import dataset_at, list_parts
     from saev_store.display import human_bytes
     from saev_store.store import ShardStore
@@ -35,13 +39,15 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
         return
     stores = ShardStore.list(root, given)
     transport = open_transport(root, given)
-    notes = [how_far(transport, entry) if entry.state == "unfinished" else entry.note for entry in stores]
+    with ThreadPoolExecutor(_N_THREADS) as pool:
+        states = list(pool.map(partial(state_of, transport), stores))
     if as_json:
-        emit_json({"root": stores.root, "stores": [describe(*entry) for entry in zip(stores, notes, strict=True)]})
+        described = [describe(entry, *state) for entry, state in zip(stores, states, strict=True)]
+        emit_json({"root": stores.root, "stores": described})
         return
     rows: list[tuple[str, ...]] = []
-    for entry, note in zip(stores, notes, strict=True):
-        state = f"{entry.state}: {note}" if note else entry.state
+    for entry, (name, note) in zip(stores, states, strict=True):
+        state = f"{name}: {note}" if note else name
         if entry.metadata is None:
             rows.append((entry.name, "", "", "", "", "", state))
             continue
@@ -58,7 +64,7 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
     if rows:
         emit(table(("store", "shape", "layers", "size", "protocol", "model", "state"), rows))
     elif _is_store(transport):
-        emit(f"{stores.root} is a store itself; look at it with: saev-store info {stores.root}")
+        emit(f"{stores.root} is a store itself; inspect it with: saev-store info {stores.root}")
     else:
         emit(f"no stores in {stores.root}")
 
@@ -70,8 +76,29 @@ def _is_store(transport: Transport) -> bool:
         return False
 
 
+def state_of(root: Transport, entry: StoreEntry) -> tuple[str, str]:
+    """State of a store and a note. A published store whose files are missing or short is damaged."""
+    if entry.state == "unfinished":
+        return entry.state, how_far(root, entry)
+    if entry.state != "complete":
+        return entry.state, entry.note
+    from saev_store.store import ShardStore
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SaevStoreWarning)  # remarks about a store belong to `info`
+            with ShardStore.open(child(root, entry.name), damaged_ok=True) as store:
+                report = store.validate()
+    except SaevStoreError as error:
+        return "broken", error.message
+    if report.ok:
+        return entry.state, entry.note
+    n_lost = f"{report.n_lost:,} of {report.n_examples:,} examples lost" if report.n_lost else report.errors[0].message
+    return "damaged", n_lost
+
+
 def how_far(root: Transport, entry: StoreEntry) -> str:
-    """How many examples of an unfinished store or copy are safe, by its writer's receipts."""
+    """Number of durable examples of an unfinished store or copy, from its writer's receipts."""
     if entry.metadata is None or not isinstance(root, Lists):
         return entry.note
     layout = entry.metadata.layout
@@ -81,7 +108,7 @@ def how_far(root: Transport, entry: StoreEntry) -> str:
             used = json.loads(root.read(path, max_bytes=_MAX_RECEIPT_BYTES))["used_nbytes"]
             return min(int(used), layout.shard_nbytes) // layout.example_nbytes
         except (SaevStoreError, ValueError, TypeError, KeyError, RecursionError):
-            return 0  # a receipt that is being replaced, or damaged: resuming judges it, not a listing
+            return 0  # being replaced, or damaged; a listing does not validate receipts
 
     try:
         paths = [found.path for found in root.list(f"{entry.name}/{WORK_FOLDER}/receipts") if not found.is_dir]
@@ -92,9 +119,9 @@ def how_far(root: Transport, entry: StoreEntry) -> str:
     return f"{min(n_examples, layout.n_examples):,} of {layout.n_examples:,} examples"
 
 
-def describe(entry: StoreEntry, note: str) -> dict[str, object]:
-    """A line of the list as plain JSON types."""
-    found: dict[str, object] = {"name": entry.name, "url": entry.url, "state": entry.state, "note": note}
+def describe(entry: StoreEntry, state: str, note: str) -> dict[str, object]:
+    """A row of the list as plain JSON types."""
+    found: dict[str, object] = {"name": entry.name, "url": entry.url, "state": state, "note": note}
     if entry.metadata is not None:
         layout = entry.metadata.layout
         found |= {

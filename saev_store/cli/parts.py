@@ -1,4 +1,4 @@
-"""`saev-store ls DATASET[/FOLDER]`: the samples of an Energon data set as folders and files."""
+"""`saev-store ls DATASET[/FOLDER]`: lists the samples of an Energon data set as folders and files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from saev_store.errors import NotFoundError, SaevStoreError
 if TYPE_CHECKING:
     from saev_store.formats.energon import EnergonDataset
 
-#: How many folders above an address are looked at for a data set.
+#: Parent folders of an address that are searched for a data set.
 _MAX_LEVELS = 8
 
 
 def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonDataset, str] | None:
-    """The data set at an address or above it, and the path in it; None if there is none."""
+    """The data set at an address or in a parent folder, and the path within it; None if there is none."""
     from saev_store.formats._address import split_address
     from saev_store.formats.energon import EnergonDataset
     from saev_store.formats.energon.keys import INFO_JSON, INFO_YAML
@@ -40,14 +40,14 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
 
 
 def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
-    """Print what lies in a folder of a data set, or a sample's parts."""
+    """Print the entries of a folder of a data set, or the parts of a sample."""
     from saev_store.formats.energon._tree import Node, children, node
 
     try:
         found = node(dataset, folder)
         nodes = children(dataset, folder) if found.is_dir else iter([found])
     except NotFoundError:
-        # The key of a sample, without any part.
+        # The key of a sample, without a part.
         if len(dataset.places.find(folder)) != 1:
             raise
         nodes = iter([Node(f"{folder}.{part.name}", part.nbytes) for part in dataset.parts(folder)])

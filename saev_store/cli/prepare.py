@@ -1,4 +1,4 @@
-"""`saev-store prepare`: an Energon data set out of a folder of tars."""
+"""`saev-store prepare`: makes an Energon data set of a folder of tars."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ def prepare(
     path: Annotated[str, typer.Argument(metavar="PATH", help="The folder of tars: a path, or any fsspec URL.")],
     split: Annotated[
         str | None,
-        typer.Option("--split", "--split-ratio", metavar="N,N,N", help="Shares of train, val and test: 8,1,1."),
+        typer.Option("--split", "--split-ratio", metavar="N,N,N", help="Ratio of train, val and test: 8,1,1."),
     ] = None,
     split_parts: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:REGEX", help="Instead: 'train:shards/train_.*'; may be repeated."),
+        typer.Option(metavar="NAME:REGEX", help="Instead of --split: 'train:shards/train_.*'; may be repeated."),
     ] = None,
     exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Leave out tars whose path matches anywhere.")
+        str | None, typer.Option(metavar="REGEX", help="Exclude tars whose path contains a match.")
     ] = None,
     sample_type: Annotated[
-        str | None, typer.Option(help="CaptioningSample, VQASample, …; CrudeWebdataset for parts as they are.")
+        str | None, typer.Option(help="CaptioningSample, VQASample, …; CrudeWebdataset for raw parts.")
     ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option("--field", metavar="FIELD=PART", help="image=jpg, caption=json[caption]; may be repeated."),
     ] = None,
-    field_map: Annotated[str | None, typer.Option(metavar="JSON", help="The same as one object.")] = None,
-    num_workers: Annotated[int | None, typer.Option(min=1, help="Processes [default: as many as it is worth].")] = None,
-    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for what is not given.")] = False,
+    field_map: Annotated[str | None, typer.Option(metavar="JSON", help="The fields as one JSON object.")] = None,
+    num_workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes [default: depends on the tars].")
+    ] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for missing options.")] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", "--force-overwrite", help="Prepare it again; without a split, split.yaml stays."),
+        typer.Option(
+            "--overwrite", "--force-overwrite", help="Prepare the data set again; without a split, split.yaml is kept."
+        ),
     ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Index tars, split them, and write .nv-meta beside them: an Energon data set. The tars stay as they are."""
+    """Index and split tars, and write .nv-meta beside them: an Energon data set. The tars are not changed."""
     from saev_store.formats.energon.prepare import prepare as prepare_folder
     from saev_store.transport import open_transport
 
@@ -95,13 +99,13 @@ def _fields(pairs: list[str] | None, text: str | None) -> dict[str, str] | None:
         if not isinstance(parsed, dict) or not all(
             isinstance(part, str) for part in cast("dict[str, object]", parsed).values()
         ):
-            raise ArgumentError(f"{text!r} is no object of texts", where="--field-map")
+            raise ArgumentError(f"{text!r} is not an object of strings", where="--field-map")
         fields.update(cast("dict[str, str]", parsed))
     for pair in pairs or ():
         name, equals, part = pair.partition("=")
         if not name or not equals or not part:
             raise ArgumentError(
-                f"{pair!r} is no FIELD=PART", where="--field", remedy="Write for example --field image=jpg."
+                f"{pair!r} is not FIELD=PART", where="--field", remedy="Write for example --field image=jpg."
             )
         fields[name] = part
     return fields or None
@@ -115,7 +119,7 @@ def _ask(
     fields: dict[str, str] | None,
     exclude: str | None,
 ) -> tuple[str | None, list[str] | None, str | None, dict[str, str] | None]:
-    """Questions about what was not given, after a look at the first tar. They go to standard error."""
+    """Ask for missing options on standard error, after listing the parts of the first tar."""
     from itertools import islice
 
     from saev_store.formats.energon.field_map import FieldPath
@@ -126,7 +130,7 @@ def _ask(
     from saev_store.transport import Lists
 
     if not isinstance(transport, Lists):
-        raise ArgumentError("folders cannot be listed there", where=transport.url)
+        raise ArgumentError("this storage cannot list folders", where=transport.url)
     tars, _ = find_tars(transport, exclude=exclude)
     typer.echo(f"{len(tars):,} tars, from {tars[0][0]} to {tars[-1][0]}", err=True)
     found: dict[str, None] = {}
@@ -145,7 +149,7 @@ def _ask(
             elif len(parse_ratio(answer)) == 3:
                 split = answer
             else:
-                typer.echo("three shares are needed", err=True)
+                typer.echo("three numbers are needed", err=True)
         except SaevStoreError as error:
             typer.echo(str(error), err=True)
     kinds = [CRUDE, *SAMPLE_TYPES]
@@ -157,7 +161,7 @@ def _ask(
     if sample_type == CRUDE or fields:
         return split, split_parts, sample_type, fields
     fields = {}
-    kind = SAMPLE_TYPES[cast("str", sample_type)]
+    kind = SAMPLE_TYPES[sample_type]
     for name in [*kind.required(), *kind.optional()]:
         needed = name in kind.required()
         while True:

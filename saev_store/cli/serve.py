@@ -1,4 +1,4 @@
-"""`saev-store serve`: the Zarr view over HTTP, until Ctrl-C."""
+"""`saev-store serve`: serves the Zarr view over HTTP until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,22 +16,31 @@ from saev_store.errors import MissingDependencyError, SaevStoreWarning
 def serve(
     url: Url,
     host: Annotated[
-        str, typer.Option(help="The address to listen on; the default is this machine's own.")
+        str, typer.Option(help="Address to listen on; only this machine reaches the default.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
     chunks: Annotated[
-        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: what suits remote readers].")
+        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
     ] = None,
-    sharded: Annotated[bool, typer.Option("--sharded", help="One key for each shard, read by ranges.")] = False,
+    sharded: Annotated[bool, typer.Option("--sharded", help="One key per shard, read by ranges.")] = False,
     origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Web pages that may read; may be repeated [default: all]."),
+        typer.Option(
+            metavar="URL", help="Origin of web pages that may read (CORS), or *; may be repeated [default: none]."
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Host name under which clients reach the server; may be repeated. Numeric addresses are always allowed.",
+        ),
     ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
 ) -> None:
-    """Publish a store as Zarr over plain HTTP, read-only, for other languages and browsers; Ctrl-C ends it."""
+    """Serve a store as Zarr over plain HTTP, read-only, for other languages and browsers, until Ctrl-C."""
     try:
         from saev_store import serve as server
     except ImportError as error:
@@ -42,12 +51,16 @@ def serve(
 
     shape = "auto" if chunks is None else parse_chunks(chunks)
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
-        app = server.application(store, chunks=shape, sharded=sharded, origins=origin or ("*",))
+        app = server.application(
+            store, chunks=shape, sharded=sharded, origins=origin or (), hosts=[host, *(allow_host or ())]
+        )
         n_damaged = sum(problem.severity == "error" for problem in store.problems)
         if n_damaged:
             warnings.warn(
-                f"{n_damaged} problems: chunks that are lost are answered with 500", SaevStoreWarning, stacklevel=2
+                f"{n_damaged} problems: requests for lost chunks are answered with status 410",
+                SaevStoreWarning,
+                stacklevel=2,
             )
         listening, address = server.listen(host, port)
-        emit_json({"url": address}) if as_json else emit(address)
+        emit_json({"url": address}, indent=None) if as_json else emit(address)
         server.serve(app, listening)

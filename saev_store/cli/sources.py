@@ -1,4 +1,4 @@
-"""`saev-store convert`, and what `info` and `validate` do when the address is a data set instead of a store."""
+"""`saev-store convert`, and `info` and `validate` for data sets."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FILES = (".batch", ".batch.json", ".idx", ".bin")
 
 
 def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
-    """The data set at an address, not opened yet; or None where a store lies, or nothing that is known.
+    """The data set at an address, not opened; None for a store and for unknown formats.
 
     Raises:
-        NotFoundError, DocumentError: the name is one of a data set's file, but there is none.
+        NotFoundError, DocumentError: the name is that of a data set's file, but the file is missing or invalid.
     """
     from saev_store.formats._sniff import find_source, sniff
     from saev_store.names import METADATA_NAME
@@ -48,7 +48,7 @@ def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
 
 
 def source_info(found: Found, *, as_json: bool) -> None:
-    """Show what a data set holds."""
+    """Describe a data set."""
     from saev_store.formats._sniff import open_found
     from saev_store.inspect import problem_to_dict
 
@@ -59,13 +59,13 @@ def source_info(found: Found, *, as_json: bool) -> None:
         problems = [problem_to_dict(problem) for problem in source.problems]
         try:
             described = source.describe()
-        except (NotFoundError, CorruptShardError):  # there is nothing to digest where a tar is missing
+        except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
             described = {"format": source.format, "url": source.url, "n_samples": len(source)}
         emit_json({**described, "problems": problems})
 
 
 def source_validate(found: Found, *, deep: bool, as_json: bool, progress: bool | None) -> None:
-    """Check a data set, one that does not open as well; exit with 1 if anything in it is lost or wrong."""
+    """Validate a data set, also one that does not open; exit with 1 if there is an error."""
     from saev_store.formats._address import full_url
     from saev_store.formats._sniff import open_found
     from saev_store.inspect import Report
@@ -91,35 +91,42 @@ def convert(
     ],
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a record. Needed for batches.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records of a batch. Needed for batches.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the order of records.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of records.")] = 0,
     pad_token: Annotated[
-        int | None, typer.Option(help="One record for each document, filled up with this, instead of packing them.")
+        int | None,
+        typer.Option(help="Write one record per document, padded with this token, instead of packing documents."),
     ] = None,
-    end_token: Annotated[int | None, typer.Option(help="Put this behind every document.")] = None,
-    max_batches_per_file: Annotated[int | None, typer.Option(help="Write a set of files.")] = None,
-    memory_mib: Annotated[int, typer.Option(help="Memory for shuffling.")] = 1024,
-    dtype: Annotated[str, typer.Option(help="Type of a token in the documents written.")] = "int32",
-    order: Annotated[str, typer.Option(help="Of the documents written: record, file, or auto.")] = "auto",
+    end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
+    max_batches_per_file: Annotated[
+        int | None, typer.Option(help="Write a set of files with at most this many batches each.")
+    ] = None,
+    memory_mib: Annotated[int, typer.Option(help="Memory for shuffling, in MiB.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
+    order: Annotated[str, typer.Option(help="Order of the written documents: record, file, or auto.")] = "auto",
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for the bytes of their UTF-8."),
+        typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes."),
     ] = None,
-    part: Annotated[str, typer.Option(help="The part of a sample that holds its text: txt, or json[caption].")] = "txt",
-    split: Annotated[str, typer.Option(help="The samples of one split.")] = "all",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of these names.")] = False,
-    verify: Annotated[bool, typer.Option(help="Read everything back and compare it.")] = True,
+    part: Annotated[str, typer.Option(help="Part of a sample that holds its text: txt, or json[caption].")] = "txt",
+    split: Annotated[str, typer.Option(help="Convert the samples of this split.")] = "all",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read the result back and compare it.")] = True,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     dst_options: Annotated[
-        str | None, typer.Option("--dst-storage-options", metavar="JSON", help="For the destination's file system.")
+        str | None,
+        typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system."),
     ] = None,
     dst_option: Annotated[
-        list[str] | None, typer.Option("--dst-option", metavar="KEY=VALUE", help="One of those; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
+        ),
     ] = None,
     progress: Progress = None,
 ) -> None:
-    """Turn documents into shuffled batches, or batches or texts into documents; streamed, and read back."""
+    """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
     from saev_store.formats import open_source
     from saev_store.formats.convert import batches_to_documents, documents_to_batches
     from saev_store.formats.energon import EnergonDataset
@@ -131,7 +138,7 @@ def convert(
     with open_source(src, storage_options(options, option)) as source:
         if isinstance(source, IndexedDataset):
             if seq_len is None or batch_size is None:
-                raise ArgumentError("batches need both of them", where="--seq-len, --batch-size")
+                raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, how="pack" if pad_token is None else "pad",
                 end_token=end_token, pad_token=pad_token, memory_nbytes=memory_mib << 20,
@@ -142,7 +149,7 @@ def convert(
         elif isinstance(source, BatchFileReader):
             n = batches_to_documents(
                 source, dst, dtype=dtype,
-                order=cast("Literal['auto', 'record', 'file']", order),  # another word is refused there
+                order=cast("Literal['auto', 'record', 'file']", order),  # other values are refused by the function
                 overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "documents": n}
@@ -153,14 +160,16 @@ def convert(
             )  # fmt: skip
             done = {"url": dst, "documents": n}
         else:
-            raise ArgumentError(f"{source.format} has no such conversion", where="SRC")
+            raise ArgumentError(f"data sets of format {source.format} cannot be converted", where="SRC")
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
 
 
 def _tokenizer(name: str | None) -> Tokenizer:
-    """What turns a text into token ids: a file that the tokenizers library reads, or none at all."""
+    """A function from text to token ids: from a file of the tokenizers library, or UTF-8 bytes."""
     if name is None:
-        raise ArgumentError("texts need a tokenizer", where="--tokenizer", remedy="Name a tokenizer.json, or 'bytes'.")
+        raise ArgumentError(
+            "converting texts needs a tokenizer", where="--tokenizer", remedy="Name a tokenizer.json, or 'bytes'."
+        )
     if name == "bytes":
         return lambda text: list(text.encode())
     try:
@@ -172,5 +181,5 @@ def _tokenizer(name: str | None) -> Tokenizer:
     try:
         loaded = Loaded.from_file(name)
     except Exception as error:  # the library raises nothing narrower
-        raise ArgumentError(f"it is no tokenizer ({error})", where=name) from None
+        raise ArgumentError(f"not a tokenizer ({error})", where=name) from None
     return lambda text: loaded.encode(text).ids

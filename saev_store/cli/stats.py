@@ -1,4 +1,4 @@
-"""`saev-store stats`: statistics per layer, and in JSON per token position too."""
+"""`saev-store stats`: statistics per layer; with --json per token position too."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from saev_store.cli._output import emit, emit_json
 
 def stats(
     url: Url,
-    sample: Annotated[int | None, typer.Option(metavar="N", help="Look at N examples only.")] = None,
-    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    sample: Annotated[int | None, typer.Option(metavar="N", help="Read only N examples.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed that chooses the examples of a sample.")] = 0,
     scheduler: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers read."),
+        typer.Option(
+            metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers read the store."
+        ),
     ] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Compute anew what is kept in stats.json.")] = False,
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the result beside the store.")] = True,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Compute again what stats.json holds.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save/--no-save", help="Keep the result in stats.json beside the store.")
+    ] = True,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
+    """Show count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
     from saev_store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option)) as store:

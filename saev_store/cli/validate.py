@@ -1,4 +1,4 @@
-"""`saev-store validate`: what is wrong with a store, and which examples that costs."""
+"""`saev-store validate`: lists the problems of a store and the examples that they make unreadable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from saev_store.cli._output import emit, emit_json
 def validate(
     url: Url,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every byte: digests, rows of zeros, swapped shards.")
+        bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros and swapped shards.")
     ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Check a store or a data set; exit with 1 if anything in it is lost or wrong."""
+    """Validate a store or a data set; exit with 1 if there is an error."""
     from saev_store.cli.sources import source_at, source_validate
     from saev_store.store import ShardStore
 

@@ -1,6 +1,6 @@
-"""Exports: the tensor for people without this package, as documents that point at the bytes of the shards.
+"""Exports: references to the bytes of the shards, for readers without this package.
 
-Nothing is copied or rewritten. What an export says stays true for as long as the shards lie where it says.
+No data is copied or rewritten. An export is valid as long as the shards keep their address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all exports say: for each array its shape, its cutting, and which bytes of which file each chunk is.
+"""Content of all exports: for each array its shape, its chunks, and the file and byte range of each chunk.
 
 Readers elsewhere know nothing of padding: a chunk that goes beyond the end of a file has to be given to them as bytes.
 Short chunks are few (the last of a shard that is cut, the last of the labels) and small by default.
@@ -21,17 +21,17 @@ from saev_store.errors import ArgumentError, SaevStoreWarning
 from saev_store.layout import DIMS, IntArray, shard_name
 from saev_store.names import LABELS_NAME
 from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, attributes_of
-from saev_store.zarr._open import _has_labels
+from saev_store.zarr._open import _has_labels  # pyright: ignore[reportPrivateUsage]  # becomes public with its package
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
 
 Chunks = Literal["auto"] | Sequence[int]
 
-#: Readers elsewhere pay a request for each chunk, so exports are cut as if everything were far away.
+#: Readers pay a request per chunk, so chunks are chosen as for a remote store.
 _MAX_GAP_BYTES = 1 << 20
 _LABEL_CHUNK_BYTES = 1 << 20
-#: Bytes that an export may hold instead of pointing at.
+#: Bytes that an export may contain instead of a reference.
 _INLINE_MAX_BYTES = 32 << 20
 #: About 100 MB of JSON.
 MANY_REFERENCES = 1_000_000
@@ -39,7 +39,7 @@ MANY_REFERENCES = 1_000_000
 
 @dataclass(frozen=True)
 class ArrayReferences:
-    """One array that lies in files.
+    """One array whose chunks are byte ranges of files.
 
     Attributes:
         name: Its name in the group.
@@ -75,7 +75,7 @@ class ArrayReferences:
 
 @dataclass(frozen=True)
 class References:
-    """Everything an export needs: arrays in files, coordinates as values, attributes, and where the store lies.
+    """Content of an export: arrays in files, coordinates as values, attributes, and the address of the store.
 
     Attributes:
         base: Address of the store's folder, as its readers will find it.
@@ -95,7 +95,7 @@ class References:
 
 
 def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None = None) -> References:
-    """What an export of a store says.
+    """The content of an export of a store.
 
     Args:
         store: An opened store without damage.
@@ -127,7 +127,7 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
 
 
 def warn_if_many(found: References, *, what: str, remedy: str) -> None:
-    """Say so before an export becomes large."""
+    """Warn before an export becomes large."""
     if found.n_references >= MANY_REFERENCES:
         warnings.warn(
             f"{found.n_references:,} references make {what} of more than 100 bytes each; {remedy}",
@@ -137,7 +137,7 @@ def warn_if_many(found: References, *, what: str, remedy: str) -> None:
 
 
 def usable_base(store: ShardStore, base: str | None) -> str:
-    """The address that an export names, without a slash at its end."""
+    """The address of the store in an export, without a trailing slash."""
     if base is not None:
         if base and ("{{" in base or not base.strip("/")):
             raise ArgumentError(f"{base!r} is no address of a store's folder", where="base")
@@ -147,7 +147,7 @@ def usable_base(store: ShardStore, base: str | None) -> str:
         return f"file://{url}"
     if url.startswith("memory://") or "::" in url or "{{" in url:
         raise ArgumentError(
-            f"{url!r} is an address that nobody else can use",
+            f"{url!r} is not an address that other processes can use",
             where="base",
             remedy="Pass where readers will find the store's folder, such as base='s3://bucket/shards/<HASH>'.",
         )
@@ -166,7 +166,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     layout = grid.layout
 
     def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
-        # The pivot rule leaves one axis that is cut, those left of it with length 1: chunks lie one after the other.
+        # By the pivot rule only one axis is divided, and axes left of it have length 1: chunks are contiguous.
         example, layer, token, column = np.unravel_index(numbers, grid.counts)
         k, layers, tokens, columns = grid.chunk
         files, offsets = layout.locate_many(example * k, layer * layers, token * tokens)
@@ -175,7 +175,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     inline: dict[int, bytes] = {}
     n_examples_left = layout.examples_in(layout.n_shards - 1) % grid.chunk[0]
     if n_examples_left:
-        # Only chunks of whole examples can be short, and only the very last one.
+        # Only the last chunk can be short, and only if chunks hold whole examples.
         end = layout.used_nbytes(layout.n_shards - 1)
         path, start = shard_name(layout.n_shards - 1), end - n_examples_left * layout.example_nbytes
         if store.transport.size(path) < start + grid.chunk_nbytes:
@@ -216,7 +216,7 @@ def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, 
 
 
 class _ShardNames(Sequence[str]):
-    """The names of shards, computed."""
+    """The names of shards, as a sequence that computes them."""
 
     def __init__(self, n_shards: int) -> None:
         self._n_shards = n_shards
@@ -224,7 +224,7 @@ class _ShardNames(Sequence[str]):
     def __len__(self) -> int:
         return self._n_shards
 
-    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]  # what fsspec asks of a sequence of names
+    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec indexes with integers and slices only
         if isinstance(key, slice):
             return [shard_name(n) for n in range(*key.indices(self._n_shards))]
         return shard_name(range(self._n_shards)[key])

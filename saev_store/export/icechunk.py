@@ -31,7 +31,7 @@ def write_icechunk(
     """See `ShardStore.to_icechunk`."""
     try:
         import icechunk
-        import virtualizarr  # noqa: F401  # only whether it is there
+        import virtualizarr  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fails early if it is not installed
     except ImportError as error:
         raise MissingDependencyError(
             f"{error.name} is not installed", where="to_icechunk", remedy="pip install 'saev_store[icechunk]'"
@@ -65,13 +65,14 @@ def _write(dataset: xarray.Dataset, found: References, target: icechunk.Icechunk
     virtual_dataset_to_icechunk(dataset, target)
     for array in found.arrays:
         for number, data in array.inline.items():
-            # A short chunk becomes a chunk of the repository's own.
+            # A short chunk is copied into the repository.
             starts = [int(at) * n for at, n in zip(np.unravel_index(number, array.counts), array.chunk, strict=True)]
             ends = [min(at + n, full) for at, n, full in zip(starts, array.chunk, array.shape, strict=True)]
             values = np.frombuffer(data, np.dtype(array.data_type).newbyteorder("<")).reshape(array.chunk)
             there = tuple(slice(a, b) for a, b in zip(starts, ends, strict=True))
             here = tuple(slice(b - a) for a, b in zip(starts, ends, strict=True))
-            zarr.open_array(target, path=array.name, mode="r+")[there] = values[here]
+            opened = zarr.open_array(target, path=array.name, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type
+            opened[there] = values[here]
 
 
 def _dataset(found: References) -> xarray.Dataset:
@@ -90,7 +91,7 @@ def _manifest(array: ArrayReferences, base: str) -> object:
     names = np.array([f"{base}/{name}" for name in array.files], dtype=np.dtypes.StringDType())
     paths, sizes = names[files], np.full(array.n_chunks, array.chunk_nbytes, dtype=np.uint64)
     for number in array.inline:
-        # No reference yet: `_write` fills it.
+        # Without references; `_write` adds them.
         paths[number], offsets[number], sizes[number] = "", 0, 0
     manifest = ChunkManifest.from_arrays(
         paths=paths.reshape(array.counts),  # pyright: ignore[reportArgumentType]  # variable-width strings, which the annotation does not know yet
@@ -99,11 +100,14 @@ def _manifest(array: ArrayReferences, base: str) -> object:
         validate_paths=False,
     )
     document = array_document(array.data_type, array.shape, array.chunk, array.dims)
-    return ManifestArray(metadata=ArrayV3Metadata.from_dict(dict(document)), chunkmanifest=manifest)
+    return ManifestArray(
+        metadata=ArrayV3Metadata.from_dict(dict(document)),  # pyright: ignore[reportUnknownMemberType]  # a dict without types
+        chunkmanifest=manifest,
+    )
 
 
 def _container(base: str) -> icechunk.VirtualChunkContainer:
-    """Permission to read below the store's folder, with what the environment knows of credentials."""
+    """A container that allows reading below the store's folder, with credentials of the environment."""
     import icechunk
 
     prefix, parts = f"{base}/", urlsplit(base)

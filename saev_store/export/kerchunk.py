@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Format = Literal["json", "parquet"]
 
-#: References turned into text at once.
+#: References formatted at once.
 _STEP = 1 << 16
-#: References in one Parquet file: some hundred KB, which a reader loads for any of them.
+#: References in one Parquet file: some hundred KB, which a reader loads for each access.
 _RECORD_SIZE = 100_000
 _ROOT = ".zmetadata"
 _DTYPES = {"float32": "<f4", "uint8": "|u1", "int64": "<i8"}
@@ -62,7 +62,7 @@ def write_kerchunk(
 
 def _check_fastparquet() -> None:
     try:
-        import fastparquet  # noqa: F401  # fsspec reads with nothing else
+        import fastparquet  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the only engine that fsspec reads these files with
     except ImportError as error:
         raise MissingDependencyError(
             "fastparquet is not installed, which Parquet references are written and read with",
@@ -82,7 +82,7 @@ def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writ
 
 
 def v2_documents(found: References) -> dict[str, dict[str, object]]:
-    """The Zarr v2 documents by key, `.zmetadata` left out."""
+    """The Zarr v2 documents by key, without `.zmetadata`."""
     documents: dict[str, dict[str, object]] = {".zgroup": {"zarr_format": 2}, ".zattrs": dict(found.attributes)}
     for array in found.arrays:
         documents |= _array_documents(array.name, array.data_type, array.shape, array.chunk, array.dims)
@@ -101,7 +101,7 @@ def _array_documents(
         "dtype": _DTYPES[data_type],
         "compressor": None,
         "filters": None,
-        # xarray takes a v2 fill value for "not measured": a label 0 would become NaN.
+        # xarray masks values that equal a v2 fill value: a label 0 would become NaN.
         "fill_value": "NaN" if data_type == "float32" else None,
         "order": "C",
         "dimension_separator": ".",
@@ -113,7 +113,7 @@ def _array_documents(
 
 
 def _json_pieces(found: References) -> Iterator[bytes]:
-    """One entry a line; the template comes first, where people find it."""
+    """One entry per line; the template is first, where it is easy to find."""
     yield f'{{"version": 1, "templates": {{"u": {json.dumps(found.base)}}}, "refs": {{\n'.encode()
     documents = v2_documents(found)
     consolidated = {"zarr_consolidated_format": 1, "metadata": documents}
@@ -130,7 +130,7 @@ def _array_pieces(array: ArrayReferences) -> Iterator[bytes]:
         numbers = np.arange(first, min(first + _STEP, array.n_chunks))
         files, offsets = array.locate(numbers)
         places = zip(*(axis.tolist() for axis in np.unravel_index(numbers, array.counts)), strict=True)
-        lines = []
+        lines: list[str] = []
         for number, place, file, offset in zip(numbers.tolist(), places, files.tolist(), offsets.tolist(), strict=True):
             key = f"{array.name}/{'.'.join(map(str, place))}"
             if number in array.inline:
@@ -176,7 +176,7 @@ def _listed(target: object) -> Sequence[Entry]:
 
 
 def _record(array: ArrayReferences, numbers: IntArray, base: str) -> bytes:
-    """One file of references; `raw` only where something is given as bytes, for its absence is what readers test."""
+    """One file of references. It has a column `raw` only if a value is given as bytes: readers test its absence."""
     import pandas as pd
 
     files, offsets = array.locate(numbers)
@@ -189,7 +189,8 @@ def _record(array: ArrayReferences, numbers: IntArray, base: str) -> bytes:
         for place in inline:
             codes[place], offsets[place], sizes[place] = -1, 0, 0
         columns["raw"] = [inline.get(place) for place in range(len(numbers))]
-    return _parquet({"path": pd.Categorical.from_codes(codes, names), **columns})
+    paths = pd.Categorical.from_codes(codes, names)  # pyright: ignore[reportUnknownMemberType]  # codes have no type
+    return _parquet({"path": paths, **columns})
 
 
 def _parquet(columns: Mapping[str, object]) -> bytes:
@@ -200,10 +201,10 @@ def _parquet(columns: Mapping[str, object]) -> bytes:
         {name: pd.Series(values, dtype=object) if name == "raw" else values for name, values in columns.items()}
     )
     kept = _Kept()
-    fastparquet.write(
+    fastparquet.write(  # pyright: ignore[reportUnknownMemberType]  # most arguments have no types
         "refs",
         frame,
-        open_with=lambda *_: kept,
+        open_with=lambda *_: kept,  # pyright: ignore[reportUnknownLambdaType]  # called with a path and a mode
         compression="ZSTD",
         write_index=False,
         stats=False,  # pyright: ignore[reportArgumentType]  # takes a bool, though its default is a list
@@ -214,7 +215,7 @@ def _parquet(columns: Mapping[str, object]) -> bytes:
 
 
 class _Kept(io.BytesIO):
-    """A file in memory that outlives being closed."""
+    """A file in memory whose content stays readable after `close()`."""
 
     def close(self) -> None:
         pass

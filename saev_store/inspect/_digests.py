@@ -1,4 +1,4 @@
-"""What a store's `digests.json` promises, as far as it fits the store. Read with suspicion, like every file."""
+"""The digests in a store's `digests.json`, as far as they match the store's geometry."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from saev_store.documents import labels_nbytes
-from saev_store.errors import SaevStoreError
+from saev_store.errors import DocumentError, SaevStoreError
 from saev_store.layout import ITEMSIZE, Layout, shard_name
 from saev_store.names import DIGESTS_NAME, LABELS_NAME
 from saev_store.problems import Problem
 from saev_store.transport import Transport
 
-#: Block length where no digests.json names another one.
+#: Block length where no digests.json defines one.
 DEFAULT_BLOCK_BYTES = 8 << 20
 _MAX_BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Promised:
-    """The digests of a store's files, and what is wrong with the document they come from.
+    """The digests of a store's files, and the problems of `digests.json`.
 
     Attributes:
         block_bytes: How many bytes a digest covers; the last one of a file may cover fewer.
-        files: File name to one digest per block of its used bytes; only files whose entry fits the layout.
-        problems: What is wrong with the document, or that it is not there.
+        files: File name -> one digest per block of its used bytes; only files whose entry matches the layout.
+        problems: Problems of the document, including its absence.
     """
 
     block_bytes: int
@@ -33,17 +33,20 @@ class Promised:
 
 
 def promised_digests(transport: Transport, layout: Layout) -> Promised:
-    """The digests beside a store; a missing document is an info, one that cannot be used a warning."""
-    from saev_store.writer._digests import load_digests
+    """The digests of a store. A missing document is an info, an invalid one a warning, an unreadable one an error."""
+    from saev_store.writer import load_digests
 
     try:
         digests = load_digests(transport)
-    except SaevStoreError as error:
+    except DocumentError as error:
         return _nothing(f"digests.json cannot be used, so contents are not compared with it: {error.message}")
+    except SaevStoreError as error:
+        message = f"digests.json cannot be read, so contents were not compared with it: {error.message}"
+        return Promised(DEFAULT_BLOCK_BYTES, {}, (Problem("unreadable_digests", message, where=DIGESTS_NAME),))
     if digests is None:
         message = (
-            "there is no digests.json, so a flipped bit or two exchanged shards cannot be noticed; a copy made with "
-            "`saev-store copy` gets one"
+            "there is no digests.json, so changed bits and exchanged shards cannot be detected; `saev-store copy` "
+            "makes a copy that has one"
         )
         return Promised(
             DEFAULT_BLOCK_BYTES, {}, (Problem("digests_absent", message, where=DIGESTS_NAME, severity="info"),)

@@ -1,4 +1,4 @@
-"""What the summaries of a store's shards mean, together: pure, so every kind of damage can be tested without a disk."""
+"""Derives problems from the summaries of a store's shards. Pure: every kind of damage can be tested without a disk."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from saev_store.problems import Problem
 def judge(
     layout: Layout, shards: Sequence[ShardSummary], expected: Mapping[str, Sequence[str]], block_bytes: int
 ) -> list[Problem]:
-    """All findings that need the bytes.
+    """All problems that only the bytes can show.
 
     Args:
         layout: The store's geometry.
-        shards: One summary for each shard that could be read, ascending.
-        expected: The digests that a writer left for each file; may be empty, or lack files.
+        shards: One summary per shard, ascending.
+        expected: Digests by file name; may be empty or incomplete.
         block_bytes: How many bytes a digest covers.
     """
     owners = {tuple(digests): name for name, digests in expected.items()}
@@ -77,13 +77,15 @@ def _compare(
     for block_idx, (found, promise) in enumerate(zip(shard.digests, promised, strict=False)):
         start = block_idx * block_bytes
         end = min(start + block_bytes, used)
-        if found and found != promise and end <= shard.n_bytes:  # a block that a short file cuts is reported already
+        if (
+            found and found != promise and end <= shard.n_bytes
+        ):  # a block that a short file cuts is part of `short_shard`
             wrong.append((start, end))
     if wrong:
         yield Problem(
             "digest_mismatch",
             f"{len(wrong)} of the {len(promised)} blocks of {name} are not what was written, the first at byte "
-            f"{wrong[0][0]:,}; every example that such a block touches is suspect",
+            f"{wrong[0][0]:,}; all examples in these blocks are suspect",
             where=name,
             lost=_examples_touched(layout, shard.shard_idx, wrong),
         )
@@ -102,8 +104,7 @@ def _oddities(shard: ShardSummary) -> Iterator[Problem]:
     if not shard.padding_is_zero:
         yield Problem(
             "nonzero_padding",
-            f"{name} goes on after its last example with bytes that are not zero; metadata.json may count too few "
-            "examples",
+            f"{name} has bytes that are not zero after its last example; metadata.json may count too few examples",
             where=name,
             severity="warning",
         )
@@ -158,7 +159,7 @@ def _zeros(layout: Layout, shards: Sequence[ShardSummary], confirmed: set[int]) 
     if zero_vectors:
         yield Problem(
             "zero_vectors",
-            f"{zero_vectors:,} vectors are zero in examples that are not; models that mask or gate tokens do that",
+            f"{zero_vectors:,} vectors are zero in examples that are not; models that mask or gate tokens produce these",
             severity="info",
         )
 
@@ -175,7 +176,7 @@ def _written_zeros(layout: Layout, shard: ShardSummary, n_examples: int) -> Prob
 
 
 def _tail(layout: Layout, zero: Sequence[tuple[int, int]]) -> int | None:
-    """The first example of a run of zeros that ends with the last example of the store."""
+    """The first example of a run of zero examples at the end of the store."""
     merged = merge_ranges(zero)
     return merged[-1][0] if merged and merged[-1][1] == layout.n_examples else None
 

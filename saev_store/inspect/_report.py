@@ -1,4 +1,4 @@
-"""What an inspection found, as one value that prints, pickles, turns into JSON and can be raised."""
+"""`Report`: the result of a validation; prints, pickles, converts to JSON and can be raised."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from saev_store.errors import CorruptShardError
 from saev_store.problems import Problem, Severity
 
-#: The order in which findings are shown.
+#: The order in which problems are shown.
 _RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 _COLOURS: dict[Severity, str] = {"error": "#c62828", "warning": "#b26a00", "info": "#546e7a"}
-#: An exception's message and a card in a notebook stop listing here; `problems` always holds everything.
+#: Problems listed in an exception's message and in a notebook; `problems` holds all of them.
 _MAX_SHOWN = 20
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Half-open ranges, ascending, none empty, none touching another.
+    """The same ranges, ascending, merged where they touch, without empty ones.
 
     >>> merge_ranges([(5, 9), (0, 2), (2, 3), (8, 11), (4, 4)])
     ((0, 3), (5, 11))
@@ -37,16 +37,16 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 @dataclass(frozen=True)
 class Report:
-    """What `validate` found out about a store. Nothing in it does IO.
+    """Result of `validate`: the problems of a store and the examples that they make unreadable. Does no IO.
 
     Attributes:
-        url: The store, safe to show.
-        n_examples: How many examples the store should hold.
-        n_shards: How many shards they lie in.
-        problems: Every finding, errors first.
-        deep: Whether the bytes were read, or only names and sizes looked at.
-        checked_bytes: Bytes that were read and checked.
-        elapsed_s: How long that took, in seconds.
+        url: Address of the store, without credentials.
+        n_examples: Examples according to the documents.
+        n_shards: Shards according to the documents.
+        problems: All problems, errors first.
+        deep: Whether bytes were read; else only names and sizes were compared.
+        checked_bytes: Bytes read and checked.
+        elapsed_s: Seconds that the validation took.
     """
 
     url: str
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True when nothing found is an error; warnings and infos may be there."""
+        """Whether no problem is an error; there may be warnings and infos."""
         return not self.errors
 
     @property
@@ -76,19 +76,19 @@ class Report:
 
     @property
     def lost(self) -> Ranges:
-        """Half-open ranges of examples that cannot be trusted, merged and ascending: what `repair` has to be given."""
+        """Half-open ranges of examples that cannot be trusted, merged and ascending; `repair` takes these."""
         return merge_ranges(span for problem in self.problems for span in problem.lost)
 
     @property
     def n_lost(self) -> int:
-        """How many examples `lost` covers."""
+        """Number of examples in `lost`."""
         return sum(end - start for start, end in self.lost)
 
     def raise_if_bad(self) -> None:
-        """Return quietly when `ok`.
+        """Raise an error unless `ok`.
 
         Raises:
-            CorruptShardError: there is at least one error; the message lists them and `.problems` holds all of them.
+            CorruptShardError: there is at least one error; the message lists the first ones, `problems` has all.
         """
         errors = self.errors
         if not errors:
@@ -105,7 +105,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The report as plain JSON types; `saev-store validate --json` prints this."""
+        """Plain JSON types, as `saev-store validate --json` prints them."""
         return {
             "url": self.url,
             "ok": self.ok,
@@ -159,7 +159,7 @@ class Report:
 
 
 def problem_to_dict(problem: Problem) -> dict[str, object]:
-    """One finding as plain JSON types.
+    """A problem as plain JSON types.
 
     >>> problem_to_dict(Problem("missing_shard", "it is gone", where="acts000001.bin", lost=((3, 6),)))["lost"]
     [[3, 6]]

@@ -1,4 +1,4 @@
-"""Looking at bytes at memory speed: zeros, numbers that are no numbers, digests. Arithmetic only, opens nothing."""
+"""Scans bytes of shards for zero vectors and non-finite numbers. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NO_RUNS: IntArray = np.empty((0, 2), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a piece of a shard holds.
+    """Result of scanning a piece of a shard.
 
     Attributes:
         zero_runs: Shape (k, 2): half-open ranges of *elements* of the shard that are zero, each either whole vectors or
             the part of a vector at the piece's edge.
-        n_nonfinite: How many elements are infinite or not a number.
+        n_nonfinite: Count of elements that are infinite or NaN.
     """
 
     zero_runs: IntArray
@@ -29,7 +29,7 @@ class Scan:
 def scan_piece(piece: memoryview, *, start: int, d_model: int) -> Scan:
     """Find zero vectors and non-finite numbers in consecutive bytes of a shard.
 
-    A vector counts as zero when every bit of it is: what an unwritten row of a sparse file reads as.
+    A vector is zero if all its bits are, as in a row of a sparse file that was never written.
 
     Args:
         piece: Whole float32 elements.
@@ -50,7 +50,7 @@ def scan_piece(piece: memoryview, *, start: int, d_model: int) -> Scan:
 
 
 def _count_nonfinite(values: npt.NDArray[np.float32]) -> int:
-    # One dot product reads the piece once and is finite unless something in it is not, or is larger than 1e16.
+    # One dot product reads the piece once. It is finite unless an element is not, or elements exceed about 1e16.
     with np.errstate(all="ignore"):
         if np.isfinite(np.dot(values, values)):
             return 0
@@ -76,7 +76,7 @@ def _zero_runs(bits: npt.NDArray[np.uint32], start: int, d_model: int) -> IntArr
 
 
 def _zero_vectors(vectors: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
-    # A few columns touch one cache line per vector and rule out nearly all of them, sparse activations included.
+    # Comparing a few columns touches one cache line per vector and excludes nearly all vectors, also sparse ones.
     d_model = vectors.shape[1]
     suspects = np.flatnonzero(vectors[:, 0] == 0)
     for column in dict.fromkeys((d_model - 1, d_model // 2, d_model // 3, d_model // 5)):
@@ -87,7 +87,7 @@ def _zero_vectors(vectors: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
 
 
 def merge_runs(runs: IntArray) -> IntArray:
-    """Ascending ranges with those that touch made one.
+    """Merge ascending ranges that touch.
 
     >>> merge_runs(np.array([[0, 3], [3, 6], [9, 12]])).tolist()
     [[0, 6], [9, 12]]
@@ -101,7 +101,7 @@ def merge_runs(runs: IntArray) -> IntArray:
 
 
 def whole_units(runs: IntArray, unit: int) -> IntArray:
-    """The units of `unit` elements that lie wholly inside merged runs, as ranges of units; empty ones left out.
+    """The units of `unit` elements that lie entirely within merged runs, as non-empty ranges of units.
 
     >>> whole_units(np.array([[1, 9], [10, 12]]), 3).tolist()
     [[1, 3]]

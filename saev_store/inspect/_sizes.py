@@ -1,4 +1,4 @@
-"""The checks that need no byte of a shard: names, sizes, links, the folder's name."""
+"""Checks of names, sizes, links and the folder's name; no file content is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARD_NAME = re.compile(r"^acts(\d{6,})\.bin$")
 def quick_checks(
     transport: Transport, metadata: Metadata, index: ShardsIndex, *, dirname: str | None = None
 ) -> list[Problem]:
-    """Everything that can be found without opening a shard, the documents' own remarks included.
+    """All problems that names and sizes show, including those of the documents.
 
     One directory scan locally, one listing remotely: 1,000 shards take a few milliseconds on a local disk.
 
@@ -27,23 +27,23 @@ def quick_checks(
         transport: Rooted at the store's folder.
         metadata: What `metadata.json` says.
         index: What `shards.json` says.
-        dirname: The folder's own name, to be compared with the content hash; None leaves that out.
+        dirname: The folder's name, compared with the content hash; None skips this check.
 
     Returns:
         Errors, warnings and infos, in the order of the documents, then of the shards. A shard's acceptable sizes are
-        exactly its used bytes (cut), the full capacity (padded), or whole examples in between; anything else is a
-        problem that names the examples it costs.
+        exactly its used bytes (cut), the full capacity (padded), or whole examples in between; any other size is a
+        problem with the examples that it makes unreadable.
     """
     return check_survey(survey_store(transport, index), metadata, index, dirname=dirname)
 
 
 def survey_store(transport: Transport, index: ShardsIndex) -> Survey:
-    """What lies where the listed shards and the labels should be."""
+    """Survey of the listed shards and the labels."""
     return survey(transport, [*map(shard_name, range(index.n_listed)), LABELS_NAME])
 
 
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
-    """`quick_checks` on a survey that was made already: pure."""
+    """`quick_checks` on an existing survey. Pure."""
     layout = metadata.layout
     problems = [*metadata.problems, *index.problems, *check_dirname(metadata, dirname)]
     problems += _check_shards(layout, index, seen)
@@ -73,8 +73,8 @@ def _check_shards(layout: Layout, index: ShardsIndex, seen: Survey) -> Iterator[
     if layout.n_shards > 1 and all(seen.found.get(name, MISSING).state == "missing" for name in names):
         yield Problem(
             "all_shards_missing",
-            f"none of the {layout.n_shards} shards is there, only the documents are left; was the folder purged, or "
-            "only half copied?",
+            f"none of the {layout.n_shards} shards is there, only the documents; was the folder purged or only partly "
+            "copied?",
             where=shard_name(0),
             lost=((0, layout.n_examples),),
         )
@@ -99,7 +99,7 @@ def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
         return Problem(
             "missing_empty_shard",
             f"{name} is listed with no examples and is not there; nothing is lost, but a reader that maps every "
-            "listed file will stop at it",
+            "listed file fails",
             where=name,
             severity="info",
         )
@@ -129,8 +129,8 @@ def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
         return Problem(
             "trailing_bytes",
             f"{name} has {found.size:,} bytes: {(found.size - used) % row} of those after its {end - start} examples are "
-            f"no whole row of {row:,} bytes; every vector is still where it should be, but something appended to the "
-            "file",
+            f"no whole row of {row:,} bytes; all vectors are in place, but bytes were appended to "
+            "the file",
             where=name,
             severity="warning",
         )
@@ -167,8 +167,8 @@ def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iter
         if name == WORK_FOLDER:
             yield Problem(
                 "leftover_work_folder",
-                f"the hidden folder {WORK_FOLDER} of a writer is still there; the store is published, so it is only "
-                "litter, unless somebody repairs the store right now",
+                f"the hidden folder {WORK_FOLDER} of a writer is still there; the store is published, so the folder is "
+                "not needed, unless a repair is running",
                 where=WORK_FOLDER,
                 severity="info",
             )
@@ -179,7 +179,7 @@ def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iter
             if int(number[1]) >= index.n_listed:
                 yield Problem(
                     "unlisted_shard",
-                    f"{name} is there, but shards.json lists only {index.n_listed} shards; nothing reads it",
+                    f"{name} is there, but shards.json lists only {index.n_listed} shards; it is not read",
                     where=name,
                     severity="warning",
                 )
@@ -188,7 +188,7 @@ def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iter
         guess = f"; it has the size of {shard_name(twins[0])}, which is missing" if len(twins) == 1 else ""
         yield Problem(
             "misnamed_shard",
-            f"{name!r} looks like a shard, but shards are named like {shard_name(0)}; nothing reads it{guess}",
+            f"{name!r} looks like a shard, but shards are named like {shard_name(0)}; it is not read{guess}",
             where=name,
             severity="warning",
         )

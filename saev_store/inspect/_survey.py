@@ -1,4 +1,4 @@
-"""What lies in a store's folder: one look, no file opened."""
+"""Lists a store's folder without opening files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.transport import Entry, Lists, Transport
 
-#: Remote sizes are asked for this many at a time when the back end cannot list.
+#: Concurrent size requests where the transport cannot list.
 _N_THREADS = 16
 
 State = Literal["file", "missing", "not_a_file", "unreadable"]
@@ -22,10 +23,10 @@ class Found(NamedTuple):
     """One name in a store's folder.
 
     Attributes:
-        size: Bytes, following links; None unless it is a file.
-        state: What it is to us.
-        why: One clause that explains any state but `"file"`.
-        link: Where a symbolic link points to, else "".
+        size: Size in bytes of the file, or of the file that a link points to; None for anything else.
+        state: Whether it is a readable file.
+        why: Explanation of any state but `"file"`.
+        link: Target of a symbolic link, else "".
     """
 
     size: int | None
@@ -41,7 +42,7 @@ _EUID = os.geteuid()
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Names found; `complete` is False when only the names asked for were looked at."""
+    """Names in a folder; `complete` is False if only the requested names were checked."""
 
     found: Mapping[str, Found]
     complete: bool
@@ -59,13 +60,13 @@ def local_folder(transport: Transport) -> str | None:
 
 
 def survey(transport: Transport, names: Iterable[str]) -> Survey:
-    """Look at everything in the folder with as few requests as the back end allows.
+    """Survey a folder with as few requests as the transport allows.
 
     One `scandir` locally (a stat for each entry follows links), one listing where there is one, otherwise one size
     request for each of `names`, in parallel.
 
     Raises:
-        SaevStoreError: the folder itself cannot be looked at.
+        SaevStoreError: the folder cannot be accessed.
     """
     folder = local_folder(transport)
     if folder is not None:
@@ -73,7 +74,7 @@ def survey(transport: Transport, names: Iterable[str]) -> Survey:
             with os.scandir(folder) as entries:
                 return Survey({entry.name: _look(entry.path, entry.is_symlink()) for entry in entries}, complete=True)
         except PermissionError:
-            # A folder may be searchable without being listable: the names are computed, so this still works.
+            # A folder may be searchable but not listable. Names are computed, so it can still be surveyed.
             paths = {name: os.path.join(folder, name) for name in names}
             return Survey({name: _look(path, os.path.islink(path)) for name, path in paths.items()}, complete=False)
         except OSError:
@@ -82,16 +83,14 @@ def survey(transport: Transport, names: Iterable[str]) -> Survey:
         try:
             entries = transport.list()
         except SaevStoreError:
-            pass  # listing may be forbidden where reading is not
+            pass  # a bucket may allow reading without listing
         else:
             found = {entry.path.rsplit("/", 1)[-1]: _listed(transport, entry) for entry in entries}
             if any(name in found for name in names):
                 return Survey(found, complete=True)
     with ThreadPoolExecutor(_N_THREADS) as pool:
-        asked = list(names)
-        return Survey(
-            dict(zip(asked, pool.map(lambda name: _ask(transport, name), asked), strict=True)), complete=False
-        )
+        wanted = list(names)
+        return Survey(dict(zip(wanted, pool.map(partial(_ask, transport), wanted), strict=True)), complete=False)
 
 
 def _look(path: str, is_link: bool) -> Found:
@@ -102,15 +101,15 @@ def _look(path: str, is_link: bool) -> Found:
         why = f"it is a symbolic link to {link!r}, where nothing is" if link else MISSING.why
         return Found(None, "missing", why, link)
     except OSError as error:
-        return Found(None, "unreadable", f"it cannot be looked at ({error.strerror})", link)
+        return Found(None, "unreadable", f"its status cannot be read ({error.strerror})", link)
     if stat.S_ISDIR(status.st_mode):
         return Found(None, "not_a_file", _FOLDER, link)
     if not stat.S_ISREG(status.st_mode):
         return Found(None, "not_a_file", "it is no regular file", link)
-    # A file that its owner may read is the usual case: one system call less for each of a thousand shards.
+    # Files are usually ours and readable: this saves one system call per shard.
     is_ours = status.st_uid == _EUID and status.st_mode & stat.S_IRUSR
     if not is_ours and not os.access(path, os.R_OK):
-        return Found(None, "unreadable", "its permissions forbid us to read it", link)
+        return Found(None, "unreadable", "its permissions do not allow reading it", link)
     return Found(status.st_size, link=link)
 
 

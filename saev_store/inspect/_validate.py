@@ -1,9 +1,10 @@
-"""`validate`: the quick checks, and on request the bytes."""
+"""`validate`: the quick checks, and optionally a check of all bytes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 from saev_store.documents import Metadata, ShardsIndex, labels_nbytes
 from saev_store.errors import CorruptShardError
@@ -28,22 +29,22 @@ def validate(
     deep: bool = False,
     progress: bool | None = None,
 ) -> Report:
-    """Everything that is wrong with a store, and the examples that it costs.
+    """Find all problems of a store, and the examples that they make unreadable.
 
     Args:
         transport: Rooted at the store's folder.
-        metadata: What `metadata.json` says.
-        index: What `shards.json` says.
-        dirname: The folder's own name, to be compared with the content hash; None leaves that out.
+        metadata: The parsed `metadata.json`.
+        index: The parsed `shards.json`.
+        dirname: The folder's name, compared with the content hash; None skips this check.
         deep: Read every byte, in a few buffers of fixed size: compare with digests.json where there is one, find rows
-            that were never written, swapped and duplicate shards, numbers that are none.
-        progress: A bar on standard error; None shows it on a terminal.
+            that were never written, swapped and duplicate shards, and non-finite numbers.
+        progress: Show a bar on stderr; None: when it is a terminal.
 
     Returns:
-        The report. Damage is in it, never raised; call `raise_if_bad` on it.
+        The report. Damage is part of it and never raised; call `raise_if_bad` to raise it.
 
     Raises:
-        SaevStoreError: the folder itself cannot be reached.
+        SaevStoreError: the folder cannot be accessed.
     """
     started = time.perf_counter()
     seen = survey_store(transport, index)
@@ -66,7 +67,7 @@ def validate(
 def _read_everything(
     transport: Transport, layout: Layout, index: ShardsIndex, seen: Survey, *, progress: bool | None
 ) -> tuple[list[Problem], int]:
-    from saev_store.writer._progress import Progress
+    from saev_store.writer import Progress
 
     digests = promised_digests(transport, layout)
     sizes = [
@@ -77,8 +78,11 @@ def _read_everything(
     summaries: list[ShardSummary] = []
     checked_bytes = 0
     total = sum(min(size, layout.shard_nbytes) for _, size in sizes)
-    with Progress(total, "validating", shown=progress) as bar:
-        for n_bytes, summary in read_shards(transport, layout, sizes, digests.block_bytes):
+    with (
+        Progress(total, "validating", shown=progress) as bar,
+        closing(read_shards(transport, layout, sizes, digests.block_bytes)) as results,
+    ):
+        for n_bytes, summary in results:
             bar.advance(n_bytes)
             checked_bytes += n_bytes
             if summary is not None:
@@ -89,7 +93,7 @@ def _read_everything(
         checked_bytes += labels_nbytes(layout)
         problems += _check_labels(transport, layout, digests)
     elif labels is None and LABELS_NAME in digests.files:
-        message = "labels.bin is not there, but digests.json knows it; vectors are readable, labels are lost"
+        message = "labels.bin is not there, but digests.json has its digests; vectors are readable, labels are lost"
         problems.append(Problem("missing_labels", message, where=LABELS_NAME))
     return problems, checked_bytes
 

@@ -1,4 +1,7 @@
-"""`Batches`: random-access images as batches that can start anywhere."""
+"""`Batches`: batches of random-access images that can start at any example."""
+
+# Public arguments are checked whatever their annotation.
+# pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Images(Protocol):
-    """A dataset of examples by number: a list, an array, a map-style dataset of torch."""
+    """A map-style dataset: a list, an array, or a torch dataset."""
 
     def __len__(self) -> int: ...
 
@@ -29,10 +32,10 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a random-access dataset, cut at multiples of `batch_size` wherever one starts.
+    """Batches of a random-access dataset, cut at multiples of `batch_size` regardless of the start.
 
-    Because the cuts stay put, a resumed recording runs the same forward passes as an uninterrupted one, and loads none
-    of the images that are already recorded.
+    A resumed recording therefore runs the same forward passes as an uninterrupted one, and loads no image of a batch that is
+    already recorded.
 
     Args:
         images: `images[i]` is one example's pixels, (channels, height, width).
@@ -54,7 +57,7 @@ class Batches:
 
     @property
     def n_examples(self) -> int:
-        """How many examples all batches hold together."""
+        """Number of examples in all batches together."""
         return len(self.images)
 
     def __iter__(self) -> Iterator[npt.NDArray[np.float32]]:
@@ -62,7 +65,7 @@ class Batches:
             yield pixels
 
     def starting_at(self, example: int) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """(first example, pixels) of the batch that holds `example`, and of all later ones."""
+        """Yield (first example, pixels) of the batch that contains `example` and of all later batches."""
         for first in range(example // self.batch_size * self.batch_size, self.n_examples, self.batch_size):
             last = min(first + self.batch_size, self.n_examples)
             yield first, np.stack([np.asarray(self.images[i], dtype=np.float32) for i in range(first, last)])

@@ -1,12 +1,15 @@
-"""`Recorder`: what the residual blocks of a vision transformer put out, by the block's depth.
+"""`Recorder`: outputs of the residual blocks of a vision transformer.
 
-The hooks know their slot when they are made, so `layers=(11, 3)` gives block 11 first and block 3 second. A recorder that
-appends to a list as the hooks fire would file both under the wrong label.
+Each hook knows its position on the layer axis, so `layers=(11, 3)` gives block 11 first and block 3 second. Appending outputs in
+the order in which hooks run would exchange them.
 """
+
+# Public arguments are checked whatever their annotation.
+# pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.record._need import need
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -29,28 +32,28 @@ class _Handle(Protocol):
 
 
 class Recorder:
-    """The activations of some residual blocks, for batches of pixels: a context manager that hooks the model.
+    """Records activations of some residual blocks for batches of pixels; a context manager that adds hooks to the model.
 
-    Inside the `with` block the model is in evaluation mode; its mode comes back on leaving, and the hooks go.
+    Inside the `with` block the model is in evaluation mode. On leaving, its mode is restored and the hooks are removed.
 
     Args:
         model: A vision transformer of `transformers`: ViT, DINOv2 (with registers too), DINOv3, CLIP or SigLIP vision
             towers, DeiT, BEiT, and models that wrap one of them.
-        layers: Labels of the blocks to record: 0 is the first block, -1 the last one. Any order; it is the order of
+        layers: Labels of the blocks to record: 0 is the first block, -1 the last one. Their order is that of
             the layer axis.
-        cls_token: Whether to keep the CLS token as token 0. None keeps it where the architecture has one. Register
+        cls_token: Whether to keep the CLS token as token 0. None keeps it if the architecture has one. Register
             and distillation tokens are never kept.
 
     Raises:
-        LayerNotFoundError: a label is no block of this model.
-        ArgumentError: no label, the same block twice, or a model whose blocks cannot be told.
+        LayerNotFoundError: the model has no such block.
+        ArgumentError: `layers` is empty or names a block twice, or the blocks of the model cannot be identified.
         MissingDependencyError: torch is not installed.
 
     Attributes:
         layers: The labels as given.
-        depths: The block that each label stands for, counted from 0.
-        n_blocks: How many blocks the model has.
-        d_model: Length of one vector.
+        depths: Index of the block of each label, from 0.
+        n_blocks: Number of blocks of the model.
+        d_model: Length of a vector.
 
     ```python
     with Recorder(model, layers=(-1, 3)) as recorder:
@@ -69,7 +72,7 @@ class Recorder:
         self.cls_token = model_has_cls(model) if cls_token is None else cls_token
         if self.cls_token and not model_has_cls(model):
             raise ArgumentError(
-                f"{type(model).__name__} has no CLS token, so there is none to keep",
+                f"{type(model).__name__} has no CLS token",
                 where="cls_token",
                 remedy="Use False or None.",
             )
@@ -170,7 +173,7 @@ class Recorder:
     def _hook(self, slot: int) -> Callable[[torch.nn.Module, object, torch.Tensor | tuple[torch.Tensor, ...]], None]:
         def keep(_block: torch.nn.Module, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             out = self._out
-            if out is None:  # somebody else runs the model while it is hooked
+            if out is None:  # the model runs outside of this recorder
                 return
             hidden = output[0] if isinstance(output, tuple) else output
             n_cls = int(self.cls_token)
@@ -206,7 +209,7 @@ def place(model: torch.nn.Module, device: str | None) -> torch.nn.Module:
     except (RuntimeError, AssertionError, TypeError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError(
-            f"{device!r} cannot be used: {why}", where="device", remedy="Leave it out for the CPU."
+            f"{device!r} cannot be used: {why}", where="device", remedy="Omit it to use the CPU."
         ) from error
     return model.to(device)
 
@@ -214,18 +217,19 @@ def place(model: torch.nn.Module, device: str | None) -> torch.nn.Module:
 def find_blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
     """The residual blocks of the encoder, in depth order.
 
-    They are the one list of modules that is as long as the configuration says the encoder is deep; how it is called
-    differs between architectures, and between releases of `transformers`.
+    They are the only list of modules whose length is `num_hidden_layers`. Its name differs between architectures and releases of
+    `transformers`.
 
     Raises:
-        ArgumentError: no such list, or more than one.
+        ArgumentError: there is no such list, or more than one.
     """
     import torch
 
     depth = _config_int(model, "num_hidden_layers")
+    modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # its stub has no types
     found = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in modules
         if isinstance(module, torch.nn.ModuleList)
         and len(module) == depth
         and len({type(block) for block in module}) == 1
@@ -241,14 +245,14 @@ def find_blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
 
 
 def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:
-    """The depth that each label stands for.
+    """The index of the block of each label.
 
     >>> resolve_layers((-1, 3, -11), 12)
     (11, 3, 1)
 
     Raises:
-        LayerNotFoundError: a label is below -n_blocks or above n_blocks - 1, or no integer.
-        ArgumentError: no label, or two for one block.
+        LayerNotFoundError: a label is not an integer from -n_blocks to n_blocks - 1.
+        ArgumentError: `layers` is empty, or two labels name one block.
     """
     if not layers:
         raise ArgumentError("layers is empty; it must name at least one block", where="layers")
@@ -256,7 +260,7 @@ def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:
     for label in layers:
         if not isinstance(label, (int, np.integer)) or isinstance(label, bool) or not -n_blocks <= label < n_blocks:
             raise LayerNotFoundError(
-                f"layer {label!r} is no block of a model with {n_blocks} of them",
+                f"layer {label!r} is not a block of this model, which has {n_blocks}",
                 where="layers",
                 remedy=f"Use integers from 0 to {n_blocks - 1}, or from -{n_blocks} to -1, counted from the end.",
             )
@@ -271,10 +275,11 @@ def patch_size(model: torch.nn.Module) -> tuple[int, int]:
     """Height and width of a patch in pixels.
 
     Raises:
-        ArgumentError: the configuration does not say.
+        ArgumentError: the configuration has no patch size.
     """
     value = getattr(getattr(model, "config", None), "patch_size", None)
-    sides = [side for side in (value if isinstance(value, (list, tuple)) else (value, value)) if isinstance(side, int)]
+    pair = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (value, value)
+    sides = [side for side in pair if isinstance(side, int)]
     if len(sides) != 2 or min(sides) < 1:
         raise ArgumentError(
             f"model.config.patch_size is {value!r}; it must be one or two positive integers",
@@ -285,12 +290,12 @@ def patch_size(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def model_has_cls(model: torch.nn.Module) -> bool:
-    """Whether the architecture puts a CLS token before the patches: whether it has an embedding for one."""
+    """Whether the architecture has an embedding of a CLS token, which precedes the patches."""
     return any(name.rsplit(".", 1)[-1] in {"cls_token", "class_embedding"} for name, _ in model.named_parameters())
 
 
 def n_special_tokens(model: torch.nn.Module) -> int:
-    """Tokens before the patches: CLS, registers, distillation token; whatever the architecture has of them."""
+    """Number of tokens before the patches: CLS, registers and distillation token."""
     registers = getattr(getattr(model, "config", None), "num_register_tokens", None) or 0
     distillation = any(name.endswith("distillation_token") for name, _ in model.named_parameters())
     return int(model_has_cls(model)) + int(registers) + int(distillation)

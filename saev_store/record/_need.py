@@ -1,4 +1,4 @@
-"""The optional libraries of this room, imported when they are first needed."""
+"""Lazy imports of the optional libraries of this package."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def need(module: str, *, package: str, extra: str) -> ModuleType:
-    """The imported module, or the extra that brings it.
+    """Import a module; the error names the extra that installs it.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: the module is not installed.
     """
     try:
         return importlib.import_module(module)

@@ -1,7 +1,7 @@
-"""The demo's data set: photographs that ship inside scikit-image, cut into tiles.
+"""The demo's data set: photographs that are part of scikit-image, cut into tiles.
 
-Tiles of one photograph are neighbours in the store, row by row, so a map of any per-patch number can be put together to a
-map of the whole photograph. In a store with two examples swapped it would not fit together.
+Tiles of one photograph are consecutive examples, row by row, so per-patch values can be assembled to a map of the photograph. If
+two examples were swapped, the map would show it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from saev_store.record._need import need
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-#: (file in skimage/data, what it shows): only such as every wheel holds, so that nothing is ever downloaded.
+#: (file in skimage/data, title): only files that every wheel contains, so that nothing is downloaded.
 PHOTOGRAPHS = (
     ("chelsea.png", "Chelsea the cat"),
     ("astronaut.png", "Eileen Collins"),
@@ -31,20 +31,20 @@ PHOTOGRAPHS = (
 )
 #: Tiles of a photograph: rows, columns.
 GRID = (2, 3)
-#: The patches' labels: mean luminance in so many equal steps.
+#: Labels of patches: mean luminance in this many equal steps.
 N_LUMINANCE_STEPS = 8
-#: Mean and standard deviation of the channels that vision models of this kind were trained with.
+#: Mean and standard deviation of the channels (ImageNet), which such models were trained with.
 MEAN = np.array((0.485, 0.456, 0.406), dtype=np.float32)
 STD = np.array((0.229, 0.224, 0.225), dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Photographs:
-    """Photographs, cut to the same size.
+    """Photographs of equal size.
 
     Attributes:
         pixels: (photograph, height, width, 3) uint8; `GRID` tiles of `tile_px` x `tile_px`.
-        titles: What each shows.
+        titles: Title of each photograph.
         tile_px: Side of a tile in pixels.
     """
 
@@ -59,7 +59,7 @@ class Photographs:
         return cut.reshape(n * rows * columns, px, px, 3)
 
     def examples(self) -> npt.NDArray[np.float32]:
-        """(example, 3, tile_px, tile_px): the tiles as a model wants them, channels first and normalised."""
+        """(example, 3, tile_px, tile_px): the tiles as model input: channels first, normalised."""
         normal = (self.tiles().astype(np.float32) / 255 - MEAN) / STD
         return np.ascontiguousarray(normal.transpose(0, 3, 1, 2), dtype=np.float32)
 
@@ -77,7 +77,7 @@ def load_photographs(*, n: int = len(PHOTOGRAPHS), tile_px: int = 224) -> Photog
 
     Raises:
         MissingDependencyError: scikit-image or Pillow is not installed.
-        NotFoundError: this scikit-image does not hold one of them.
+        NotFoundError: a photograph is not part of the installed scikit-image.
     """
     need("skimage", package="scikit-image", extra="demo")
     need("PIL", package="Pillow", extra="demo")
@@ -85,7 +85,7 @@ def load_photographs(*, n: int = len(PHOTOGRAPHS), tile_px: int = 224) -> Photog
 
     size = (GRID[1] * tile_px, GRID[0] * tile_px)
     folder = files("skimage") / "data"
-    pixels = []
+    pixels: list[npt.NDArray[np.uint8]] = []
     for name, _ in PHOTOGRAPHS[:n]:
         path = folder / name
         if not path.is_file():

@@ -1,4 +1,7 @@
-"""The demo's model: DINOv2 ViT-S/14, trained where its weights can be had, else seeded random numbers; and which it is."""
+"""The demo's model: DINOv2 ViT-S/14 with pretrained weights where available, else with seeded random weights."""
+
+# transformers has no types for models made from a configuration.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ SEED = 17
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A model and what can honestly be said about it.
+    """A model and the description of its weights.
 
     Attributes:
         model: The vision transformer, in evaluation mode.
-        title: Its name for people.
-        ckpt: Its name for the metadata. Random weights carry a digest of their values, so that other random weights,
-            made by another release of torch for example, never share a store.
-        pretrained: Whether the weights were trained.
-        note: One sentence: where the weights come from.
+        title: Name for display.
+        ckpt: Name for the metadata. For random weights it includes a digest of their values, so that other random weights
+            (of another release of torch) have another store.
+        pretrained: Whether the weights are pretrained.
+        note: Origin of the weights, one sentence.
     """
 
     model: torch.nn.Module
@@ -41,8 +44,8 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
     """DINOv2 ViT-S/14 with weights from the local cache, else from the hub, else random.
 
     Args:
-        pretrained: False goes straight to random weights.
-        timeout_s: How long the hub may take to answer before it counts as unreachable.
+        pretrained: False uses random weights without looking for others.
+        timeout_s: Seconds after which the hub counts as unreachable.
 
     Raises:
         MissingDependencyError: torch or transformers is not installed.
@@ -53,7 +56,7 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
     from transformers.utils import logging
 
     if pretrained is False:
-        reason = "as asked for"
+        reason = "as requested"
     else:
         logging.disable_progress_bar()
         reason = ""
@@ -74,7 +77,7 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
 
 
 def random_model(config: object, *, name: str, reason: str) -> DemoModel:
-    """A model of this configuration with seeded random weights; the caller's random state stays as it is."""
+    """A model of this configuration with seeded random weights; torch's random state is not changed."""
     import torch
     from transformers import AutoModel
 
@@ -90,22 +93,21 @@ def random_model(config: object, *, name: str, reason: str) -> DemoModel:
 
 
 def hub_refusal(timeout_s: float) -> str:
-    """Why weights cannot be downloaded, or "" when the hub answers.
+    """The reason why weights cannot be downloaded, or "" if the hub answers.
 
-    The question is asked on a thread of its own, because a name server that drops packets is not bound by any time-out
-    of the client.
+    Asks in a separate thread: the client's time-out does not cover name resolution.
     """
     import huggingface_hub
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "the hub is switched off by HF_HUB_OFFLINE"
+        return "HF_HUB_OFFLINE is set"
     answer: list[str] = []
 
     def ask() -> None:
         try:
             huggingface_hub.model_info(CKPT, timeout=timeout_s)
-        except Exception as error:  # whatever stops it, the demo goes on without
+        except Exception as error:  # the demo continues with random weights
             answer.append(f"the hub cannot be reached: {type(error).__name__}")
         else:
             answer.append("")

@@ -1,6 +1,6 @@
-"""The Zarr view over plain HTTP, read-only: for Zarr clients in other languages and in browsers.
+"""A read-only HTTP server of the Zarr view, for Zarr clients in other languages and in browsers.
 
-`saev-store serve URL` is the way in; `application` is what it runs, to be mounted elsewhere.
+`saev-store serve URL` runs it; `application` can be mounted in another ASGI server.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The ASGI application: keys of the view are paths, values are bodies, damage is an error and never zeros."""
+"""The ASGI application: keys of the Zarr view are paths, values are bodies. Damage is an error, never zeros."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import json
+import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Literal, cast
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -17,18 +20,22 @@ from starlette.routing import Route
 from zarr.abc.store import RangeByteRequest
 
 from saev_store.chunks import Extent, default_chunk
-from saev_store.errors import SaevStoreError
+from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
+from saev_store.identity import recording_identity
+from saev_store.inspect import local_folder
 from saev_store.serve._ranges import UnsatisfiableError, parse_range
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
     from saev_store.zarr import ZarrView
 
-#: Clients pay a request for each chunk, however the store itself is reached.
+#: Clients pay for each request, however the store itself is read.
 _MAX_GAP_BYTES = 1 << 20
-#: Mapped memory is touched this much at a time, in a thread, so that a slow disk holds up nobody else.
+#: Bytes of a value that are read at once and held for each client; a piece is one request where the store is remote.
 _PIECE_BYTES = 1 << 20
+_REMOTE_PIECE_BYTES = 4 << 20
 _EXPOSED = ("Accept-Ranges", "Content-Length", "Content-Range", "ETag")
+_BINARY = "application/octet-stream"
 
 
 def application(
@@ -36,21 +43,25 @@ def application(
     *,
     chunks: Literal["auto"] | Sequence[int] = "auto",
     sharded: bool = False,
-    origins: Sequence[str] = ("*",),
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
 ) -> Starlette:
     """An ASGI application that answers GET and HEAD for the keys of the store's Zarr view.
 
     Args:
-        store: An opened store, which has to stay open.
-        chunks: As in `ShardStore.as_zarr`; `"auto"` cuts for clients that pay for requests.
-        sharded: As in `ShardStore.as_zarr`: one key for each shard, read by ranges.
-        origins: Web pages that browsers let read the answers (CORS); `"*"` for all.
+        store: An opened store. It must stay open.
+        chunks: As in `ShardStore.as_zarr`; `"auto"` suits clients that pay for each request.
+        sharded: As in `ShardStore.as_zarr`: one key per shard, read by ranges.
+        origins: Origins of web pages that may read the answers (CORS); `"*"` for all. Default: none.
+        hosts: Names under which clients reach the server. Numeric addresses and `localhost` are always allowed; `"*"` allows
+            all names. Requests for other names are refused, because a web page could use its own name to reach a server that
+            listens on this machine only (DNS rebinding).
 
     Raises:
-        ArgumentError: `chunks` is no legal shape.
+        ArgumentError: `chunks` is not a legal shape.
     """
     shape = default_chunk(store.layout, max_gap_bytes=_MAX_GAP_BYTES) if chunks == "auto" else chunks
-    answers = _Answers(store.as_zarr(chunks=shape, sharded=sharded), store)
+    answers = _Answers(store.as_zarr(chunks=shape, sharded=sharded), store, frozenset(map(str.lower, hosts)))
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
@@ -58,34 +69,50 @@ def application(
         allow_headers=["Range", "If-Range", "If-None-Match", "Cache-Control"],
         expose_headers=list(_EXPOSED),
     )
-    return Starlette(routes=[Route("/{key:path}", answers.answer, methods=["GET", "HEAD"])], middleware=[cors])
+    routes = [Route("/{key:path}", answers.answer, methods=["GET", "HEAD"])]
+    return Starlette(routes=routes, middleware=[cors] if origins else [])
 
 
 class _Answers:
-    def __init__(self, view: ZarrView, store: ShardStore) -> None:
-        self._view = view
+    """Answers requests for one view."""
+
+    def __init__(self, view: ZarrView, store: ShardStore, hosts: frozenset[str]) -> None:
+        self._view, self._store, self._hosts = view, store, hosts
+        self._is_local = local_folder(store.transport) is not None
+        self._piece_bytes = _PIECE_BYTES if self._is_local else _REMOTE_PIECE_BYTES
+        self._group = _without_paths(view.keys.find("zarr.json"))
         self._about = (
-            f"{store!r}\n\nThis is a Zarr v3 group. In Python: zarr.open_group(url) or xarray.open_zarr(url);\n"
+            f"saev_store: {store.name}, shape {store.shape} of {store.dims}, layers {list(store.layers)}.\n\n"
+            "This is a Zarr v3 group. In Python: zarr.open_group(url) or xarray.open_zarr(url);\n"
             'in JavaScript: zarr.open(zarr.root(new zarr.FetchStore(url)).resolve("activations"), { kind: "array" }).\n'
         )
-        # What was said by an earlier server, perhaps about other labels or chunks, does not count.
-        told = b"".join([store.metadata.raw, repr(view).encode(), time.time_ns().to_bytes(8, "big")])
-        self._etag = f'"{hashlib.blake2b(told, digest_size=12).hexdigest()}"'
+        started = b"" if self._is_local else time.time_ns().to_bytes(8, "big")
+        self._tag_seed = b"".join([store.metadata.raw, repr(view).encode(), started])
 
     async def answer(self, request: Request) -> Response:
-        """One request."""
-        key = request.path_params["key"]
+        """The response to one request."""
+        if not self._is_allowed(request.headers.get("host", "")):
+            return PlainTextResponse("this server does not answer for this host name\n", status_code=421)
+        key = cast("str", request.path_params["key"])
         if key == "":
             return PlainTextResponse(self._about)
-        value = self._view.keys.find(key)
+        value = self._group if key == "zarr.json" else self._view.keys.find(key)
         if value is None:
             return PlainTextResponse("there is no such key\n", status_code=404)
-        nbytes = len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
-        headers = {"Accept-Ranges": "bytes", "Cache-Control": "no-cache", "ETag": self._etag}
-        if self._etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
         try:
-            asked = parse_range(request.headers.get("range"), nbytes) if self._is_current(request.headers) else None
+            return await self._answer_value(request, key, value)
+        except SaevStoreError as error:
+            return _refusal(error)
+
+    async def _answer_value(self, request: Request, key: str, value: bytes | Extent) -> Response:
+        nbytes = len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
+        etag = self._etag(value)
+        headers = {"Accept-Ranges": "bytes", "Cache-Control": "no-cache", "ETag": etag}
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        is_current = request.headers.get("if-range", etag) == etag  # else the client has a part of another version
+        try:
+            asked = parse_range(request.headers.get("range"), nbytes) if is_current else None
         except UnsatisfiableError:
             return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{nbytes}"})
         start, end = asked or (0, nbytes)
@@ -94,46 +121,104 @@ class _Answers:
         headers["Content-Type"] = "application/json" if isinstance(value, bytes) and _is_document(key) else _BINARY
         if asked:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{nbytes}"
-        if request.method == "HEAD":
-            return Response(status_code=status, headers=headers)
-        return await self._with_body(key, value, start, end, status, headers)
-
-    async def _with_body(
-        self, key: str, value: bytes | Extent, start: int, end: int, status: int, headers: Mapping[str, str]
-    ) -> Response:
         if isinstance(value, bytes):
-            return Response(value[start:end], status_code=status, headers=headers)
+            body = b"" if request.method == "HEAD" else value[start:end]
+            return Response(body, status_code=status, headers=headers)
+        if request.method == "HEAD":
+            await run_in_threadpool(self._check_ends, key, value, start, end)
+            return Response(status_code=status, headers=headers)
+        if end - start <= self._piece_bytes:
+            return Response(await run_in_threadpool(self._read, key, start, end), status_code=status, headers=headers)
+        # Once the headers are sent, damage can only break the connection: look for it before.
+        await run_in_threadpool(self._check_ends, key, value, start, end)
+        return StreamingResponse(self._pieces(key, start, end), status_code=status, headers=headers)
+
+    def _is_allowed(self, host: str) -> bool:
+        """Whether a `Host` header is a numeric address, `localhost`, or one of the allowed names."""
+        name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+        name = name.lower()
+        if "*" in self._hosts or name == "localhost" or name in self._hosts:
+            return True
         try:
-            # All of it, before the first byte is answered: after that an error could only break the connection.
-            found = await run_in_threadpool(self._view.get_sync, key, byte_range=RangeByteRequest(start, end))
-        except SaevStoreError as error:
-            return _refusal(error)
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _etag(self, value: bytes | Extent) -> str:
+        """The tag of a value: of a local file's size and modification time; of this run where the store is remote."""
+        if isinstance(value, bytes):
+            version = value
+        elif self._is_local:
+            identity = recording_identity(
+                self._store.transport, self._store.layout, files=[value.path], prefer="versions"
+            )
+            version = str(identity).encode()
+        else:
+            version = b""
+        return f'"{hashlib.blake2b(self._tag_seed + version, digest_size=12).hexdigest()}"'
+
+    def _read(self, key: str, start: int, end: int) -> bytes:
+        found = self._view.get_sync(key, byte_range=RangeByteRequest(start, end))
         if found is None:
-            return PlainTextResponse("there is no such key\n", status_code=404)
-        body = memoryview(found.as_numpy_array()).cast("B")
-        if len(body) <= _PIECE_BYTES:
-            return Response(await run_in_threadpool(bytes, body), status_code=status, headers=headers)
-        return StreamingResponse(_pieces(body), status_code=status, headers=headers)
+            raise CorruptShardError("the value has disappeared", where=key)
+        return found.to_bytes()
 
-    def _is_current(self, headers: Mapping[str, str]) -> bool:
-        """Whether a range may be answered: not to somebody who has the beginning of something else."""
-        return headers.get("if-range", self._etag) == self._etag
+    def _check_ends(self, key: str, value: Extent, start: int, end: int) -> None:
+        """Read the first and last byte that have to be in the file.
 
+        Raises:
+            CorruptShardError: the file is missing, or ends before the range does.
+        """
+        last = min(end, value.end - value.start)
+        if start < last:
+            self._read(key, start, start + 1)
+            self._read(key, last - 1, last)
 
-_BINARY = "application/octet-stream"
-
-
-async def _pieces(body: memoryview) -> AsyncIterator[bytes]:
-    for at in range(0, len(body), _PIECE_BYTES):
-        yield await run_in_threadpool(bytes, body[at : at + _PIECE_BYTES])
+    async def _pieces(self, key: str, start: int, end: int) -> AsyncIterator[bytes]:
+        for at in range(start, end, self._piece_bytes):
+            yield await run_in_threadpool(self._read, key, at, min(at + self._piece_bytes, end))
 
 
 def _is_document(key: str) -> bool:
     return key.rsplit("/", 1)[-1] == "zarr.json"
 
 
+def _without_paths(document: bytes | Extent | None) -> bytes | None:
+    """The group's document without the places of the store and of its data set: clients have no use for them."""
+    if not isinstance(document, bytes):
+        return None
+    group = cast("dict[str, object]", json.loads(document))
+    attributes = cast("dict[str, object]", group["attributes"])
+    attributes.pop("url", None)
+    group["attributes"] = _basenames(attributes)
+    return json.dumps(group, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _basenames(value: object) -> object:
+    """The value with the last component of each string that is an absolute path or a URL."""
+    if isinstance(value, str):
+        is_place = os.path.isabs(value) or "://" in value
+        return value.rstrip("/").rsplit("/", 1)[-1] if is_place else value
+    if isinstance(value, dict):
+        return {name: _basenames(item) for name, item in cast("dict[str, object]", value).items()}
+    if isinstance(value, list):
+        return [_basenames(item) for item in cast("list[object]", value)]
+    return value
+
+
 def _refusal(error: SaevStoreError) -> Response:
-    """What is wrong, for people and for programs; where the store lies stays here."""
+    """The error as JSON, without the place of the store.
+
+    410 for damage: it is permanent, so clients do not try again, and no Zarr client takes it for a missing chunk. 503 where
+    trying again may help; 502 for other failures of the storage behind this server.
+    """
+    if isinstance(error, CorruptShardError):
+        status = 410
+    elif isinstance(error, TransportError) and error.transient:
+        status = 503
+    else:
+        status = 502
     where = (error.where or "").rsplit("/", 1)[-1]
     document = {"error": {"kind": error.kind, "type": type(error).__name__, "message": error.message, "where": where}}
-    return JSONResponse(document, status_code=500, headers={"Cache-Control": "no-store"})
+    return JSONResponse(document, status_code=status, headers={"Cache-Control": "no-store"})

@@ -1,4 +1,4 @@
-"""Byte ranges as HTTP writes them (RFC 9110, section 14): pure."""
+"""Byte ranges of HTTP requests (RFC 9110, section 14). Pure."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ _SINGLE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))", re.ASCII |
 
 
 class UnsatisfiableError(Exception):
-    """The range lies beyond the end."""
+    """No byte of the range exists."""
 
 
 def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
-    """The half-open range that is asked for, or None for everything.
+    """The requested half-open range, or None for the whole value.
 
-    A header that cannot be read, or that asks for several ranges, asks for everything: a server may ignore it.
+    A malformed header and one with several ranges are ignored, as the standard allows.
 
     Raises:
-        UnsatisfiableError: nothing of the range exists.
+        UnsatisfiableError: no byte of the range exists.
 
     >>> parse_range("bytes=0-9", 100), parse_range("bytes=90-", 100), parse_range("bytes=-5", 100)
     ((0, 10), (90, 100), (95, 100))
     >>> parse_range("bytes=0-1,5-6", 100) is None
     True
     """
-    match = _SINGLE.fullmatch(header.replace(" ", "")) if header else None
+    match = _SINGLE.fullmatch(header.strip(" \t")) if header else None
     if match is None:
         return None
     first, last, suffix = match.groups()
@@ -34,7 +34,7 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
         return max(nbytes - int(suffix), 0), nbytes
     start = int(first)
     if last is not None and int(last) < start:
-        return None  # not a range, says the standard
+        return None  # malformed according to the standard
     if start >= nbytes:
         raise UnsatisfiableError
     return start, nbytes if last is None else min(int(last) + 1, nbytes)

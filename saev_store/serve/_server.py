@@ -1,8 +1,9 @@
-"""Running the application until Ctrl-C."""
+"""Runs the application until Ctrl-C."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import warnings
 from typing import TYPE_CHECKING
@@ -14,38 +15,43 @@ from saev_store.errors import ArgumentError, SaevStoreWarning
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-#: Transfers that are under way when it ends may take this much longer.
+#: Seconds that transfers may still take after Ctrl-C.
 _GRACE_S = 2
 _BACKLOG = 256
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, str]:
-    """A socket that listens, and the URL that leads to it.
+    """Open a listening socket; returns it and its URL.
 
     Args:
-        host: An address or name of this machine; loopback is for this machine's own programs only.
-        port: From 0 to 65535; 0 takes any that is free.
+        host: An address or name of this machine; only programs of this machine reach a loopback address.
+        port: From 0 to 65535; 0 takes any free one.
 
     Raises:
-        ArgumentError: one cannot listen there: it is taken, not allowed, or not an address of this machine.
+        ArgumentError: the port is taken or not allowed, or the host is not an address of this machine.
+
+    Warns:
+        SaevStoreWarning: the address is not loopback, so other machines can read the store.
     """
     if not 0 <= port <= 65535:
-        raise ArgumentError(f"{port} is not a port: 0 to 65535 are", where="port")
+        raise ArgumentError(f"port is {port}; it must be from 0 to 65535", where="port")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        # Inherited by connections. asyncio sets it on sockets that know their protocol, which these do not, and a small
-        # answer would wait 40 ms for the client to acknowledge its headers.
+        # Inherited by connections. Without it a small body waits up to 40 ms for the acknowledgement of its headers; asyncio
+        # sets it only on sockets that know their protocol.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise ArgumentError(
-            f"nothing can listen on {host} port {port}: {error.strerror or error}",
+            f"cannot listen on {host} port {port}: {error.strerror or error}",
             where="host, port",
-            remedy="Take another port; 0 takes any that is free.",
+            remedy="Choose another port; 0 takes any free one.",
         ) from error
     number, taken = listening.getsockname()[:2]
     if not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
-        warnings.warn(f"everybody who reaches {number} port {taken} can read the store", SaevStoreWarning, stacklevel=2)
+        warnings.warn(
+            f"all machines that reach {number} port {taken} can read the store", SaevStoreWarning, stacklevel=2
+        )
     name = f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{taken}/"
 
@@ -54,15 +60,33 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     """Answer requests until Ctrl-C or SIGTERM; closes the socket.
 
     Args:
-        app: What `application` made.
-        listening: What `listen` opened.
+        app: From `application`.
+        listening: From `listen`.
     """
     config = uvicorn.Config(
         app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
     )
+    server = uvicorn.Server(config)
+    # Transfers that Ctrl-C cuts are expected: uvicorn would log each with a traceback.
+    log = logging.getLogger("uvicorn.error")
+    quiet = _WhileServing(server)
+    log.addFilter(quiet)
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])
     except KeyboardInterrupt:
-        pass  # this is how it is meant to end
+        pass  # the normal end
     finally:
+        log.removeFilter(quiet)
         listening.close()
+
+
+class _WhileServing(logging.Filter):
+    """Drops what is logged after the server was told to end."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        super().__init__()
+        self._server = server
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        del record
+        return not self._server.should_exit

@@ -1,6 +1,6 @@
-"""Statistics of a store, per layer and token position: computed once with dask, kept beside the store.
+"""Statistics of a store per layer and token position, computed with dask and kept beside the store.
 
-`store.stats()` is the way in.
+Use `store.stats()`.
 """
 
 from __future__ import annotations

@@ -1,50 +1,67 @@
-"""The work, as a dask graph: one task reads some examples piece by piece, and results are merged in a tree.
+"""Statistics as a dask graph: a task reads some examples piece by piece, and results are merged in a tree.
 
-What is cut where depends on the layout alone, so the numbers are the same whoever computes them, and however many at once.
+The partition into tasks depends on the layout alone, so results do not depend on the number of workers.
 """
+
+# dask and distributed have partial types: delayed objects and futures are unknown to the type checker.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from saev_store.chunks import task_lengths
-from saev_store.errors import MissingDependencyError, TransportError
-from saev_store.layout import IntArray, Layout
+from saev_store.errors import ArgumentError, CorruptShardError, MissingDependencyError, TransportError
+from saev_store.inspect import Promised
+from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.stats._moments import Moments, merge, merge_all, moments_of
-from saev_store.writer._progress import Progress
+from saev_store.writer import Progress
 
 if TYPE_CHECKING:
     from distributed import Client
 
     from saev_store.store import ShardStore
 
-#: What a task does: a half-open range of examples, or a list of some.
+#: Examples of one task: a half-open range, or their positions.
 Work: TypeAlias = "tuple[int, int] | IntArray"
 
-#: A task holds this much at a time, or one layer of one example where that is more.
+#: Bytes of activations in memory per task; at least one layer of one example.
 _READ_BYTES = 16 << 20
 _TASK_BYTES = 128 << 20
-#: A scheduler spends about a millisecond on a task.
-_TASKS_AT_MOST = 4096
-_MERGED_AT_ONCE = 8
+#: Upper bound on tasks: a scheduler spends about a millisecond on each.
+_MAX_TASKS = 4096
+_MERGE_WIDTH = 8
 _CONNECT_TIMEOUT_S = 10
 
 
 def compute(
-    store: ShardStore, chosen: IntArray | None, *, client: Client | str | None, progress: bool | None
+    store: ShardStore,
+    chosen: IntArray | None,
+    *,
+    digests: Promised | None,
+    client: Client | str | None,
+    progress: bool | None,
 ) -> Moments:
-    """The moments of all examples, or of the chosen ones (ascending).
+    """The moments of all examples, or of the chosen ones.
+
+    Args:
+        store: An opened store; it is sent to the workers.
+        chosen: Ascending positions of examples; None for all.
+        digests: Compare all bytes with these digests first; only with `chosen=None`.
+        client: As in `ShardStore.stats`.
+        progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
+        ArgumentError: the client is asynchronous.
         MissingDependencyError: dask, or distributed for a cluster, is not installed.
         TransportError: no scheduler answers at the address.
-        CorruptShardError: a shard that is needed is missing or short.
+        CorruptShardError: a shard that is needed is missing, short, or differs from its digests.
     """
     try:
         from dask.delayed import delayed
@@ -55,34 +72,36 @@ def compute(
     layout = store.layout
     works = plan(layout, chosen)
     n_examples = layout.n_examples if chosen is None else len(chosen)
-    # A cluster that is shared knows tasks by their names, whosever they are.
+    # Task names are global on a shared cluster.
     run = f"saev-stats-{uuid.uuid4().hex}"
-    # Neither looked into nor hashed by dask: a store looks like an array from the outside.
-    shared = delayed(store, traverse=False, name=f"{run}-store")
+    # Dask must neither traverse nor hash the store, which looks like an array.
+    shared = delayed((store, digests), traverse=False, name=f"{run}-store")
     names = [f"{run}-{number}" for number in range(len(works))]
-    parts = [
-        delayed(work_on, pure=False)(shared, work, dask_key_name=name) for name, work in zip(names, works, strict=True)
-    ]
+    task = delayed(_task, pure=False)
+    parts = [task(shared, work, dask_key_name=name) for name, work in zip(names, works, strict=True)]
     with _connected(client) as cluster, Progress(n_examples * layout.example_nbytes, "stats", shown=progress) as bar:
         sizes = dict(zip(names, (nbytes(layout, work) for work in works), strict=True))
         if cluster is not None:
             return _on_cluster(cluster, parts, sizes, bar)
+        # By default dask would compute on the cluster: in a task, it would wait for the very worker that runs this.
+        on_cluster = _in_cluster_task() or _active_client() is not None
+        scheduler = {"scheduler": "threads"} if on_cluster else {}
         with _counting(sizes, bar):
-            return _tree(parts, run).compute()
+            return cast("Moments", _tree(parts, run).compute(**scheduler))
 
 
-def compute_here(store: ShardStore, chosen: IntArray | None) -> Moments:
-    """The same sums in this thread, without dask."""
-    return merge_all([work_on(store, work) for work in plan(store.layout, chosen)])
+def compute_here(store: ShardStore, chosen: IntArray | None, *, digests: Promised | None) -> Moments:
+    """The same as `compute` in this thread, without dask."""
+    return merge_all([work_on(store, work, digests) for work in plan(store.layout, chosen)])
 
 
 def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
-    """Examples for each task: whole shards or equal parts of one, or about as many of a sample.
+    """Examples of each task: whole shards, equal parts of one shard, or equal parts of a sample.
 
     >>> plan(Layout(7, (2,), 4, True, 8, 3), None)
     [(0, 7)]
     """
-    task_bytes = max(_TASK_BYTES, layout.nbytes // _TASKS_AT_MOST)
+    task_bytes = max(_TASK_BYTES, layout.nbytes // _MAX_TASKS)
     if chosen is not None:
         n_tasks = max(1, -(-len(chosen) * layout.example_nbytes // task_bytes))
         return list(np.array_split(chosen, min(n_tasks, len(chosen))))
@@ -91,14 +110,24 @@ def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
 
 
 def nbytes(layout: Layout, work: Work) -> int:
-    """Bytes that a task reads."""
+    """Bytes of activations that a task reads."""
     n_examples = work[1] - work[0] if isinstance(work, tuple) else len(work)
     return int(n_examples) * layout.example_nbytes
 
 
-def work_on(store: ShardStore, work: Work) -> Moments:
-    """The moments of a task's examples; holds one piece of them at a time."""
+def _task(shared: tuple[ShardStore, Promised | None], work: Work) -> Moments:
+    return work_on(shared[0], work, shared[1])
+
+
+def work_on(store: ShardStore, work: Work, digests: Promised | None) -> Moments:
+    """The moments of a task's examples; holds one piece of them at a time.
+
+    Raises:
+        CorruptShardError: a shard is missing, short, or differs from its digests.
+    """
     layout = store.layout
+    if digests is not None and isinstance(work, tuple):
+        _compare(store, work, digests)
     found = Moments.empty(layout.shape[1:3])
     by_layer = layout.example_nbytes > _READ_BYTES
     for examples in _pieces(layout, work):
@@ -108,8 +137,29 @@ def work_on(store: ShardStore, work: Work) -> Moments:
     return found
 
 
+def _compare(store: ShardStore, work: tuple[int, int], digests: Promised) -> None:
+    """Compare the blocks that hold a range of examples with their digests."""
+    from xxhash import xxh3_128_hexdigest
+
+    layout, size = store.layout, digests.block_bytes
+    for shard_idx in range(work[0] // layout.examples_per_shard, -(-work[1] // layout.examples_per_shard)):
+        name = shard_name(shard_idx)
+        start, end = layout.example_range(shard_idx)
+        first, last = max(work[0], start) - start, min(work[1], end) - start
+        used = layout.used_nbytes(shard_idx)
+        for block in range(first * layout.example_nbytes // size, -(-last * layout.example_nbytes // size)):
+            low, high = block * size, min((block + 1) * size, used)
+            (found,) = store.transport.get_ranges(name, starts=[low], ends=[high])
+            if xxh3_128_hexdigest(found) != digests.files[name][block]:
+                raise CorruptShardError(
+                    f"bytes {low:,} to {high:,} differ from their digest in digests.json, so statistics of them are refused",
+                    where=f"{store.url}/{name}",
+                    remedy="`store.validate(deep=True)` lists the damage, `store.repair()` records it again.",
+                )
+
+
 def _pieces(layout: Layout, work: Work) -> Iterator[slice | IntArray]:
-    """Parts of a task that fit into memory, none of which spans two shards: those are views of mapped files."""
+    """Parts of a task that fit into memory; none spans two shards, so that each is a view of a mapped file."""
     step = max(1, _READ_BYTES // layout.example_nbytes)
     if not isinstance(work, tuple):
         yield from (work[at : at + step] for at in range(0, len(work), step))
@@ -129,7 +179,7 @@ def _merge_these(*parts: Moments) -> Moments:
     return merge_all(parts)
 
 
-def _tree(parts: Sequence[Any], name: str) -> Any:  # noqa: ANN401  # dask's Delayed has no type of its own
+def _tree(parts: Sequence[Any], name: str) -> Any:  # noqa: ANN401  # dask's Delayed has no type stubs
     from dask.delayed import delayed
 
     level = 0
@@ -143,12 +193,12 @@ def _tree(parts: Sequence[Any], name: str) -> Any:  # noqa: ANN401  # dask's Del
 
 
 def _groups(parts: Sequence[Any]) -> list[Sequence[Any]]:
-    return [parts[at : at + _MERGED_AT_ONCE] for at in range(0, len(parts), _MERGED_AT_ONCE)]
+    return [parts[at : at + _MERGE_WIDTH] for at in range(0, len(parts), _MERGE_WIDTH)]
 
 
 @contextmanager
-def _counting(sizes: Mapping[str, int], bar: Progress) -> Iterator[None]:
-    """Advance the bar when a task of ours ends, on this machine."""
+def _counting(sizes: Mapping[str, int], bar: Progress) -> Generator[None]:
+    """Advance the bar whenever one of our tasks ends; for schedulers of this machine."""
     from dask.callbacks import Callback
 
     def ended(key: object, *_: object) -> None:
@@ -159,10 +209,35 @@ def _counting(sizes: Mapping[str, int], bar: Progress) -> Iterator[None]:
         yield
 
 
+def _in_cluster_task() -> bool:
+    """Whether this runs in a task of a distributed cluster."""
+    if "distributed" not in sys.modules:
+        return False
+    from distributed import get_worker
+
+    try:
+        get_worker()
+    except ValueError:
+        return False
+    return True
+
+
+def _active_client() -> Client | None:
+    """The active client, if there is one."""
+    if "distributed" not in sys.modules:
+        return None
+    from distributed import default_client
+
+    try:
+        return cast("Client", default_client())
+    except ValueError:
+        return None
+
+
 def _on_cluster(client: Client, parts: Sequence[Any], sizes: Mapping[str, int], bar: Progress) -> Moments:
-    """In groups, so that there is something to count."""
+    """Compute in groups, whose ends advance the bar."""
     groups = _groups(parts)
-    # Futures that nobody holds any more end their tasks, so a failure needs no cleaning up.
+    # Releasing a future cancels its task, so a failure needs no clean-up.
     merged: Any = client.compute([_tree(group, f"{group[0].key}-group") for group in groups])
     for future, group in zip(merged, groups, strict=True):
         future.result()  # raises what a task raised
@@ -173,16 +248,22 @@ def _on_cluster(client: Client, parts: Sequence[Any], sizes: Mapping[str, int], 
 
 
 @contextmanager
-def _connected(client: Client | str | None) -> Iterator[Client | None]:
-    """The client to use: the one given, one for the address given, the one that is active, or none."""
-    if client is None and "distributed" in sys.modules:
-        from distributed import default_client
+def _connected(client: Client | str | None) -> Generator[Client | None]:
+    """The client to use: the given one, one for the given address, the active one, or None for threads of this process.
 
-        try:
-            client = default_client()
-        except ValueError:
-            client = None
+    In a task of a cluster the active client is not used: the task would occupy a thread of a worker, and wait for tasks that
+    need one.
+    """
+    if client is None and not _in_cluster_task():
+        active = _active_client()
+        client = None if active is None or active.asynchronous else active
     if not isinstance(client, str):
+        if client is not None and client.asynchronous:
+            raise ArgumentError(
+                "the client is asynchronous, and statistics are computed synchronously",
+                where="client",
+                remedy="Pass its scheduler's address instead.",
+            )
         yield client
         return
     try:

@@ -1,7 +1,7 @@
-"""Sums that can be merged: what one block of vectors says about each layer and token, exactly enough to add up.
+"""Mergeable moments of vectors, for each layer and token.
 
-Mean and squared deviations are taken within small blocks in two passes and merged pairwise (Chan, Golub and LeVeque), in
-float64 throughout, so a large offset or a long store costs no digits. Nothing is as large as the data but the block.
+Mean and squared deviations are computed in two passes over small blocks, in float64, and merged pairwise (Chan, Golub and
+LeVeque). A large offset or a long store therefore loses no digits. Memory: one block.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
-#: A piece and its copy in float64 stay in the cache; smaller ones pay more for being merged.
+#: A piece and its copy in float64 fit into a core's cache; smaller pieces cost more merging.
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of some vectors, for each layer and token: arrays of shape (layer, token).
+    """Moments of a set of vectors: arrays of shape (layer, token).
 
     Attributes:
-        n_values: Numbers looked at.
-        n_finite: Of these, neither NaN nor infinite; the next four are about them.
-        mean: Their mean, 0 where there are none.
-        m2: Sum of their squared deviations from the mean.
-        low: The smallest, +inf where there are none.
-        high: The largest, -inf where there are none.
-        n_zeros: Numbers that are 0.
-        n_vectors: Vectors of finite numbers only.
-        mean_norm: The mean of these vectors' L2 norms, 0 where there are none.
+        n_values: Count of numbers.
+        n_finite: Count of finite numbers.
+        mean: Mean of the finite numbers, 0 where there are none.
+        m2: Sum of squared deviations of the finite numbers from `mean`.
+        low: Smallest finite number, +inf where there are none.
+        high: Largest finite number, -inf where there are none.
+        n_zeros: Count of zeros.
+        n_vectors: Count of vectors whose numbers are all finite.
+        mean_norm: Mean L2 norm of these vectors, 0 where there are none.
     """
 
     n_values: Counts
@@ -49,29 +49,29 @@ class Moments:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...]) -> Moments:
-        """Of no vectors at all."""
+        """The moments of no vectors."""
         n_values, n_finite, n_zeros, n_vectors = np.zeros((4, *shape), np.int64)
         mean, m2, mean_norm = np.zeros((3, *shape))
         low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
         return cls(n_values, n_finite, mean, m2, low, high, n_zeros, n_vectors, mean_norm)
 
     def at(self, where: object) -> Moments:
-        """Of some layers and tokens: a view."""
+        """The moments of some layers and tokens, as views."""
         return Moments(**{field.name: getattr(self, field.name)[where] for field in fields(self)})
 
     def put(self, where: object, part: Moments) -> None:
-        """Replace some layers and tokens, in place."""
+        """Replace the moments of some layers and tokens, in place."""
         for field in fields(self):
             getattr(self, field.name)[where] = getattr(part, field.name)
 
     def over(self, axis: int) -> Moments:
-        """All of one axis together."""
+        """The moments merged over one axis."""
         n = self.n_values.shape[axis]
         return merge_all(self.at((slice(None),) * axis + (place,)) for place in range(n))
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """Of the vectors of both."""
+    """The moments of both sets together."""
     mean, m2 = _merged_mean(a.n_finite, b.n_finite, a.mean, b.mean, a.m2 + b.m2)
     mean_norm, _ = _merged_mean(a.n_vectors, b.n_vectors, a.mean_norm, b.mean_norm, a.mean_norm)
     return Moments(
@@ -88,7 +88,7 @@ def merge(a: Moments, b: Moments) -> Moments:
 
 
 def merge_all(parts: Iterable[Moments]) -> Moments:
-    """Of the vectors of all parts; there is at least one."""
+    """The moments of all sets together; there is at least one set."""
     return reduce(merge, parts)
 
 
@@ -99,7 +99,7 @@ def _merged_mean(n_a: Counts, n_b: Counts, mean_a: Floats, mean_b: Floats, m2: F
 
 
 def moments_of(block: npt.NDArray[np.float32]) -> Moments:
-    """Of a block of vectors, float32 (example, layer, token, d_model).
+    """The moments of a block of vectors, float32 (example, layer, token, d_model).
 
     >>> found = moments_of(np.array([[[[3.0, 4.0]]], [[[0.0, np.nan]]]], np.float32))
     >>> found.n_finite.item(), found.n_zeros.item(), round(found.mean.item(), 3), found.mean_norm.item()
@@ -118,18 +118,18 @@ def moments_of(block: npt.NDArray[np.float32]) -> Moments:
 
 
 def _piece(piece: npt.NDArray[np.float32]) -> Moments:
-    """Of (example, token, d_model): two passes over memory that is in the cache after the first."""
+    """The moments of a piece (example, token, d_model), in two passes; the second finds it in the cache."""
     n_examples, _, d_model = piece.shape
     per_token = n_examples * d_model
-    with np.errstate(invalid="ignore"):  # there are NaNs that complain about being converted
+    with np.errstate(invalid="ignore"):  # raised by signalling NaNs, and by inf - inf
         values = piece.astype(np.float64)
-    sums = values.sum(axis=2)
-    if not np.isfinite(sums).all():  # float64 cannot overflow by adding float32
+        sums = values.sum(axis=2)
+    if not np.isfinite(sums).all():  # adding float32 numbers cannot overflow float64
         return _piece_with_gaps(piece, values)
-    norms = np.sqrt(np.vecdot(values, values))
+    norms: Floats = np.sqrt(np.vecdot(values, values))
     mean = sums.sum(axis=0) / per_token
     values -= mean[:, np.newaxis]
-    counts = np.full(piece.shape[1], per_token)
+    counts = _equal_counts(per_token, like=norms)
     return Moments(
         n_values=counts,
         n_finite=counts,
@@ -138,23 +138,28 @@ def _piece(piece: npt.NDArray[np.float32]) -> Moments:
         low=piece.min(axis=(0, 2)).astype(np.float64),
         high=piece.max(axis=(0, 2)).astype(np.float64),
         n_zeros=np.zeros_like(counts) if piece.all() else (piece == 0).sum(axis=(0, 2)),
-        n_vectors=np.full(piece.shape[1], n_examples),
+        n_vectors=_equal_counts(n_examples, like=norms),
         mean_norm=norms.mean(axis=0),
     )
 
 
+def _equal_counts(count: int, *, like: Floats) -> Counts:
+    """The same count for each token of `like`, (example, token)."""
+    return np.repeat(np.int64(count), like.shape[1])
+
+
 def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats) -> Moments:
-    """The same where some numbers are NaN or infinite."""
+    """The moments of a piece in which some numbers are NaN or infinite."""
     finite = np.isfinite(piece)
-    n_finite = finite.sum(axis=(0, 2))
+    n_finite: Counts = finite.sum(axis=(0, 2))
     values[~finite] = 0.0
     whole = finite.all(axis=2)
-    norms = np.sqrt(np.vecdot(values, values)) * whole
-    n_vectors = whole.sum(axis=0)
+    norms: Floats = np.sqrt(np.vecdot(values, values)) * whole
+    n_vectors: Counts = whole.sum(axis=0)
     mean = values.sum(axis=(0, 2)) / np.maximum(n_finite, 1)
     deviations = (values - mean[:, np.newaxis]) * finite
     return Moments(
-        n_values=np.full(piece.shape[1], piece.shape[0] * piece.shape[2]),
+        n_values=_equal_counts(piece.shape[0] * piece.shape[2], like=norms),
         n_finite=n_finite,
         mean=mean,
         m2=np.vecdot(deviations, deviations).sum(axis=0),
@@ -167,7 +172,7 @@ def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats) -> Moments:
 
 
 def of_none_as_nan(moments: Moments) -> Moments:
-    """What there is nothing to say about becomes NaN."""
+    """The same with NaN for every statistic of an empty set."""
     none, no_vector = moments.n_finite == 0, moments.n_vectors == 0
     return replace(
         moments,

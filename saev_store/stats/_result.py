@@ -1,4 +1,4 @@
-"""`Stats`: the numbers of a store per layer and token position, and what is asked of them."""
+"""`Stats`: statistics of a store per layer and token position."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STATISTICS = ("count", "mean", "std", "mean_norm", "min", "max", "zero_fraction"
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """Statistics of a store's activations: arrays of shape (layer, token), NaN where there is nothing to say.
+    """Statistics of a store's activations: arrays of shape (layer, token), NaN where a statistic is undefined.
 
-    NaN and infinity are counted in `nonfinite_fraction` and left out of everything else; a vector that holds one has no
-    norm. Tokens are in storage order, so with a CLS token that is column 0.
+    NaN and infinity are counted in `nonfinite_fraction` and excluded from all other statistics; a vector that contains one
+    is excluded from `mean_norm`. Tokens are in storage order: column 0 is CLS, if there is one.
 
     Attributes:
         layout: The geometry of the store.
-        moments: The sums that all is made of.
-        n_examples: Examples that were looked at; fewer than the store has, for a sample.
+        moments: The sums that the statistics are derived from.
+        n_examples: Number of examples read; for a sample, fewer than the store has.
     """
 
     layout: Layout
@@ -35,69 +35,69 @@ class Stats:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Labels of the rows."""
+        """Layer labels of the rows."""
         return self.layout.layers
 
     @property
     def is_sample(self) -> bool:
-        """Whether not every example was looked at."""
+        """Whether only some of the examples were read."""
         return self.n_examples < self.layout.n_examples
 
     @property
     def count(self) -> Counts:
-        """Finite numbers."""
+        """Count of finite numbers, int64."""
         return self.moments.n_finite
 
     @property
     def mean(self) -> Floats:
-        """Their mean."""
+        """Mean of the finite numbers."""
         return of_none_as_nan(self.moments).mean
 
     @property
     def std(self) -> Floats:
-        """Their standard deviation around that mean (divided by the count)."""
+        """Population standard deviation of the finite numbers (divided by `count`)."""
         return np.sqrt(of_none_as_nan(self.moments).m2 / np.maximum(self.count, 1))
 
     @property
     def mean_norm(self) -> Floats:
-        """The mean L2 norm of the vectors."""
+        """Mean L2 norm of the vectors whose numbers are all finite."""
         return of_none_as_nan(self.moments).mean_norm
 
     @property
     def min(self) -> Floats:
-        """The smallest number."""
+        """Smallest finite number."""
         return of_none_as_nan(self.moments).low
 
     @property
     def max(self) -> Floats:
-        """The largest number."""
+        """Largest finite number."""
         return of_none_as_nan(self.moments).high
 
     @property
     def zero_fraction(self) -> Floats:
-        """The fraction of numbers that are 0."""
+        """Fraction of numbers that are 0."""
         return self.moments.n_zeros / self.moments.n_values
 
     @property
     def nonfinite_fraction(self) -> Floats:
-        """The fraction of numbers that are NaN or infinite."""
+        """Fraction of numbers that are NaN or infinite."""
         return (self.moments.n_values - self.moments.n_finite) / self.moments.n_values
 
-    def per_layer(self) -> dict[str, np.ndarray]:
-        """The same statistics over all tokens together: name -> array of shape (layer,)."""
+    def per_layer(self) -> dict[str, Counts | Floats]:
+        """Statistics over all tokens: name -> array of shape (layer,)."""
         whole = Stats(self.layout, self.moments.over(1), self.n_examples)
         return {name: getattr(whole, name) for name in STATISTICS}
 
     def scale(self, layer: Layers = "all", tokens: Tokens = "content") -> float:
-        """The factor that gives the chosen vectors a mean L2 norm of sqrt(d_model): what `scale_norm` multiplies by.
+        """The factor by which `scale_norm` multiplies vectors: it makes their mean L2 norm sqrt(d_model).
 
         Args:
-            layer: A label, several, or `"all"` together.
+            layer: One layer label, several, or `"all"`.
             tokens: `"content"`, `"special"` or `"all"`.
 
         Raises:
-            LayerNotFoundError, SelectionError: the store holds no such vectors.
-            ArgumentError: all of them are zero, or none is finite.
+            LayerNotFoundError, SelectionError: the store has no such vectors.
+            ArgumentError: all of these vectors are zero, or none is finite.
         """
         chosen = row_space(self.layout, layer=layer, tokens=tokens)
         first = chosen.tokens.start
@@ -111,7 +111,7 @@ class Stats:
         return math.sqrt(self.layout.d_model) / norm
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types; NaN where there is nothing to say."""
+        """Plain JSON types; NaN where a statistic is undefined."""
         return {
             "n_examples": self.n_examples,
             "is_sample": self.is_sample,

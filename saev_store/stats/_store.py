@@ -1,10 +1,10 @@
-"""Statistics of an opened store: those that lie beside it, or new ones."""
+"""Statistics of an opened store: read from `stats.json`, or computed and kept there."""
 
 from __future__ import annotations
 
 import operator
 import warnings
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,12 @@ from saev_store.errors import (
     SaevStoreError,
     SaevStoreWarning,
 )
+from saev_store.identity import RecordingIdentity, recording_identity
+from saev_store.inspect import Promised, local_folder, promised_digests
 from saev_store.layout import IntArray
 from saev_store.stats._compute import compute, compute_here
 from saev_store.stats._document import max_nbytes, parse_stats, stats_bytes
+from saev_store.stats._moments import Moments
 from saev_store.stats._result import Stats
 from saev_store.transport import Writes
 
@@ -32,7 +35,7 @@ STATS_NAME = "stats.json"
 
 
 class Sample(NamedTuple):
-    """So many examples, chosen by a seed."""
+    """A sample of examples: how many, and the seed that chooses them."""
 
     n_examples: int
     seed: int
@@ -50,46 +53,76 @@ def store_stats(
 ) -> Stats:
     """See `ShardStore.stats`."""
     wanted = None if sample is None else _sample(store, sample, seed)
-    if not refresh:
-        kept = _kept(store, wanted)
-        if kept is not None:
-            return kept
-    chosen = None if wanted is None else _chosen(store, wanted)
-    moments = compute(store, chosen, client=client, progress=progress)
-    stats = Stats(store.layout, moments, store.layout.n_examples if wanted is None else wanted.n_examples)
-    if save:
-        _keep(store, stats, wanted)
-    return stats
+    kept = None if refresh else _kept(store, wanted)
+    if kept is not None:
+        return kept
+    recording, digests = _recording(store, wanted)
+    moments = compute(store, _chosen(store, wanted), digests=digests, client=client, progress=progress)
+    return _result(store, moments, wanted, recording, save=save)
 
 
 def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats:
-    """Statistics of at least so many examples: those beside the store, or what `ShardStore.stats(sample=…, seed=…)` gives.
+    """Statistics of at least `n_examples` examples: those kept beside the store, or those of a sample.
 
-    Computed here and now, without dask, for samples so small that one thread is enough; kept beside the store.
+    Computed in this thread without dask, so only for small samples. The result is kept beside the store.
     """
     wanted = _sample(store, n_examples, seed)
     kept = _kept(store, wanted, or_more=True)
     if kept is not None:
         return kept
-    moments = compute_here(store, None if wanted is None else _chosen(store, wanted))
-    stats = Stats(store.layout, moments, store.layout.n_examples if wanted is None else wanted.n_examples)
-    _keep(store, stats, wanted)
+    recording, digests = _recording(store, wanted)
+    moments = compute_here(store, _chosen(store, wanted), digests=digests)
+    return _result(store, moments, wanted, recording, save=True)
+
+
+def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdentity, Promised | None]:
+    """What the statistics will be about, and the digests to compare all bytes with; None where they are not compared.
+
+    Statistics of bytes that were not compared with digests are bound to the versions of the files instead. Comparing costs
+    little where the bytes are local; elsewhere, and for a sample, whole blocks would have to be read for it.
+    """
+    transport, layout = store.transport, store.layout
+    recording = recording_identity(transport, layout, prefer="versions")
+    if sample is None and local_folder(transport) is not None:
+        by_digests = recording_identity(transport, layout)
+        if by_digests.kind == "digests":
+            return by_digests, promised_digests(transport, layout)
+    return recording, None
+
+
+def _result(
+    store: ShardStore, moments: Moments, sample: Sample | None, recording: RecordingIdentity, *, save: bool
+) -> Stats:
+    stats = Stats(store.layout, moments, store.layout.n_examples if sample is None else sample.n_examples)
+    if save and _is_current(store, recording):  # else files were replaced while they were read
+        _keep(store, stats, sample, recording)
     return stats
 
 
+def _is_current(store: ShardStore, recording: RecordingIdentity) -> bool:
+    prefer = "digests" if recording.kind == "digests" else "versions"
+    return recording == recording_identity(store.transport, store.layout, prefer=prefer)
+
+
 def _sample(store: ShardStore, sample: int, seed: int) -> Sample | None:
-    """None where the sample is everything."""
+    """The checked arguments; None where the sample is the whole store."""
     try:
-        n_examples, seed = operator.index(cast("int", sample)), operator.index(cast("int", seed))
+        n_examples, seed = operator.index(sample), operator.index(seed)
     except TypeError:
-        raise ArgumentError(f"{sample!r} and {seed!r} are not two integers", where="sample, seed") from None
+        raise ArgumentError(
+            f"sample is {sample!r} and seed is {seed!r}; both must be integers", where="sample, seed"
+        ) from None
     if n_examples < 1 or seed < 0:
-        raise ArgumentError(f"a sample of {n_examples} by the seed {seed}: at least 1 and 0", where="sample, seed")
+        raise ArgumentError(
+            f"sample is {n_examples} and seed is {seed}; they must be at least 1 and 0", where="sample, seed"
+        )
     return None if n_examples >= store.layout.n_examples else Sample(n_examples, seed)
 
 
-def _chosen(store: ShardStore, sample: Sample) -> IntArray:
-    """Ascending, so that neighbours share a request."""
+def _chosen(store: ShardStore, sample: Sample | None) -> IntArray | None:
+    """The examples of a sample, ascending, so that neighbours share a request; None for all examples."""
+    if sample is None:
+        return None
     drawn = np.random.default_rng(sample.seed).choice(
         store.layout.n_examples, sample.n_examples, replace=False, shuffle=False
     )
@@ -97,31 +130,45 @@ def _chosen(store: ShardStore, sample: Sample) -> IntArray:
 
 
 def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) -> Stats | None:
-    """What lies beside the store, if it answers the question: everything answers for any sample."""
+    """Statistics kept beside the store that answer the request: those of all examples answer for any sample."""
     where = f"{store.url}/{STATS_NAME}"
     try:
         raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
-        stats, seed = parse_stats(raw, store.metadata, where=where)
+        kept = parse_stats(raw, store.metadata, where=where)
+        if not _is_current(store, kept.recording):
+            return None
     except NotFoundError:
         return None
     except DocumentError as error:
-        warnings.warn(f"{error}. The statistics are computed anew", SaevStoreWarning, stacklevel=5)
+        warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=5)
         return None
     except SaevStoreError as error:
         warnings.warn(f"{where} cannot be read: {error}", SaevStoreWarning, stacklevel=5)
         return None
+    stats = kept.stats
     if not stats.is_sample or (or_more and wanted is not None and stats.n_examples >= wanted.n_examples):
         return stats
-    return stats if wanted == Sample(stats.n_examples, -1 if seed is None else seed) else None
+    return stats if wanted == Sample(stats.n_examples, -1 if kept.seed is None else kept.seed) else None
 
 
-def _keep(store: ShardStore, stats: Stats, sample: Sample | None) -> None:
+def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: RecordingIdentity) -> None:
     transport = store.transport
-    if not isinstance(transport, Writes):
+    if not isinstance(transport, Writes) or (sample is not None and _has_full_stats(store)):
         return
+    seed = None if sample is None else sample.seed
     try:
-        transport.put(STATS_NAME, stats_bytes(stats, store.metadata, seed=sample.seed if sample else None))
+        transport.put(STATS_NAME, stats_bytes(stats, store.metadata, recording=recording, seed=seed))
     except (AccessError, ReadOnlyError):
-        return  # somebody else's store
+        return  # statistics of a read-only store are not kept
     except SaevStoreError as error:
-        warnings.warn(f"{STATS_NAME} could not be kept beside the store: {error}", SaevStoreWarning, stacklevel=4)
+        warnings.warn(f"{STATS_NAME} could not be written beside the store: {error}", SaevStoreWarning, stacklevel=5)
+
+
+def _has_full_stats(store: ShardStore) -> bool:
+    """Whether current statistics of all examples are kept; a sample never replaces them."""
+    try:
+        raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
+        kept = parse_stats(raw, store.metadata, where=STATS_NAME)
+        return not kept.stats.is_sample and _is_current(store, kept.recording)
+    except SaevStoreError:
+        return False

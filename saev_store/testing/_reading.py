@@ -1,4 +1,4 @@
-"""What every transport that reads has to do; `saev_store.testing.transport` says how to use it."""
+"""Tests that every reading transport has to pass; see `saev_store.testing.transport`."""
 
 # ruff: noqa: S101
 from __future__ import annotations
@@ -20,7 +20,7 @@ from saev_store.errors import (
 )
 from saev_store.transport import Lists, Moves, Transport, Writes
 
-#: What lies in the transport that a contract is tried on.
+#: Files that the transport under test has to hold.
 FILES = {
     "metadata.json": b'{"protocol": "2.1"}\n',
     "acts000000.bin": np.random.default_rng(0).bytes(100_003),
@@ -51,7 +51,7 @@ def follow(start: int, buffers: Sequence[memoryview]) -> list[int]:
 class ReadContract:
     """Reading: whole files, sizes, ranges, filling memory, listing, folders, pickles, threads."""
 
-    #: Whether `list` knows sizes; web servers do not tell.
+    #: Whether `list` returns sizes; web servers do not report them.
     lists_sizes = True
 
     @pytest.fixture

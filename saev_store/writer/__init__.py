@@ -2,6 +2,7 @@
 
 from saev_store.writer._create import create_store
 from saev_store.writer._digests import Digests, FileDigests, load_digests
+from saev_store.writer._progress import Progress
 from saev_store.writer._publish import finalize_store
 from saev_store.writer._unfinished import Unfinished, discard_unfinished, unfinished
 from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
@@ -10,6 +11,7 @@ from saev_store.writer.shard_writer import ShardWriter
 __all__ = [
     "Digests",
     "FileDigests",
+    "Progress",
     "RepairWriter",
     "RepairedFile",
     "ShardWriter",

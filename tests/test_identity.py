@@ -1,0 +1,93 @@
+"""The recording identity changes whenever the bytes may have changed, and is the same for the same recording."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from dense_stores import plain_store as random_bits
+from plain_stores import plain_store
+
+from saev_store import ShardStore
+from saev_store.identity import RecordingIdentity, recording_identity
+from saev_store.layout import Layout
+from saev_store.transport import CountingTransport, MemoryTransport
+
+
+def identity(path: Path, **options) -> RecordingIdentity:
+    with ShardStore.open(path, damaged_ok=True) as store:
+        return recording_identity(store.transport, store.layout, **options)
+
+
+def test_versions_of_local_files(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    seen = [identity(plain.path)]
+    assert seen[0].kind == "versions"
+    assert identity(plain.path) == seen[0]
+    (plain.path / "note.txt").write_text("another file is no part of the recording")
+    assert identity(plain.path) == seen[0]
+    status = plain.shard(1).stat()
+    os.utime(plain.shard(1), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    seen.append(identity(plain.path))
+    os.truncate(plain.shard(1), plain.shard_nbytes - 1)
+    os.utime(plain.shard(1), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    seen.append(identity(plain.path))
+    plain.shard(1).unlink()
+    seen.append(identity(plain.path))
+    assert len(set(seen)) == 4
+
+
+def test_digests_do_not_depend_on_the_place(tmp_path: Path):
+    first, second = plain_store(tmp_path / "a"), plain_store(tmp_path / "b")
+    assert identity(first.path) != identity(second.path)
+    for plain in (first, second):
+        plain.write_digests(block_bytes=64)
+    assert identity(first.path) == identity(second.path)
+    assert identity(first.path).kind == "digests"
+    assert identity(first.path, prefer="versions").kind == "versions"
+    second.write_digests(block_bytes=128)
+    assert identity(first.path) != identity(second.path)
+
+
+def test_digests_that_do_not_cover_all_files_are_not_used(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    assert identity(plain.path, files=["acts000000.bin", "other.bin"]).kind == "versions"
+    (plain.path / "digests.json").write_text("{")
+    assert identity(plain.path).kind == "versions"
+
+
+def test_contents_of_memory():
+    layout = Layout(5, (2, 5), 3, False, 4, 5)
+    first, other = random_bits(layout, seed=4), random_bits(layout, seed=5)
+    identities = [
+        recording_identity(MemoryTransport(files), layout) for files in (first.files, first.files, other.files)
+    ]
+    assert identities[0] == identities[1] != identities[2]
+    assert identities[0].kind == "contents"
+
+
+def test_versions_that_a_transport_reports():
+    layout = Layout(5, (2, 5), 3, False, 4, 5)
+    plain = random_bits(layout, seed=4)
+
+    class Versioned(CountingTransport):
+        etag: str | None = "1"
+
+        def version(self, path: str) -> str | None:
+            return self.etag
+
+    assert recording_identity(CountingTransport(MemoryTransport(plain.files)), layout).kind == "sizes"
+    transport = Versioned(MemoryTransport(plain.files))
+    first = recording_identity(transport, layout)
+    transport.etag = "2"
+    assert first.kind == "versions"
+    assert recording_identity(transport, layout) != first
+    transport.etag = None
+    assert recording_identity(transport, layout).kind == "sizes"
+
+
+@pytest.mark.parametrize("text", ["", "sizes", "sizes:", "other:" + "0" * 40, "sizes:" + "G" * 40, "sizes:" + "0" * 41])
+def test_other_texts_are_no_identity(text: str):
+    assert RecordingIdentity.parse(text) is None
