@@ -76,11 +76,6 @@ def batches(folder: Path) -> Source[object]:
     return open_source(folder / "x.batch")
 
 
-def a_set_of_batches(folder: Path) -> Source[object]:
-    write_batch_file(folder / "s.batch", np.arange(60).reshape(12, 5), batch_size=2, max_batches_per_file=2)
-    return open_source(folder / "s.batch")
-
-
 def samples_of_one_length(folder: Path) -> Source[object]:
     with IndexedDatasetBuilder(folder / "d", np.uint16) as builder:
         for size in (9, 0, 30, 1, 25):
@@ -88,7 +83,7 @@ def samples_of_one_length(folder: Path) -> Source[object]:
     return TokenSamples(IndexedDataset(folder / "d"), 4, num_samples=40, seed=7, documents=range(1, 5))
 
 
-@pytest.mark.parametrize("make", [batches, a_set_of_batches, samples_of_one_length])
+@pytest.mark.parametrize("make", [batches, samples_of_one_length])
 def test_every_kind_of_token_source(tmp_path: Path, make: Callable[[Path], Source[object]]) -> None:
     source = make(tmp_path)
     store = recorded(tmp_path / "root", recorded_from(source), n_examples=len(source), tokens=5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -96,10 +96,8 @@ def convert(
         int | None, typer.Option(help="One record for each document, filled up with this, instead of packing them.")
     ] = None,
     end_token: Annotated[int | None, typer.Option(help="Put this behind every document.")] = None,
-    max_batches_per_file: Annotated[int | None, typer.Option(help="Write a set of files.")] = None,
     memory_mib: Annotated[int, typer.Option(help="Memory for shuffling.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Type of a token in the documents written.")] = "int32",
-    order: Annotated[str, typer.Option(help="Of the documents written: record, file, or auto.")] = "auto",
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for the bytes of their UTF-8."),
@@ -134,16 +132,13 @@ def convert(
                 raise ArgumentError("batches need both of them", where="--seq-len, --batch-size")
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, how="pack" if pad_token is None else "pad",
-                end_token=end_token, pad_token=pad_token, memory_nbytes=memory_mib << 20,
-                max_batches_per_file=max_batches_per_file, overwrite=overwrite, storage_options=target, verify=verify,
-                progress=progress,
+                end_token=end_token, pad_token=pad_token, memory_nbytes=memory_mib << 20, overwrite=overwrite,
+                storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "batches": n}
         elif isinstance(source, BatchFileReader):
             n = batches_to_documents(
-                source, dst, dtype=dtype,
-                order=cast("Literal['auto', 'record', 'file']", order),  # another word is refused there
-                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+                source, dst, dtype=dtype, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "documents": n}
         elif isinstance(source, EnergonDataset):
