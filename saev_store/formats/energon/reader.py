@@ -158,7 +158,14 @@ class EnergonDataset:
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
         """The sample at a position, or of a key."""
-        return self[self.index_of(sample) if isinstance(sample, str) else sample]
+        if not isinstance(sample, str):
+            return self[sample]
+        found = self[self.index_of(sample)]
+        if found.key != sample:  # an index of keys without parts: only the tar has the sample's own name
+            raise self._fetcher.stale(
+                self._by_name[found.shard], f"the index has {brief(sample)} there, the tar {brief(found.key)}"
+            )
+        return found
 
     def part(self, sample: SupportsIndex | str, part: str) -> bytes:
         """The bytes of one part; nothing else of the sample is read where the index knows parts.
@@ -171,28 +178,27 @@ class EnergonDataset:
             if len(rows) == 1 and rows[0][0] < len(self._documents.info.shards):
                 shard, sample_index, offset, nbytes = rows[0]
                 if self._split == "all" or self._view.position(shard, sample_index) is not None:
-                    return self._fetcher.content(shard, sample, part, offset, nbytes)
+                    return self._fetcher.content(shard, sample, PartPlace(part, offset, nbytes))
+        return self.part_range(sample, part)
+
+    def part_range(
+        self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        """Return bytes `start` to `end` of a part, as a slice would take them; only its headers are read besides.
+
+        Raises:
+            SelectionError: there is no such sample or part.
+        """
         place = self._place(sample)
-        if place.parts is None:
-            return self._fetcher.read([place])[0][part]
+        if place.parts is None or place.key is None:
+            return self.raw(sample)[part][start:end]
         for found in place.parts:
             if found.name == part:
-                return self._fetcher.read([SamplePlace(place.shard, place.sample_index, 0, 0, place.key, (found,))])[0][
-                    part
-                ]
-        return RawSample(place.key or "", "", 0, {found.name: b"" for found in place.parts})[part]
-
-    def part_range(self, sample: SupportsIndex | str, part: str, *, start: int | None, end: int | None) -> bytes:
-        """Bytes `start` to `end` of a part, as a slice would take them: one request for exactly those."""
-        place = self._place(sample)
-        for found in place.parts if place.parts is not None else self.parts(sample):
-            if found.name == part:
-                first, last, _ = slice(start, end).indices(found.nbytes)
-                shard = self._documents.info.shards[place.shard]
-                begin = found.offset + first
-                (data,) = self._transport.get_ranges(shard, starts=[begin], ends=[max(begin, found.offset + last)])
-                return bytes(data)
-        raise SelectionError(f"sample {brief(place.key)} has no part {brief(part)}", where="part")
+                return self._fetcher.content(place.shard, place.key, found, start=start, end=end)
+        raise SelectionError(
+            f"sample {place.key!r} has no part {brief(part)}; it has {', '.join(each.name for each in place.parts)}",
+            where="part",
+        )
 
     def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
         """Names, offsets in the tar and sizes of a sample's parts."""
