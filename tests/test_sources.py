@@ -72,6 +72,12 @@ def test_what_names_no_file(url):
         split_address(url)
 
 
+@pytest.mark.parametrize("chain", ["", "file://", "simplecache::file://"])
+def test_the_address_of_an_open_source_opens_it_again(chain):
+    source = open_source(f"{chain}{TOKENS}/data.idx")
+    assert len(open_source(source.url)) == len(source)
+
+
 def test_a_path_below_a_transport():
     memory = MemoryTransport({"a/x.idx": b""})
     assert locate("a/x.idx", None, engine="auto", transport=memory) == (memory, "a/x.idx")

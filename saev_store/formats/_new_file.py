@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self, cast
 
 from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError
 from saev_store.formats._address import full_url
@@ -187,7 +187,7 @@ class _SinkFile:
 
     def commit(self, nbytes: int) -> None:  # noqa: ARG002 (the sink checks that all of it came)
         if not self._overwrite:
-            refuse_existing(self._transport, self._path)
+            refuse_existing(cast("Transport", self._transport), self._path)
         self._sink.commit()
         if isinstance(self._transport, Moves) and self._temporary != self._path:
             if not self._overwrite:

@@ -33,8 +33,7 @@ def fetch_ranges(transport: Transport, path: str, starts: IntArray, ends: IntArr
         The bytes of each range, in the order of the arguments; ranges of one request share its memory.
     """
     if len(starts) <= 1:
-        parts = transport.get_ranges(path, starts=starts.tolist(), ends=ends.tolist()) if len(starts) else []
-        return [memoryview(part) for part in parts]
+        return [memoryview(part) for part in transport.get_ranges(path, starts=starts.tolist(), ends=ends.tolist())]
     order = np.argsort(starts, kind="stable")
     cost = transport.cost
     spans = coalesce(

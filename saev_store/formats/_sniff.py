@@ -149,7 +149,7 @@ def reopen(
 
         source = from_description(source, description["samples"])
     split = description.get("split")
-    if isinstance(split, str) and split != "all":
+    if isinstance(split, str):
         source = source.split(split)
     now = source.describe(digest="full" if scope == "full" else "sampled")
     for name in ("format", "n_samples", "digest"):

@@ -80,7 +80,8 @@ class EnergonDataset:
         info = self._documents.info
         self._places = Places(self._transport, info, open_index(self._transport))
         self._fetcher = Fetcher(self._transport, self._places)
-        self._split = "all"
+        #: The split that `split` chose; None is everything, also where a split is called "all".
+        self._chosen_split: str | None = None
         self._view = View(range(len(info.shards)), info.counts)
         self._by_name = {name: i for i, name in enumerate(info.shards)}
         from saev_store.formats.energon.check import check_on_open
@@ -88,7 +89,7 @@ class EnergonDataset:
         self._problems = (*self._documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (self._transport, self.images, self._options, self._split))
+        return (_reopen, (self._transport, self.images, self._options, self._chosen_split))
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class EnergonDataset:
         info, definition = self._documents.info, self._documents.definition
         facts = {
             "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards"
-            + f" (split {self._split!r})" * (self._split != "all"),
+            + f" (split {self._chosen_split!r})" * (self._chosen_split is not None),
             "splits": ", ".join(
                 f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()
             ),
@@ -177,7 +178,7 @@ class EnergonDataset:
             rows = self._places.index.find_part(sample, part)
             if len(rows) == 1 and rows[0][0] < len(self._documents.info.shards):
                 shard, sample_index, offset, nbytes = rows[0]
-                if self._split == "all" or self._view.position(shard, sample_index) is not None:
+                if self._chosen_split is None or self._view.position(shard, sample_index) is not None:
                     return self._fetcher.content(shard, sample, PartPlace(part, offset, nbytes))
         return self.part_range(sample, part)
 
@@ -237,7 +238,9 @@ class EnergonDataset:
         shard, sample_index = self._places.find_one(key)
         position = self._view.position(shard, sample_index)
         if position is None:
-            raise SelectionError(f"sample {brief(key)} is not in split {self._split!r}, or left out of it", where="key")
+            raise SelectionError(
+                f"sample {brief(key)} is not in split {self._chosen_split!r}, or left out of it", where="key"
+            )
         return position
 
     def rows(self, indices: Sequence[int]) -> list[RawSample]:
@@ -280,8 +283,9 @@ class EnergonDataset:
         """
         splits = self._documents.splits
         info = self._documents.info
+        chosen: str | None = name
         if name == "all" and name not in splits.parts:
-            view = View(range(len(info.shards)), info.counts)
+            chosen, view = None, View(range(len(info.shards)), info.counts)
         elif name in splits.parts:
             ids = [self._by_name[shard] for shard in splits.parts[name]]
             view = View(ids, info.counts[ids], self._left_out(set(splits.parts[name])))
@@ -291,7 +295,7 @@ class EnergonDataset:
             )
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._split, other._view = name, view
+        other._chosen_split, other._view = chosen, view
         return other
 
     def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
@@ -330,7 +334,7 @@ class EnergonDataset:
         return {
             "format": self.format,
             "url": self.url,
-            "split": self._split,
+            "split": self._chosen_split,
             "n_samples": len(self),
             "mapping": "example i is sample i of the split, in the order of its shards, without those that are excluded",
             "index_uuid": self.uuid(),
@@ -358,7 +362,7 @@ class EnergonDataset:
 
 
 def _reopen(
-    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str
+    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str | None
 ) -> EnergonDataset:
     split_config, dataset_config, damaged_ok = options
     dataset = EnergonDataset(
@@ -369,4 +373,4 @@ def _reopen(
         dataset_config=dataset_config,
         damaged_ok=damaged_ok,
     )
-    return dataset if split == "all" else dataset.split(split)
+    return dataset if split is None else dataset.split(split)

@@ -33,7 +33,7 @@ def headers_nbytes(name: str, nbytes: int) -> int:
     return (2 + -(-records_nbytes // BLOCK)) * BLOCK
 
 
-def disagreement(headers: bytes | memoryview, *, name: str, nbytes: int) -> str | None:
+def disagreement(headers: bytes | bytearray | memoryview, *, name: str, nbytes: int) -> str | None:
     """Compare headers with the index: None if they agree, else what the tar has instead.
 
     Args:
@@ -58,7 +58,7 @@ def disagreement(headers: bytes | memoryview, *, name: str, nbytes: int) -> str 
     return None
 
 
-def _parse(headers: bytes | memoryview) -> tarfile.TarInfo:
+def _parse(headers: bytes | bytearray | memoryview) -> tarfile.TarInfo:
     """Parse the last header and the extension headers that end where it begins."""
     start = end = len(headers) - BLOCK
     last = _header(headers, end)
@@ -79,5 +79,5 @@ def _parse(headers: bytes | memoryview) -> tarfile.TarInfo:
     return found
 
 
-def _header(headers: bytes | memoryview, at: int) -> tarfile.TarInfo:
+def _header(headers: bytes | bytearray | memoryview, at: int) -> tarfile.TarInfo:
     return tarfile.TarInfo.frombuf(bytes(headers[at : at + BLOCK]), "utf-8", "surrogateescape")
