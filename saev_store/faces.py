@@ -179,22 +179,28 @@ class Faces:
         return tensorstore_spec(cast("ShardStore", self), array, base=base)
 
     def source(
-        self, storage_options: Mapping[str, object] | None = None, *, url: str | os.PathLike[str] | None = None
+        self,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        url: str | os.PathLike[str] | None = None,
+        outside_ok: bool = False,
     ) -> Source[object]:
         """The data set that this store was recorded from, opened, once its digest was compared.
 
         Args:
             storage_options: What fsspec hands to the file system of the data set.
             url: Where the data set is now, if not where it was.
+            outside_ok: Send requests to the server that the metadata name; paths of this machine need no permission.
 
         Raises:
+            UnsafeContentError: the metadata name a server, and neither `url` nor `outside_ok` is given.
             DocumentError: `metadata.data` names no source; see `saev_store.formats.recorded_from`.
             NotFoundError: there is nothing at its address any more.
             CorruptShardError: other data lie there by now.
         """
         from saev_store.formats.provenance import source_of
 
-        return source_of(cast("ShardStore", self).metadata, storage_options, url=url)
+        return source_of(cast("ShardStore", self).metadata, storage_options, url=url, outside_ok=outside_ok)
 
     def origin(
         self,
@@ -209,12 +215,12 @@ class Faces:
         Args:
             example_idx: Position of the example, such as `batch["example_idx"]` has it.
             token_idx: The content token; -1 is CLS. None for the example as a whole.
-            source: What `source()` gave; default: it is opened, and its digest compared, at the first call.
+            source: What `source()` gave; default: `source()`, called once. Where that needs arguments, call it yourself.
             neighbours: So many tokens of a text to each side.
 
         Raises:
             SelectionError: there is no such example or token.
-            DocumentError, NotFoundError, CorruptShardError: as `source`.
+            DocumentError, NotFoundError, CorruptShardError, UnsafeContentError: as `source`.
         """
         from saev_store.formats.provenance import origin_of
 

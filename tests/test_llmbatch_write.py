@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 
 import numpy as np
@@ -12,21 +11,12 @@ from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import llmbatch_bytes
 
-from saev_store.errors import (
-    ArgumentError,
-    CorruptShardError,
-    DocumentError,
-    NotFoundError,
-    ReadOnlyError,
-    SaevStoreError,
-    StoreExistsError,
-    UnsafeContentError,
-)
+from saev_store.errors import ArgumentError, NotFoundError, ReadOnlyError, StoreExistsError
+from saev_store.formats._new_file import NewFile
 from saev_store.formats.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
 from saev_store.formats.llmbatch._buckets import Buckets
-from saev_store.formats.llmbatch.manifest import parse_manifest
 from saev_store.formats.llmbatch.order import RecordOrder
-from saev_store.transport import MemoryTransport
+from saev_store.transport import MemoryTransport, open_transport
 
 
 def tokens(n, seq_len, seed=0):
@@ -50,54 +40,13 @@ def test_array_and_stream_write_the_same_bytes(n, batch_size, seq_len, seed):
     write_batch_dataset("b.batch", iter(records), n, batch_size, seq_len, seed, transport=memory)
     # Hardly any memory: everything passes through buckets on the disk.
     write_batch_dataset("c.batch", iter(records), n, batch_size, seq_len, seed, memory_nbytes=5000, transport=memory)
-    write_batch_dataset(
-        "d.batch", [records[: n // 2], records[n // 2 :]], None, batch_size, seq_len, seed, transport=memory
-    )
+    halves = [records[: n // 2], records[n // 2 :]]
+    write_batch_dataset("d.batch", halves, n, batch_size, seq_len, seed, transport=memory)
     assert [memory.files[name] == truth for name in ("a.batch", "b.batch", "c.batch", "d.batch")] == [True] * 4
     reader = BatchFileReader("c.batch", transport=memory)
-    numbers = reader.numbers_of(slice(None))
+    numbers = RecordOrder(n, seed).records(np.arange(len(reader)))
     assert len(set(numbers.tolist())) == len(reader)
-    np.testing.assert_array_equal(reader.records(numbers), records[numbers])
-    for number in set(range(n)) - set(numbers.tolist()):
-        with pytest.raises(NotFoundError, match="dropped"):
-            reader.record(number)
-
-
-@given(n=st.integers(0, 60), batch_size=st.integers(1, 5), most=st.integers(1, 5))
-def test_a_set_holds_the_same_batches(n, batch_size, most):
-    records, memory = tokens(n, 30), MemoryTransport()
-    write_batch_file("a.batch", records, batch_size, seed=3, transport=memory)
-    write_batch_file("s.batch", records, batch_size, seed=3, max_batches_per_file=most, transport=memory)
-    one, many = (BatchFileReader(name, transport=memory) for name in ("a.batch", "s.batch"))
-    assert len(many.file_names) == max(1, -(-(n // batch_size) // most))
-    np.testing.assert_array_equal(one.read_batches(slice(None)), many.read_batches(slice(None)))
-    assert [many.read_batch(i).tolist() for i in range(many.num_batches)] == one.read_batches(slice(None)).tolist()
-    numbers = many.numbers_of(slice(None))
-    np.testing.assert_array_equal(many.records(numbers), records[numbers])
-    for name in many.file_names:  # each is a file of its own
-        assert BatchFileReader(name, transport=memory).problems == ()
-    assert many.validate(deep=True).ok
-
-
-@pytest.mark.parametrize("first", [None, 1, 3])
-@pytest.mark.parametrize("then", [None, 1, 2])
-def test_what_was_replaced_is_gone(first, then):
-    """A file replaced by a set, a set by a smaller one or by a file: readers find the new data, under every name."""
-    store = MemoryTransport()
-    old, new = np.zeros((9, 4), np.uint32), np.ones((4, 4), np.uint32)
-    write_batch_file("f/x.batch", old, 1, max_batches_per_file=first, transport=store)
-    write_batch_file("f/other-00000.batch", old, 1, transport=store)
-    if first == 1:  # a stranger's manifest does not make us delete other files
-        store.put("f/x.batch.json", store.read("f/x.batch.json").replace(b"x-00008.batch", b"other-00000.batch"))
-        store.delete("f/x-00008.batch")
-    write_batch_file("f/x.batch", new, 1, max_batches_per_file=then, overwrite=True, transport=store)
-    for name in ("f/x.batch", "f/x.batch.json"):
-        reader = BatchFileReader(name, transport=store)
-        assert reader.has_order
-        assert (len(reader), set(reader.rows(slice(None)).ravel().tolist())) == (4, {1})
-    files = {None: ["x.batch"], 1: [f"x-{i:05d}.batch" for i in range(4)], 2: ["x-00000.batch", "x-00001.batch"]}[then]
-    expected = sorted([*files, "x.batch.json", "other-00000.batch", "other-00000.batch.json"])
-    assert sorted(entry.path.removeprefix("f/") for entry in store.list("f")) == expected
+    np.testing.assert_array_equal(reader.rows(slice(None)), records[numbers])
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
@@ -106,7 +55,7 @@ def test_files_on_disk(tmp_path, engine):
     path = tmp_path / "new" / "x.batch"
     write_batch_file(path, records, 4, 40, 9, engine=engine)
     assert path.read_bytes() == expected(records, 4, 9)
-    assert sorted(file.name for file in path.parent.iterdir()) == ["x.batch", "x.batch.json"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["x.batch"]
     with pytest.raises(StoreExistsError, match="overwrite"):
         write_batch_file(path, records, 4, engine=engine)
     reader = BatchFileReader(path, engine=engine)
@@ -118,11 +67,9 @@ def test_files_on_disk(tmp_path, engine):
 def test_on_s3(s3_bucket):
     records = tokens(25, 40)
     url = f"{s3_bucket.url}/deep/x.batch"
-    write_batch_dataset(
-        url, records, 25, 4, 40, 9, memory_nbytes=2000, max_batches_per_file=4, storage_options=s3_bucket.options
-    )
+    write_batch_dataset(url, records, 25, 4, 40, 9, memory_nbytes=2000, storage_options=s3_bucket.options)
     reader = BatchFileReader(url, s3_bucket.options)
-    np.testing.assert_array_equal(reader.records([3, 4]), records[[3, 4]])
+    np.testing.assert_array_equal(reader.rows([3, 4]), records[RecordOrder(25, 9).records(np.array([3, 4]))])
     assert reader.validate(deep=True).ok
 
 
@@ -155,9 +102,6 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path):
 
     with pytest.raises(RuntimeError, match="tokenizer"):
         write_batch_dataset(tmp_path / "x.batch", stream(), 10, 2, 8)
-    with pytest.raises(RuntimeError, match="tokenizer"):
-        write_batch_dataset(tmp_path / "x.batch", stream(), None, 2, 8)
-
     bad = np.zeros((4, 8), np.int64)
     bad[3] = -1
     with pytest.raises(ArgumentError, match="-1"):
@@ -177,8 +121,6 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path):
         (np.zeros((4, 8), np.int32), {"seq_len": 9}, "seq_len"),
         (np.zeros((4, 8), np.int32), {"seed": -1}, "seed"),
         (np.zeros((4, 8), np.int32), {"seed": 2**32}, "seed"),
-        (np.zeros((4, 8), np.int32), {"max_batches_per_file": 0}, "max_batches_per_file"),
-        (np.zeros((4, 8), np.int32), {"max_batches_per_file": 1, "manifest": False}, "manifest"),
     ],
 )
 def test_wrong_arguments(records, arguments, message):
@@ -195,9 +137,9 @@ def test_wrong_arguments(records, arguments, message):
         ([np.zeros(8, int)] * 5, {"total_records": 4}, "more than the announced"),
         ([np.zeros(8, int), np.zeros(9, int)], {"total_records": 2}, "shape"),
         ([np.zeros((2, 2, 8), int)], {"total_records": 2}, "shape"),
-        ([], {"seq_len": None, "total_records": 0}, "seq_len"),
+        ([], {"seq_len": 0, "total_records": 0}, "seq_len"),
         ([np.zeros(8)], {"total_records": 1}, "integers"),
-        ([], {"memory_nbytes": 0}, "memory_nbytes"),
+        ([], {"memory_nbytes": 0, "total_records": 0}, "memory_nbytes"),
     ],
 )
 def test_wrong_streams(stream, arguments, message):
@@ -218,84 +160,50 @@ def test_nothing_is_written_through_a_reader(tmp_path):
         write_batch_file("x.batch", np.zeros((2, 2), int), 1, transport=Reader())
 
 
-def test_a_manifest_of_another_file_is_noticed():
+def test_replacing_leaves_what_was_there_if_a_token_is_bad(tmp_path):
+    """Whole or not at all: `overwrite` deletes nothing before the new file is complete."""
+    path = tmp_path / "x.batch"
+    write_batch_file(path, tokens(20, 8), 4)
+    before = path.read_bytes()
+    bad = np.zeros((20_000, 800), np.int64)
+    bad[-1, -1] = -1
+    with pytest.raises(ArgumentError, match="-1"):
+        write_batch_file(path, bad, 4, overwrite=True)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["x.batch"]
+    BatchFileReader(path).rows(slice(None))
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+def test_of_two_writers_one_wins_and_nothing_is_replaced(tmp_path, engine):
+    """Both find the name free and write; the one that publishes second is refused, and the first one's data stay."""
     memory = MemoryTransport()
-    write_batch_file("a.batch", tokens(20, 8), 4, transport=memory)
-    memory.put("a.batch", llmbatch_bytes(tokens(20, 8, seed=1).reshape(5, 4, 8), total=20))
-    reader = BatchFileReader("a.batch", transport=memory)
-    with pytest.raises(CorruptShardError, match="manifest"):
-        reader.record(0)
-    reader.rows(slice(None))  # places need no manifest
-    assert [problem.kind for problem in reader.validate(deep=True).problems] == ["digest_mismatch"]
+    place = {"transport": memory} if engine == "memory" else {"engine": engine}
+    path = "x.batch" if engine == "memory" else str(tmp_path / "x.batch")
+    first, second = tokens(8, 8, seed=1), tokens(8, 8, seed=2)
 
+    def stream():
+        yield from second
+        write_batch_file(path, first, 2, **place)  # another writer is quicker
 
-def test_a_set_with_a_missing_file_says_what_is_lost():
-    memory = MemoryTransport()
-    write_batch_file("a.batch", tokens(24, 8), 4, max_batches_per_file=2, transport=memory)
-    memory.delete("a-00001.batch")
-    reader = BatchFileReader("a.batch", transport=memory)
-    report = reader.validate()
-    assert report.lost == ((8, 16),)
-    reader.read_batch(0)
-    with pytest.raises(SaevStoreError, match="a-00001.batch"):
-        reader.read_batch(2)
-    memory.put("a-00001.batch", llmbatch_bytes(tokens(4, 8).reshape(1, 4, 8)))
-    with pytest.raises(CorruptShardError, match="manifest"):
-        BatchFileReader("a.batch", transport=memory).read_batch(2)
-
-
-def manifest_with(**changes):
-    memory = MemoryTransport()
-    write_batch_file("a.batch", tokens(20, 8), 4, transport=memory)
-    document = json.loads(memory.files["a.batch.json"])
-    document.update(changes)
-    return json.dumps(document).encode()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"format": "else"}, DocumentError),
-        ({"manifest_version": 2}, DocumentError),
-        ({"record_order": "mersenne"}, DocumentError),
-        ({"batch_size": 0}, DocumentError),
-        ({"batch_size": True}, DocumentError),
-        ({"seq_len": 1 << 40}, DocumentError),
-        ({"seed": "1"}, DocumentError),
-        ({"total_records": 10**30}, DocumentError),
-        ({"total_records": 99}, DocumentError),
-        ({"files": []}, DocumentError),
-        ({"files": [3]}, DocumentError),
-        ({"files": [{"name": "a.batch"}]}, DocumentError),
-        (
-            {"files": [{"name": "../a.batch", "num_batches": 5, "sampled_digest": "", "full_digest": ""}]},
-            UnsafeContentError,
-        ),
-        (
-            {"files": [{"name": "/etc/a.batch", "num_batches": 5, "sampled_digest": "", "full_digest": ""}]},
-            UnsafeContentError,
-        ),
-        (
-            {"files": [{"name": "passwd", "num_batches": 5, "sampled_digest": "", "full_digest": ""}]},
-            UnsafeContentError,
-        ),
-    ],
-)
-def test_manifests_are_not_believed(changes, error):
-    with pytest.raises(error):
-        parse_manifest(manifest_with(**changes), where="a.batch.json")
-
-
-@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5).map(
-    lambda value: json.dumps(value).encode()
-))  # fmt: skip
-def test_whatever_a_manifest_holds_only_our_errors_come(raw):
-    with pytest.raises((DocumentError, UnsafeContentError)):
-        parse_manifest(raw, where="x")
+    if engine == "memory":
+        target = NewFile(memory, "x.batch", nbytes=3)
+    else:
+        target = NewFile(open_transport(tmp_path, engine=engine), "x.batch", nbytes=3)
+    target.write(b"abc")
+    with pytest.raises(StoreExistsError):
+        write_batch_dataset(path, stream(), 8, 2, 8, **place)
+    with pytest.raises(StoreExistsError):
+        target.commit()
+    target.abort()
+    found = BatchFileReader(path, **place).rows(slice(None))
+    np.testing.assert_array_equal(found, first[RecordOrder(8, 0).records(np.arange(8))])
+    names = list(memory.files) if engine == "memory" else [file.name for file in tmp_path.iterdir()]
+    assert names == ["x.batch"]
 
 
 def test_the_order_of_records_is_pinned():
-    """A change here makes every manifest written before lie."""
+    """A change here makes the same records and seed give other bytes than before."""
     assert RecordOrder(10, 7).records(np.arange(10)).tolist() == [6, 0, 7, 2, 9, 1, 4, 8, 3, 5]
     assert RecordOrder(10**6, 7).records(np.arange(5)).tolist() == [984289, 982701, 490136, 247424, 923836]
     large = RecordOrder(10**9, 0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
 
 from saev_store.errors import (
@@ -20,10 +21,11 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
     SelectionError,
+    TransportError,
     UnknownProtocolError,
 )
-from saev_store.formats.mmididx import IndexedDataset, parse_index, split_documents
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
+from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, PreadTransport, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)
 
@@ -362,3 +364,58 @@ def test_samples_are_what_their_manifest_says():
     assert json.loads((DATA / "mmididx/core_multimodal_modes/expected.json").read_text())["writer"].startswith(
         "megatron"
     )
+
+
+def _replaced(place, token):
+    with IndexedDatasetBuilder("x", "uint16", overwrite=True, transport=place) as builder:
+        for i in range(3):
+            builder.add_document([token + i] * (4 - i if token else i + 2))
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "memory"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_old_index_never_meets_new_tokens(tmp_path, engine, closed):
+    """Both files are replaced after opening: what was opened is read, or reading is an error."""
+    writing = reading = MemoryTransport()
+    if engine != "memory":
+        writing, reading = open_transport(tmp_path), open_transport(tmp_path, engine=engine)
+    _replaced(writing, 0)
+    dataset = IndexedDataset("x", transport=reading)
+    wanted = [[0] * 2, [1] * 3, [2] * 4]
+    _replaced(writing, 100)
+    if closed:
+        dataset.close()
+    for read in (lambda: dataset.read_many(slice(None)), lambda: [dataset[i] for i in range(3)]):
+        try:
+            found = [tokens.tolist() for tokens in read()]
+        except CorruptShardError:
+            assert engine == "pread" or closed
+            continue
+        assert found == wanted
+    if closed:
+        with pytest.raises(CorruptShardError, match="taken the place"):
+            dataset.document(0)
+
+
+def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch):
+    _replaced(open_transport(tmp_path), 0)
+    real = PreadTransport.size
+
+    def size(self, path):
+        if path == "x.bin":  # the index is read already
+            monkeypatch.undo()
+            _replaced(open_transport(tmp_path), 100)
+        return real(self, path)
+
+    monkeypatch.setattr(PreadTransport, "size", size)
+    with pytest.raises((CorruptShardError, DocumentError)):
+        IndexedDataset("x", transport=PreadTransport(tmp_path))
+
+
+def test_objects_that_are_replaced_after_opening(s3_bucket):
+    writing, reading = (open_transport(s3_bucket.url, s3_bucket.options) for _ in range(2))
+    _replaced(writing, 0)
+    dataset = IndexedDataset("x", transport=reading)
+    _replaced(writing, 100)
+    with pytest.raises((CorruptShardError, TransportError), match="replaced"):
+        dataset.read_many([0, 2])

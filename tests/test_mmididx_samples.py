@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -108,21 +107,6 @@ def test_sample_idx_against_counting_tokens(sizes, n_epochs, seq_length, extra, 
     found = build_sample_idx(sizes, doc_idx, seq_length, n_epochs, sum(sizes), extra_token=extra)
     truth = slow_sample_idx(sizes, doc_idx, seq_length, n, extra=extra)
     assert found.tolist() == truth
-    small = {"PIECE": 4, "_BLOCK": 8, "_PART": 2, "_PART_BYTES": 16}
-    with mock.patch.multiple("saev_store.formats.mmididx._placing", **small):
-        again = build_sample_idx(sizes, doc_idx, seq_length, n_epochs, sum(sizes), extra_token=extra)
-    assert again.tolist() == truth
-
-
-def test_sample_idx_of_more_documents_than_are_fetched_together():
-    sizes = np.random.default_rng(0).geometric(1 / 30, 2_500_000).astype(np.int32)
-    doc_idx = np.random.default_rng(1).permutation(len(sizes)).astype(np.int32)
-    found = build_sample_idx(sizes, doc_idx, 512, 1, int(sizes.sum()))
-    ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
-    tokens = np.arange((ends[-1] - 1) // 512 + 1) * 512
-    entry = np.searchsorted(ends, tokens, side="right")
-    np.testing.assert_array_equal(found[:, 0], entry)
-    np.testing.assert_array_equal(found[:, 1], tokens - ends[entry] + sizes[doc_idx[entry]])
 
 
 @given(

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import CODES, mmididx_bytes
 
-from saev_store.errors import ArgumentError, StoreExistsError
+from saev_store.errors import ArgumentError, StoreExistsError, WriterConflictError
+from saev_store.formats._new_file import NewFile
 from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport import MemoryTransport
+from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport._local_write import TEMP_PREFIX
 
 
 @given(
@@ -203,3 +205,49 @@ def test_the_callers_memory_is_its_own_again(tmp_path, engine):
     assert all(
         np.array_equal(each, np.arange(size) + i) for i, (size, each) in enumerate(zip(sizes, found, strict=True))
     )
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+def test_of_two_builders_the_second_is_refused_and_leaves_the_first_as_it_is(tmp_path, engine):
+    """Both found the name free; neither file of the one that is published first is replaced by the other's."""
+    memory = MemoryTransport()
+    place = {"transport": memory} if engine == "memory" else {"engine": engine}
+    path = "x" if engine == "memory" else str(tmp_path / "x")
+    first, second = (IndexedDatasetBuilder(path, **place) for _ in range(2))
+    first.add_document([1, 2, 3])
+    second.add_document([7, 8, 9])
+    first.finalize()
+    with pytest.raises(StoreExistsError):
+        second.finalize()
+    assert IndexedDataset(path, **place)[0].tolist() == [1, 2, 3]
+    names = list(memory.files) if engine == "memory" else [file.name for file in tmp_path.iterdir()]
+    assert sorted(names) == ["x.bin", "x.idx"]
+
+
+def test_tokens_whose_index_could_not_be_published_do_not_stay(tmp_path, monkeypatch):
+    builder = IndexedDatasetBuilder(tmp_path / "x")
+    builder.add_document([1, 2, 3])
+    commit = NewFile.commit
+
+    def taken(self):
+        if self.path == "x.idx":
+            (tmp_path / "x.idx").write_bytes(b"another program's")
+        commit(self)
+
+    monkeypatch.setattr(NewFile, "commit", taken)
+    with pytest.raises(StoreExistsError):
+        builder.finalize()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"x.idx": b"another program's"}
+
+
+def test_two_that_replace_do_it_one_after_the_other(tmp_path):
+    for token in (1, 2):
+        with IndexedDatasetBuilder(tmp_path / "x", overwrite=True) as builder:
+            builder.add_document([token])
+    waiting = IndexedDatasetBuilder(tmp_path / "x", overwrite=True)
+    waiting.add_document([3])
+    lock = f"{TEMP_PREFIX}x.idx.lock"
+    with open_transport(tmp_path).lock(lock), pytest.raises(WriterConflictError):
+        waiting.finalize()
+    assert IndexedDataset(tmp_path / "x")[0].tolist() == [2]
+    assert sorted(file.name for file in tmp_path.iterdir() if file.name != lock) == ["x.bin", "x.idx"]

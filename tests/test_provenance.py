@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore, new_metadata
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SelectionError,
+    UnsafeContentError,
+)
 from saev_store.formats import PatchPlace, Source, TokenPlace, open_source, recorded_from
 from saev_store.formats.llmbatch import write_batch_file
 from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
@@ -43,7 +50,7 @@ def recorded(
 def test_a_token_and_its_neighbours(text: Path, tmp_path: Path, protocol: str) -> None:
     source = open_source(text / "data.idx")
     truth = [np.asarray(source[i]).tolist() for i in range(len(source))]
-    store = recorded(tmp_path / "root", recorded_from(source), protocol=protocol)
+    store = recorded(tmp_path / "root", recorded_from(source, first_token=0), protocol=protocol)
     for example in range(2):
         for token in range(3):
             origin = store.origin(example, token, neighbours=1)
@@ -67,18 +74,13 @@ def test_examples_that_are_other_samples(text: Path, tmp_path: Path) -> None:
     assert place.position == 1
     with pytest.raises(SelectionError, match="it is padding"):
         chosen.origin(0, 1)
-    shifted = recorded(tmp_path / "b", recorded_from(source, first=1), tokens=2)
+    shifted = recorded(tmp_path / "b", recorded_from(source, first=1, first_token=0), tokens=2)
     assert [shifted.origin(example).sample_idx for example in range(2)] == [1, 2]
 
 
 def batches(folder: Path) -> Source[object]:
     write_batch_file(folder / "x.batch", np.arange(60).reshape(12, 5), batch_size=2, seed=3)
     return open_source(folder / "x.batch")
-
-
-def a_set_of_batches(folder: Path) -> Source[object]:
-    write_batch_file(folder / "s.batch", np.arange(60).reshape(12, 5), batch_size=2, max_batches_per_file=2)
-    return open_source(folder / "s.batch")
 
 
 def samples_of_one_length(folder: Path) -> Source[object]:
@@ -88,10 +90,10 @@ def samples_of_one_length(folder: Path) -> Source[object]:
     return TokenSamples(IndexedDataset(folder / "d"), 4, num_samples=40, seed=7, documents=range(1, 5))
 
 
-@pytest.mark.parametrize("make", [batches, a_set_of_batches, samples_of_one_length])
+@pytest.mark.parametrize("make", [batches, samples_of_one_length])
 def test_every_kind_of_token_source(tmp_path: Path, make: Callable[[Path], Source[object]]) -> None:
     source = make(tmp_path)
-    store = recorded(tmp_path / "root", recorded_from(source), n_examples=len(source), tokens=5)
+    store = recorded(tmp_path / "root", recorded_from(source, first_token=0), n_examples=len(source), tokens=5)
     again = store.source()
     assert (again.format, len(again)) == (source.format, len(source))
     for example in range(len(source)):
@@ -128,7 +130,7 @@ def test_a_patch_has_a_box(tmp_path: Path) -> None:
 
 
 def test_a_source_that_moved_or_changed(text: Path, tmp_path: Path) -> None:
-    store = recorded(tmp_path / "root", recorded_from(open_source(text / "data.idx")))
+    store = recorded(tmp_path / "root", recorded_from(open_source(text / "data.idx"), first_token=0))
     text.rename(tmp_path / "moved")
     with pytest.raises(NotFoundError, match="text"):
         store.source()
@@ -155,6 +157,8 @@ def test_a_source_that_moved_or_changed(text: Path, tmp_path: Path) -> None:
         {"content": {"patches": {"grid": [0, 1], "image_px": [1, 1]}}},
         {"content": {"patches": {"grid": [1, 1], "image_px": [8, 8]}}},
         {"content": {"tokens": {"first": True}}},
+        {"content": {"tokens": {}}},
+        {"content": {"tokens": {"first": None}}},  # the store has a special token: is it the sample's first?
     ],
 )
 def test_descriptions_that_make_no_sense_are_refused(text: Path, tmp_path: Path, change: dict[str, object]) -> None:
@@ -189,3 +193,35 @@ def test_bad_arguments(text: Path, tmp_path: Path) -> None:
     for where in ((2, 0), (0, 3), (0, -2)):
         with pytest.raises(SelectionError):
             store.origin(*where)
+
+
+def test_a_special_token_is_never_counted_by_guess(text: Path, tmp_path: Path) -> None:
+    """BOS is stored as the special token: content token 0 is the second token of the sample, if that begins with BOS."""
+    source = open_source(text / "data.idx")
+    for first_token in (0, 1):
+        data = recorded_from(source, samples=[1], first_token=first_token)
+        place = recorded(tmp_path / str(first_token), data, n_examples=1).origin(0, 0).place
+        assert isinstance(place, TokenPlace)
+        assert place.position == first_token
+        assert place.token_id == np.asarray(source[1])[first_token]
+    with pytest.raises(DocumentError, match="special token.*first_token=1"):
+        recorded(tmp_path / "unsaid", recorded_from(source)).origin(0, 0)
+
+
+@pytest.mark.parametrize("url", ["http://169.254.169.254/x.idx", "s3://lab/x", "simplecache::http://host/x.idx"])
+def test_a_store_does_not_decide_where_requests_go(tmp_path: Path, url: str) -> None:
+    data = {"source": {"url": url, "digest": {"scope": "full"}}, "examples": {"first": 0}, "content": {}}
+    store = recorded(tmp_path / "root", data)
+    for ask in (store.source, lambda: store.origin(0, 0)):
+        with pytest.raises(UnsafeContentError, match="outside_ok"):
+            ask()
+
+
+def test_a_server_that_is_allowed_is_asked(text: Path, tmp_path: Path) -> None:
+    address = f"simplecache::file://{text}/data.idx"
+    data = recorded_from(open_source(address), first_token=0)
+    store = recorded(tmp_path / "root", data)
+    with pytest.raises(UnsafeContentError):
+        store.source()
+    assert len(store.source(outside_ok=True)) == 3
+    assert len(store.source(url=text / "data.idx")) == 3

@@ -29,7 +29,7 @@ from saev_store.formats import Source, open_source, reopen, sniff
 from saev_store.formats._address import full_url, locate, split_address
 from saev_store.formats._new_file import NewFile
 from saev_store.formats.convert import batches_to_documents, documents_to_batches
-from saev_store.formats.llmbatch import BatchFileReader, write_batch_file
+from saev_store.formats.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 from saev_store.transport import CountingTransport, MemoryTransport, open_transport
 
@@ -70,6 +70,12 @@ def test_addresses_are_cut_where_their_file_begins(url, folder, name):
 def test_what_names_no_file(url):
     with pytest.raises(ArgumentError):
         split_address(url)
+
+
+@pytest.mark.parametrize("chain", ["", "file://", "simplecache::file://"])
+def test_the_address_of_an_open_source_opens_it_again(chain):
+    source = open_source(f"{chain}{TOKENS}/data.idx")
+    assert len(open_source(source.url)) == len(source)
 
 
 def test_a_path_below_a_transport():
@@ -115,16 +121,6 @@ def test_content_counts_not_names():
     idx, bin_ = mmididx_bytes([np.arange(3, dtype=np.int32)])
     memory = MemoryTransport({"x.batch": idx, "x.idx": idx, "x.bin": bin_})
     assert sniff("x.batch", transport=memory).format == "mmididx"
-
-
-def test_sets_are_found():
-    memory = MemoryTransport()
-    write_batch_file("f/x.batch", np.zeros((8, 3), int), 2, max_batches_per_file=2, transport=memory)
-    for url in ("f", "f/x", "f/x.batch", "f/x.batch.json"):
-        assert open_source(url, transport=memory).file_names == ("f/x-00000.batch", "f/x-00001.batch")
-    assert open_source("f/x-00001.batch", transport=memory).num_batches == 2
-    write_batch_file("g/x.batch", np.zeros((8, 3), int), 2, transport=memory)  # with its manifest beside it
-    assert open_source("g", transport=memory).path == "g/x.batch"
 
 
 def test_a_folder_of_several_is_not_guessed():
@@ -316,13 +312,11 @@ def test_documents_packed_into_batches_and_back(sizes, seq_len, batch_size, end,
     records = run[: len(run) // seq_len * seq_len].reshape(-1, seq_len)
     assert n == len(records) // batch_size
     batches = BatchFileReader("y.batch", transport=store)
-    kept = np.sort(batches.numbers_of(slice(None)))
-    np.testing.assert_array_equal(batches.records(kept), records[kept])
-    for order in ("auto", "file"):
-        batches_to_documents(batches, f"{order}.idx", order=order, dtype=np.uint16, transport=store)
-    back = IndexedDataset("auto", transport=store)
-    assert [tokens.tolist() for tokens in back] == records[kept].tolist()
-    assert [tokens.tolist() for tokens in IndexedDataset("file", transport=store)] == [row.tolist() for row in batches]
+    numbers = RecordOrder(len(records), 5).records(np.arange(len(batches)))
+    np.testing.assert_array_equal(batches.rows(slice(None)), records[numbers])
+    batches_to_documents(batches, "back.idx", dtype=np.uint16, transport=store)
+    back = IndexedDataset("back", transport=store)
+    assert [tokens.tolist() for tokens in back] == records[numbers].tolist()
 
 
 @given(
@@ -339,9 +333,10 @@ def test_documents_padded_into_batches(sizes, seq_len, end, data):
     )
     batches = BatchFileReader("y.batch", transport=store)
     assert len(batches) == source.n_documents
+    order = RecordOrder(len(batches), 0)
     for i in range(source.n_documents):
         wanted = [*source.document(i).tolist(), *([end] if end else [])][:seq_len]
-        assert batches.record(i).tolist() == wanted + [7] * (seq_len - len(wanted))
+        assert batches[order.places(np.array([i]))[0]].tolist() == wanted + [7] * (seq_len - len(wanted))
 
 
 def test_long_documents_pass_in_pieces(monkeypatch):
@@ -350,8 +345,8 @@ def test_long_documents_pass_in_pieces(monkeypatch):
     documents_to_batches(source, "y.batch", seq_len=7, batch_size=2, end_token=5, transport=store)
     run = np.concatenate([np.append(source.document(i), 5) for i in range(4)])
     batches = BatchFileReader("y.batch", transport=store)
-    kept = np.sort(batches.numbers_of(slice(None)))
-    np.testing.assert_array_equal(batches.records(kept), run[: len(run) // 7 * 7].reshape(-1, 7)[kept])
+    numbers = RecordOrder(batches.total_records, batches.seed).records(np.arange(len(batches)))
+    np.testing.assert_array_equal(batches.rows(slice(None)), run[: len(run) // 7 * 7].reshape(-1, 7)[numbers])
 
 
 def test_peer_files_convert_both_ways(tmp_path):
@@ -361,8 +356,6 @@ def test_peer_files_convert_both_ways(tmp_path):
     ]  # fmt: skip
     batches_to_documents(BatchFileReader(BATCHES / "data.batch"), tmp_path / "b.idx")
     assert len(IndexedDataset(tmp_path / "b")) == 12
-    with pytest.raises(NotFoundError, match="not recorded"):
-        batches_to_documents(BatchFileReader(BATCHES / "data.batch"), tmp_path / "c.idx", order="record")
 
 
 def test_conversions_that_make_no_sense(tmp_path):
@@ -378,8 +371,6 @@ def test_conversions_that_make_no_sense(tmp_path):
     batches = BatchFileReader(BATCHES / "data.batch")
     with pytest.raises(ArgumentError, match="uint8"):
         batches_to_documents(batches, tmp_path / "x.idx", dtype=np.uint8)
-    with pytest.raises(ArgumentError, match="order"):
-        batches_to_documents(batches, tmp_path / "x.idx", order="best")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -410,15 +401,12 @@ def test_the_command_line(tmp_path, capsys):
     assert json.loads(out)["ok"] is True
 
     target = tmp_path / "x.batch"
-    code, out, _ = run("convert", TOKENS, target, "--seq-len", 3, "--batch-size", 1, "--max-batches-per-file", 2)
+    code, out, _ = run("convert", TOKENS, target, "--seq-len", 3, "--batch-size", 1)
     assert (code, out.strip()) == (0, f"{target}: 3 batches")
     code, out, _ = run("convert", "--json", target, tmp_path / "y.idx", "--dtype", "uint16")
     assert json.loads(out) == {"url": str(tmp_path / "y.idx"), "documents": 3}
-    assert b"".join(tokens.astype(np.uint8).tobytes() for tokens in IndexedDataset(tmp_path / "y")) == b"abcdefghi"
-
-    (tmp_path / "x-00001.batch").write_bytes(b"LLMBATCH")
-    code, out, _ = run("validate", target)
-    assert (code, "x-00001.batch" in out) == (1, True)
+    found = sorted(tokens.astype(np.uint8).tobytes() for tokens in IndexedDataset(tmp_path / "y"))
+    assert found == [b"abc", b"def", b"ghi"]
     assert run("validate", DATA / "mmididx" / "malformed" / "dtype_0")[0] == 1
     assert run("info", tmp_path / "gone.idx")[0] == 1
     assert run("convert", TOKENS, target)[0] == 2

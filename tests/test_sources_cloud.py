@@ -12,7 +12,7 @@ from saev_store.errors import NotFoundError, StoreExistsError
 from saev_store.formats import open_source, reopen
 from saev_store.formats.convert import documents_to_batches
 from saev_store.formats.energon.prepare import prepare
-from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_dataset
+from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, RecordOrder, write_batch_dataset
 from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 from saev_store.transport import open_transport
 
@@ -55,20 +55,18 @@ def test_token_formats(place):
         f"{url}/b.batch",
         seq_len=10,
         batch_size=3,
-        max_batches_per_file=4,
         storage_options=options,
         engine=engine,
     )
     batches = open_source(f"{url}/b.batch", options, engine=engine)
     assert isinstance(batches, BatchFileReader)
     run = np.concatenate(documents)
-    assert all(
-        batches.record(int(i)).tolist() == run[i * 10 : i * 10 + 10].tolist() for i in batches.numbers_of([0, 7])
-    )
+    for at, number in zip((0, 7), RecordOrder(batches.total_records, 0).records(np.array([0, 7])), strict=True):
+        assert batches[at].tolist() == run[number * 10 : number * 10 + 10].tolist()
     assert len(list(BatchNativeLoader(batches, output="numpy"))) == n == 11
     assert len(reopen(batches.describe(digest="full"), options, engine=engine)) == 33
     write_batch_dataset(
-        f"{url}/s.batch", iter(np.eye(4, dtype=np.uint8)), None, 2, storage_options=options, engine=engine
+        f"{url}/s.batch", iter(np.eye(4, dtype=np.uint8)), 4, 2, 4, storage_options=options, engine=engine
     )
     assert BatchFileReader(f"{url}/s.batch", options, engine=engine).read_batch(1).shape == (2, 4)
 

@@ -14,7 +14,7 @@ from saev_store.cli._options import AsJson, Pairs, StorageOptions, storage_optio
 from saev_store.cli._output import emit, emit_json, table
 from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.names import METADATA_NAME, WORK_FOLDER
-from saev_store.transport import Lists, Transport, child, open_transport
+from saev_store.transport import Lists, Transport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.listing import StoreEntry
@@ -87,7 +87,7 @@ def state_of(root: Transport, entry: StoreEntry) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SaevStoreWarning)  # remarks about a store belong to `info`
-            with ShardStore.open(child(root, entry.name), damaged_ok=True) as store:
+            with ShardStore.open(root.at(entry.name), damaged_ok=True) as store:
                 report = store.validate()
     except SaevStoreError as error:
         return "broken", error.message

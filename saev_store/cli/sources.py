@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -97,12 +97,8 @@ def convert(
         typer.Option(help="Write one record per document, padded with this token, instead of packing documents."),
     ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
-    max_batches_per_file: Annotated[
-        int | None, typer.Option(help="Write a set of files with at most this many batches each.")
-    ] = None,
     memory_mib: Annotated[int, typer.Option(help="Memory for shuffling, in MiB.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
-    order: Annotated[str, typer.Option(help="Order of the written documents: record, file, or auto.")] = "auto",
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes."),
@@ -141,16 +137,13 @@ def convert(
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, how="pack" if pad_token is None else "pad",
-                end_token=end_token, pad_token=pad_token, memory_nbytes=memory_mib << 20,
-                max_batches_per_file=max_batches_per_file, overwrite=overwrite, storage_options=target, verify=verify,
-                progress=progress,
+                end_token=end_token, pad_token=pad_token, memory_nbytes=memory_mib << 20, overwrite=overwrite,
+                storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "batches": n}
         elif isinstance(source, BatchFileReader):
             n = batches_to_documents(
-                source, dst, dtype=dtype,
-                order=cast("Literal['auto', 'record', 'file']", order),  # other values are refused by the function
-                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+                source, dst, dtype=dtype, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "documents": n}
         elif isinstance(source, EnergonDataset):

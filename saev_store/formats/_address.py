@@ -60,5 +60,7 @@ def full_url(transport: Transport, path: str) -> str:
     >>> full_url(MemoryTransport(label="x"), "a.idx")
     'memory://x/a.idx'
     """
-    head, sep, rest = transport.url.partition("::")
-    return f"{head}{'' if head.endswith('/') else '/'}{path}{sep}{rest}"
+    links = transport.url.split("::")
+    at = next((i for i, link in enumerate(links) if "://" in link), 0)
+    links[at] += f"{'' if links[at].endswith('/') else '/'}{path}"
+    return "::".join(links)

@@ -71,39 +71,3 @@ def digest_files(
 def describe_digest(transport: Transport, files: Sequence[tuple[str, int]], *, scope: DigestScope) -> dict[str, object]:
     """The digest as `describe` shows it."""
     return {"algorithm": ALGORITHM, "scope": scope, "value": digest_files(transport, files, scope=scope)}
-
-
-class RunningDigests:
-    """Both digests of one file of known size, from its bytes as they are written in order.
-
-    >>> digests = RunningDigests(5)
-    >>> digests.update(b"token")
-    >>> digests.full == digests.sampled
-    True
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        size = nbytes.to_bytes(8, "little")
-        self._full, self._sampled = xxhash.xxh3_128(size), xxhash.xxh3_128(size)
-        self._ranges = list(zip(*sample_ranges(nbytes), strict=True))
-        self._at = 0
-
-    def update(self, data: bytes | bytearray | memoryview) -> None:
-        """The next bytes of the file."""
-        view = memoryview(data).cast("B")
-        end = self._at + len(view)
-        self._full.update(view)
-        for start, stop in self._ranges:
-            if start < end and self._at < stop:
-                self._sampled.update(view[max(start - self._at, 0) : stop - self._at])
-        self._at = end
-
-    @property
-    def full(self) -> str:
-        """32 hex digits."""
-        return self._full.hexdigest()
-
-    @property
-    def sampled(self) -> str:
-        """32 hex digits."""
-        return self._sampled.hexdigest()

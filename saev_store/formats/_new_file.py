@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self, cast
 
 from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError
 from saev_store.formats._address import full_url
@@ -21,7 +21,7 @@ Data = bytes | bytearray | memoryview
 
 
 class _Place(Protocol):
-    """Where bytes go until the file is complete."""
+    """Storage of the bytes until the file is complete."""
 
     def write(self, offset: int, data: memoryview) -> None: ...
     def commit(self, nbytes: int) -> None: ...
@@ -31,8 +31,9 @@ class _Place(Protocol):
 class NewFile:
     """A file under construction: `write` appends, `commit` publishes, leaving a `with` block otherwise deletes it.
 
-    On this machine it grows under a hidden name in its folder and is renamed. Elsewhere it is collected and uploaded
-    whole; if `nbytes` is not known, that takes its size in `$TMPDIR` twice.
+    On this machine it grows under a hidden name in its folder. Elsewhere it is collected and uploaded whole; if `nbytes`
+    is not known, that takes its size in `$TMPDIR` twice. Publication is exclusive unless `overwrite` is true: of several
+    writers exactly one gets the name, and nothing that has the name is replaced.
 
     Args:
         transport: Where it will be.
@@ -56,7 +57,7 @@ class NewFile:
         if not overwrite:
             refuse_existing(transport, path)
         if isinstance(transport, MmapTransport | PreadTransport):
-            self._place = _LocalFile(transport, path, nbytes)
+            self._place = _LocalFile(transport, path, nbytes, overwrite=overwrite)
         elif nbytes is not None:
             self._place = _SinkFile(transport, path, nbytes, overwrite=overwrite)
         else:
@@ -71,7 +72,11 @@ class NewFile:
         self.nbytes += len(view)
 
     def commit(self) -> None:
-        """The file appears under its name, durable."""
+        """Publish the file under its name, durable.
+
+        Raises:
+            StoreExistsError: another writer has published a file of that name meanwhile, and `overwrite` is false.
+        """
         if self._place is None:
             raise ReadOnlyError("this file is complete or given up already", where=self.where)
         self._place.commit(self.nbytes)
@@ -108,8 +113,10 @@ def refuse_existing(transport: Transport, path: str) -> None:
 
 
 class _LocalFile:
-    def __init__(self, transport: MmapTransport | PreadTransport, path: str, nbytes: int | None) -> None:
-        self._transport, self._path = transport, path
+    def __init__(
+        self, transport: MmapTransport | PreadTransport, path: str, nbytes: int | None, *, overwrite: bool
+    ) -> None:
+        self._transport, self._path, self._overwrite = transport, path, overwrite
         folder, slash, _ = path.rpartition("/")
         self._name = f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
         self._where, self._temporary = f"{transport.url}/{path}", f"{transport.url}/{self._name}"
@@ -137,9 +144,24 @@ class _LocalFile:
         with os_errors(self._where, "commit"):
             os.ftruncate(self._fd, nbytes)
             os.fsync(self._fd)
-        self._transport.move(self._name, self._path)
+        if self._overwrite:
+            self._transport.move(self._name, self._path)
+        else:
+            with os_errors(self._where, "publish"):
+                self._publish_exclusively()
         os.close(self._fd)
         self._fd = -1
+
+    def _publish_exclusively(self) -> None:
+        try:
+            os.link(self._temporary, self._where)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links: readers may meet an empty file for a moment
+            os.close(os.open(self._where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            self._transport.move(self._name, self._path)
+        else:
+            self._transport.delete(self._name)  # syncs the folder, too
 
     def abort(self) -> None:
         fd, self._fd = self._fd, -1
@@ -151,7 +173,7 @@ class _LocalFile:
 
 class _SinkFile:
     def __init__(self, transport: Writes, path: str, nbytes: int, *, overwrite: bool) -> None:
-        self._transport, self._path = transport, path
+        self._transport, self._path, self._overwrite = transport, path, overwrite
         # An object appears when it is uploaded; where files grow in place, they do so under another name.
         self._temporary = path
         if isinstance(transport, Moves):
@@ -164,8 +186,12 @@ class _SinkFile:
         self._sink.write(offset, [data])
 
     def commit(self, nbytes: int) -> None:  # noqa: ARG002 (the sink checks that all of it came)
+        if not self._overwrite:
+            refuse_existing(cast("Transport", self._transport), self._path)
         self._sink.commit()
         if isinstance(self._transport, Moves) and self._temporary != self._path:
+            if not self._overwrite:
+                self._transport.create(self._path, b"")  # takes the name, or fails
             self._transport.move(self._temporary, self._path)
 
     def abort(self) -> None:

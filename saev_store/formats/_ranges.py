@@ -1,41 +1,51 @@
-"""Scattered ranges of one file, fetched together."""
+"""Fetching many byte ranges of one file: the one function that formats read scattered bytes with."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from saev_store.coalesce import Spans, coalesce
+from saev_store.coalesce import coalesce
 from saev_store.layout import IntArray
-from saev_store.transport import Buffer, Transport
+from saev_store.transport import Transport
 
-#: Ranges of one call travel side by side, so that the wait for one is shared by about this many: reading over a gap is
-#: worth that much less than the transport's cost says for requests one after the other.
-_SIDE_BY_SIDE = 32
+#: Ranges of one call travel side by side and share one wait among about this many. Reading over a gap is worth that
+#: much less than the transport's cost says for requests one after the other.
+_PARALLEL_RANGES = 32
 
 
-def fetch(
-    transport: Transport, path: str, starts: IntArray, ends: IntArray
-) -> tuple[Spans, list[memoryview], IntArray]:
-    """The bytes of many ranges, in as few requests as make sense.
+def is_resident(transport: Transport) -> bool:
+    """Whether ranges are views of memory: a whole file is one array, and nothing is fetched."""
+    return math.isinf(transport.cost.max_gap_bytes) and math.isinf(transport.cost.max_request_bytes)
+
+
+def fetch_ranges(transport: Transport, path: str, starts: IntArray, ends: IntArray) -> list[memoryview]:
+    """Fetch ranges of a file; near ranges share a request where that is cheaper.
 
     Args:
         transport: Where the file is.
         path: The file.
-        starts: First bytes, in any order.
+        starts: First bytes, int64, in any order.
         ends: One past the last bytes.
 
     Returns:
-        The spans that were read, their bytes, and the order of the ranges that `spans.first` refers to.
+        The bytes of each range, in the order of the arguments; ranges of one request share its memory.
     """
+    if len(starts) <= 1:
+        return [memoryview(part) for part in transport.get_ranges(path, starts=starts.tolist(), ends=ends.tolist())]
     order = np.argsort(starts, kind="stable")
     cost = transport.cost
     spans = coalesce(
         starts[order],
         ends[order],
-        max_gap_bytes=cost.max_gap_bytes / _SIDE_BY_SIDE,
+        max_gap_bytes=cost.max_gap_bytes / _PARALLEL_RANGES,
         max_request_bytes=cost.max_request_bytes,
     )
-    parts: list[Buffer] = list(
-        transport.get_ranges(path, starts=spans.starts.tolist(), ends=spans.ends.tolist()) if len(spans) else []
-    )
-    return spans, [memoryview(part) for part in parts], order
+    buffers = transport.get_ranges(path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
+    found = [memoryview(b"")] * len(starts)
+    for span, buffer in enumerate(buffers):
+        base, view = int(spans.starts[span]), memoryview(buffer)
+        for i in order[spans.first[span] : spans.first[span + 1]].tolist():
+            found[i] = view[int(starts[i]) - base : int(ends[i]) - base]
+    return found

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from saev_store.formats._source import Source
 
 _MAGICS = {b"LLMBATCH": "llmbatch", b"MMIDIDX\0\0": "mmididx"}
-_MANIFEST = ".batch.json"
 #: Endings of file names that are worth a look in a folder.
-_ENDINGS = (".batch", _MANIFEST, ".idx")
+_ENDINGS = (".batch", ".idx")
 _MAX_SHOWN = 8
 
 
@@ -150,7 +149,7 @@ def reopen(
 
         source = from_description(source, description["samples"])
     split = description.get("split")
-    if isinstance(split, str) and split != "all":
+    if isinstance(split, str):
         source = source.split(split)
     now = source.describe(digest="full" if scope == "full" else "sampled")
     for name in ("format", "n_samples", "digest"):
@@ -188,11 +187,9 @@ def _candidates(name: str) -> Iterator[str]:
         yield name.removesuffix(".bin") + ".idx"
         return
     yield name
-    if not name.endswith((".idx", ".json")):
-        yield name + (".json" if name.endswith(".batch") else ".idx")
-        if not name.endswith(".batch"):
-            yield name + ".batch"
-            yield name + _MANIFEST
+    if not name.endswith((".idx", ".batch")):
+        yield name + ".idx"
+        yield name + ".batch"
 
 
 def _format_of(transport: Transport, path: str) -> str | None:
@@ -214,9 +211,7 @@ def _format_of(transport: Transport, path: str) -> str | None:
     if path.endswith(".tar.idx"):  # where samples of a tar file lie
         return None
     # A broken file is opened as what it should be: that reader says what is wrong.
-    return {"batch": "llmbatch", "idx": "mmididx"}.get(path.rpartition(".")[2]) or (
-        "llmbatch" if path.endswith(_MANIFEST) else None
-    )
+    return {"batch": "llmbatch", "idx": "mmididx"}.get(path.rpartition(".")[2])
 
 
 def _prepared_folder(transport: Transport, name: str) -> str | None:
@@ -235,15 +230,6 @@ def _in_folder(transport: Transport, path: str) -> Found | None:
     names: list[str] = []
     with contextlib.suppress(NotFoundError, TransportError):
         names = [entry.path for entry in transport.list(path) if not entry.is_dir and entry.path.endswith(_ENDINGS)]
-    listed = set(names)
-    # The files of a set stand behind its manifest, and a single file's manifest behind the file.
-    sets = [name for name in names if name.endswith(_MANIFEST) and name.removesuffix(".json") not in listed]
-    names = [
-        name
-        for name in names
-        if name in sets
-        or not (name.endswith(_MANIFEST) or any(name.startswith(f"{each.removesuffix(_MANIFEST)}-") for each in sets))
-    ]
     found = [(name, kind) for name in names if (kind := _format_of(transport, name)) is not None]
     if len(found) > 1:
         shown = ", ".join(name.rpartition("/")[2] for name, _ in found[:_MAX_SHOWN])

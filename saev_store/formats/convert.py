@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError
 from saev_store.formats._address import Url
 from saev_store.formats._source import check_count
 from saev_store.formats.llmbatch.header import MAX_U32
+from saev_store.formats.llmbatch.order import RecordOrder
 from saev_store.formats.llmbatch.reader import BatchFileReader
 from saev_store.formats.llmbatch.writer import MEMORY_NBYTES, as_tokens, write_batch_dataset
 from saev_store.formats.mmididx.reader import IndexedDataset
@@ -35,7 +36,6 @@ def documents_to_batches(
     end_token: int | None = None,
     pad_token: int | None = None,
     memory_nbytes: int = MEMORY_NBYTES,
-    max_batches_per_file: int | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -56,12 +56,11 @@ def documents_to_batches(
         end_token: Put this behind every document (with `"pad"`, where it fits).
         pad_token: For `"pad"`.
         memory_nbytes: Memory for shuffling.
-        max_batches_per_file: As in `write_batch_file`.
         overwrite: Replace files of these names.
         storage_options: What fsspec hands to the file system that is written to.
         engine: As in `open_transport`.
         transport: Write through this one.
-        verify: Read every record back, by its number, and compare it with the source.
+        verify: Read every record back and compare it with the source.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
@@ -92,8 +91,7 @@ def documents_to_batches(
     total = source.n_documents if how == "pad" else (source.n_tokens + n_ends) // seq_len
     n_batches = write_batch_dataset(
         output_path, records(), total, batch_size, seq_len, seed, memory_nbytes=memory_nbytes,
-        max_batches_per_file=max_batches_per_file, overwrite=overwrite, storage_options=storage_options, engine=engine,
-        transport=transport, progress=progress,
+        overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport, progress=progress,
     )  # fmt: skip
     if verify:
         with BatchFileReader(output_path, storage_options, engine=engine, transport=transport) as written:
@@ -106,7 +104,6 @@ def batches_to_documents(
     output_path: Url,
     *,
     dtype: npt.DTypeLike = np.int32,
-    order: Literal["auto", "record", "file"] = "auto",
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -114,14 +111,12 @@ def batches_to_documents(
     verify: bool = True,
     progress: bool | None = None,
 ) -> int:
-    """Write every record of LLMBATCH files as a document of an MMIDIDX data set.
+    """Write every record of an LLMBATCH file as a document of an MMIDIDX data set, in file order.
 
     Args:
         source: The records.
         output_path: As in `IndexedDatasetBuilder`.
         dtype: Type of a token in the new data set.
-        order: `"record"` restores the order that the records had in their source, dropped ones excepted (our files only);
-            `"file"` takes them as they lie; `"auto"` prefers the former.
         overwrite: Replace a data set of that name.
         storage_options: What fsspec hands to the file system that is written to.
         engine: As in `open_transport`.
@@ -133,30 +128,27 @@ def batches_to_documents(
         The number of documents.
 
     Raises:
-        ArgumentError: `dtype` does not hold a token, or a choice is unknown.
-        NotFoundError: `order="record"` for files that do not tell it.
+        ArgumentError: `dtype` does not hold a token.
         StoreExistsError: a file of that name is there, and `overwrite` is false.
         CorruptShardError: what was read back is not what was written.
     """
     from saev_store.writer._progress import Progress
 
-    if order not in {"auto", "record", "file"}:
-        raise ArgumentError(f"order is {brief(order)}; it must be 'auto', 'record' or 'file'", where="order")
-    restore = order == "record" or (order == "auto" and source.has_order)
+    step = max(1, _PIECE_TOKENS // source.seq_len)
     with (
         IndexedDatasetBuilder(
             output_path, dtype, overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport
         ) as builder,
         Progress(source.nbytes, "convert", shown=progress) as bar,
     ):
-        for records in _records(source, restore=restore):
+        for records in source.batches(step):
             for record in records:
                 builder.add_document(record)
             bar.advance(records.nbytes)
     if verify:
         with IndexedDataset(output_path, storage_options, engine=engine, transport=transport) as written:
             at = 0
-            for records in _records(source, restore=restore):
+            for records in source.batches(step):
                 found = written.read_many(slice(at, at + len(records)))
                 if len(found) != len(records) or not np.array_equal(np.stack(found), records):
                     raise _differs(written.url, at, len(records))
@@ -234,26 +226,10 @@ def _padded(source: IndexedDataset, seq_len: int, end_token: int | None, pad_tok
         yield record
 
 
-def _records(source: BatchFileReader, *, restore: bool) -> Iterator[Records]:
-    """All records, in the order of their source or of the file, some MiB at a time."""
-    step = max(1, _PIECE_TOKENS // source.seq_len)
-    if not restore:
-        yield from source.batches(step)
-        return
-    # Numbers whose place lies behind the last full batch were dropped.
-    for start in range(0, source.total_records, step):
-        numbers = np.arange(start, min(start + step, source.total_records), dtype=np.int64)
-        places = source.places_of(numbers, dropped_ok=True)
-        kept = places[places < len(source)]
-        if len(kept):
-            yield source.rows(kept)
-
-
 def _compare_records(written: BatchFileReader, records: Iterator[Records]) -> None:
-    number = 0
+    order, number = RecordOrder(written.total_records, written.seed), 0
     for expected in records:
-        numbers = np.arange(number, number + len(expected), dtype=np.int64)
-        places = written.places_of(numbers, dropped_ok=True)
+        places = order.places(np.arange(number, number + len(expected), dtype=np.int64))
         kept = np.flatnonzero(places < len(written))
         if not np.array_equal(written.rows(places[kept]), expected[kept]):
             raise _differs(written.url, number, len(expected))

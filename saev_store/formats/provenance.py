@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, DocumentError, SelectionError, brief
+from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.formats._sniff import reopen
 from saev_store.formats._source import DigestScope, check_count, check_index
 
@@ -82,7 +82,7 @@ def recorded_from(
     *,
     first: int = 0,
     samples: Sequence[int] | None = None,
-    first_token: int = 0,
+    first_token: int | None = None,
     patches: tuple[int, int] | None = None,
     image_px: tuple[int, int] | None = None,
     digest: DigestScope = "sampled",
@@ -93,7 +93,9 @@ def recorded_from(
         source: What the examples are taken from.
         first: Example i is sample `first + i`.
         samples: Or: example i is sample `samples[i]`. All of them are written down, so keep this for small selections.
-        first_token: For texts: content token t is token `first_token + t` of the sample.
+        first_token: For texts: content token t is token `first_token + t` of the sample. Needed for stores with a special
+            token (`cls_token`): 1 if that token (BOS) is the sample's first one, 0 if it was put before the sample. Stores
+            without a special token begin with token 0.
         patches: For images: content token t is patch t of a grid of (rows, columns), row by row.
         image_px: For images: (height, width) of what the model sees, in pixels.
         digest: Whether the source's digest covers every byte or the index and pieces of the rest.
@@ -112,7 +114,9 @@ def recorded_from(
     if (patches is None) != (image_px is None):
         raise ArgumentError("a patch grid needs the image's size in pixels, and the other way round", where="patches")
     if patches is None or image_px is None:
-        content: dict[str, object] = {"tokens": {"first": check_count(first_token, name="first_token", least=0)}}
+        if first_token is not None:
+            first_token = check_count(first_token, name="first_token", least=0)
+        content: dict[str, object] = {"tokens": {"first": first_token}}
     else:
         rows, columns = (check_count(n, name="patches") for n in patches)
         height, width = (check_count(n, name="image_px") for n in image_px)
@@ -127,16 +131,35 @@ def recorded_from(
 
 
 def source_of(
-    metadata: Metadata, storage_options: Mapping[str, object] | None = None, *, url: Url | None = None
+    metadata: Metadata,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    url: Url | None = None,
+    outside_ok: bool = False,
 ) -> Source[object]:
-    """The source that a store was recorded from, its digest compared with the one that was written down.
+    """Open the source that a store was recorded from, and compare its digest with the one in the metadata.
+
+    Args:
+        metadata: The document of the store.
+        storage_options: Options of the fsspec file system of the source.
+        url: Where the source is now, if not where it was.
+        outside_ok: Send requests to the server that the metadata name; paths of this machine need no permission.
 
     Raises:
+        UnsafeContentError: the metadata name a server, and neither `url` nor `outside_ok` is given.
         DocumentError: the metadata name no source.
         NotFoundError: it is not where it was; `url` says where it is now.
         CorruptShardError: other data lie there by now.
     """
     description = _mapping(_described(metadata), "source", metadata)
+    address = description.get("url")
+    scheme = address.partition("://")[0] if isinstance(address, str) and "://" in address else "file"
+    if url is None and not outside_ok and scheme not in {"file", "local", "memory"}:
+        raise UnsafeContentError(
+            f"names {brief(address)} as its source; requests go there only if you allow it",
+            where=metadata.where,
+            remedy="Pass outside_ok=True if you trust the store, or url= of the source.",
+        )
     return reopen(description, storage_options, url=url)
 
 
@@ -165,7 +188,8 @@ def origin_of(
     if token_idx is not None:
         token = _content_token(token_idx, layout)
         if token is not None:
-            place = _place(_mapping(described, "content", metadata), token, sample, neighbours, metadata)
+            content = _mapping(described, "content", metadata)
+            place = _place(content, token, sample, neighbours, metadata)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
 
 
@@ -243,7 +267,14 @@ def _place(
     if isinstance(patches, Mapping):
         return _patch(cast("Mapping[str, object]", patches), token, metadata)
     tokens = content.get("tokens")
-    first = _numbers([cast("Mapping[str, object]", tokens).get("first")]) if isinstance(tokens, Mapping) else None
+    found = cast("Mapping[str, object]", tokens).get("first", "") if isinstance(tokens, Mapping) else ""
+    if found is None and metadata.layout.cls_token and isinstance(sample, np.ndarray):
+        raise DocumentError(
+            "does not say whether the special token of the store is the first token of a sample",
+            where=metadata.where,
+            remedy="Record with recorded_from(source, first_token=1) if it is (BOS), else with first_token=0.",
+        )
+    first = _numbers([0 if found is None else found])
     if first is None:
         raise _unusable("content", dict(content), metadata)
     if not isinstance(sample, np.ndarray) or sample.ndim != 1:

@@ -1,7 +1,8 @@
-"""Building `index.sqlite` from receipts: the tables and indices that Energon 7.4 makes."""
+"""Building `index.sqlite` from scanned tars: the tables and indices that Energon 7.4 makes."""
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import uuid
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import xxhash
 
 from saev_store.errors import DocumentError, TransportError, brief
-from saev_store.formats.energon._receipts import Receipt
+from saev_store.formats.energon.tar_scan import ScannedShard
 from saev_store.problems import Problem
 
 _TABLES = (
@@ -34,7 +35,7 @@ _INDICES = (
 _NAMESPACE = uuid.UUID("d0a3a1d8-8e6a-5b0f-9e6e-3f2f4a4c9b10")
 
 
-def build_index(path: str, receipts: Iterable[Receipt], *, where: str) -> str:
+def build_index(path: str, shards: Iterable[ScannedShard], *, where: str) -> str:
     """Write a database to a fresh file of this machine; returns the UUID of its content (the same content has the same).
 
     Raises:
@@ -51,14 +52,14 @@ def build_index(path: str, receipts: Iterable[Receipt], *, where: str) -> str:
         for statement in _TABLES:
             db.execute(statement)
         db.execute("BEGIN")
-        for shard_id, receipt in enumerate(receipts):
-            hasher.update(f"{receipt.shard}\0{receipt.nbytes}\0{receipt.edges}\0".encode())
-            hasher.update(repr(receipt.samples).encode())
+        for shard_id, scanned in enumerate(shards):
+            hasher.update(f"{scanned.shard}\0{scanned.nbytes}\0".encode())
+            hasher.update(json.dumps(scanned.samples).encode())
             try:
-                db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", _sample_rows(shard_id, receipt))
+                db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", _sample_rows(shard_id, scanned))
             except sqlite3.IntegrityError:
-                raise _duplicate(db, shard_id, receipt, where) from None
-            db.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", _part_rows(shard_id, receipt))
+                raise _duplicate(db, shard_id, scanned, where) from None
+            db.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", _part_rows(shard_id, scanned))
         for statement in _INDICES:
             db.execute(statement)
         db.execute("COMMIT")
@@ -76,32 +77,32 @@ def build_index(path: str, receipts: Iterable[Receipt], *, where: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, hasher.hexdigest()))
 
 
-def _sample_rows(shard_id: int, receipt: Receipt) -> Iterator[tuple[int, str, int, int, int]]:
-    for index, (key, offset, nbytes, _) in enumerate(receipt.samples):
+def _sample_rows(shard_id: int, scanned: ScannedShard) -> Iterator[tuple[int, str, int, int, int]]:
+    for index, (key, offset, nbytes, _) in enumerate(scanned.samples):
         yield shard_id, key, index, offset, nbytes
 
 
-def _part_rows(shard_id: int, receipt: Receipt) -> Iterator[tuple[int, int, str, int, int]]:
-    for index, (_, _, _, parts) in enumerate(receipt.samples):
+def _part_rows(shard_id: int, scanned: ScannedShard) -> Iterator[tuple[int, int, str, int, int]]:
+    for index, (_, _, _, parts) in enumerate(scanned.samples):
         for name, offset, nbytes in parts:
             yield shard_id, index, name, offset, nbytes
 
 
-def _duplicate(db: sqlite3.Connection, shard_id: int, receipt: Receipt, where: str) -> DocumentError:
+def _duplicate(db: sqlite3.Connection, shard_id: int, scanned: ScannedShard, where: str) -> DocumentError:
     """Which key stands twice, and where: perhaps in the same tar, with other samples between."""
     db.execute("DELETE FROM samples WHERE tar_file_id = ?", (shard_id,))
     seen: dict[str, int] = {}
-    message = f"{brief(receipt.shard)} has a key twice"
-    for index, (key, *_) in enumerate(receipt.samples):
+    message = f"{brief(scanned.shard)} has a key twice"
+    for index, (key, *_) in enumerate(scanned.samples):
         row = db.execute("SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?", (key,)).fetchone()
         first = f"sample {row[1]} of shard {row[0]}" if row else f"sample {seen[key]}" if key in seen else None
         if first is not None:
-            message = f"sample {index} of {brief(receipt.shard)} has the key {brief(key)}, and so has {first}"
+            message = f"sample {index} of {brief(scanned.shard)} has the key {brief(key)}, and so has {first}"
             break
         seen[key] = index
     return DocumentError(
         message,
         where=where,
         remedy="Give each sample a name of its own; files of one sample must follow each other in the tar.",
-        problems=[Problem("repeated_key", message, receipt.shard)],
+        problems=[Problem("repeated_key", message, scanned.shard)],
     )

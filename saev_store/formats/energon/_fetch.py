@@ -9,16 +9,18 @@ from typing import cast
 
 import numpy as np
 
-from saev_store.coalesce import coalesce
 from saev_store.errors import CorruptShardError, SelectionError, brief
 from saev_store.formats._address import full_url
+from saev_store.formats._ranges import fetch_ranges
 from saev_store.formats.energon._places import PartPlace, Places, SamplePlace
 from saev_store.formats.energon.keys import join_name
-from saev_store.formats.energon.tar_header import BLOCK, disagreement
-from saev_store.formats.energon.tar_scan import parse_sample
+from saev_store.formats.energon.tar_header import BLOCK, disagreement, headers_nbytes
+from saev_store.formats.energon.tar_scan import MAX_EXTENSION_NBYTES, parse_sample
 from saev_store.transport import Buffer, Transport
 
 _N_THREADS = 16
+#: Extension headers are at most so long.
+_MAX_HEADERS_NBYTES = MAX_EXTENSION_NBYTES + 8 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,17 @@ class Fetcher:
                 starts.append(place.offset)
                 ends.append(place.offset + place.nbytes)
             for part in place.parts or ():
-                self._check_offset(place.shard, part.name, part.offset)
-                starts.append(part.offset - BLOCK)
+                starts.append(self._headers_start(place.shard, cast("str", place.key), part))
                 ends.append(part.offset + part.nbytes)
-        pieces = iter(self._ranges(shard, starts, ends))
+        fetched = fetch_ranges(self._transport, shard, np.asarray(starts, np.int64), np.asarray(ends, np.int64))
+        pieces = iter(fetched)
         samples: list[RawSample] = []
         for place in places:
             if place.parts is None:
                 data = memoryview(next(pieces))
                 members = parse_sample(data, where=self.where(place.shard))
                 if not members or any(each.key != members[0].key for each in members):
-                    raise self._stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
+                    raise self.stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
                 parts = {
                     each.part: bytes(data[each.content_offset : each.content_offset + each.content_nbytes])
                     for each in members
@@ -130,51 +132,51 @@ class Fetcher:
             samples.append(RawSample(key, shard, place.sample_index, parts))
         return samples
 
-    def content(self, shard: int, key: str, part: str, offset: int, nbytes: int) -> bytes:
-        """The bytes of a part at a place in a shard, in one request.
+    def content(
+        self, shard: int, key: str, part: PartPlace, *, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        """Return bytes `start` to `end` of a part, as a slice would take them; the headers are fetched with them.
 
         Raises:
-            CorruptShardError: the tar is cut, or holds something else there.
+            CorruptShardError: the tar is cut, or has something else there.
         """
-        self._check_offset(shard, part, offset)
-        (data,) = self._transport.get_ranges(self._shards[shard], starts=[offset - BLOCK], ends=[offset + nbytes])
-        return self._content(shard, key, PartPlace(part, offset, nbytes), data)
+        first, last, _ = slice(start, end).indices(part.nbytes)
+        headers = self._headers_start(shard, key, part)
+        begin, stop = part.offset + first, part.offset + max(first, last)
+        starts, ends = ([headers], [stop]) if first == 0 else ([headers, begin], [part.offset, stop])
+        pieces = self._transport.get_ranges(self._shards[shard], starts=starts, ends=ends)
+        data = memoryview(pieces[0])
+        n_headers = part.offset - headers
+        self._check_headers(shard, key, part, data[:n_headers])
+        return bytes(data[n_headers:] if first == 0 else pieces[1])
 
-    def _check_offset(self, shard: int, part: str, offset: int) -> None:
-        if offset < BLOCK:
-            raise CorruptShardError(f"part {brief(part)} begins inside its header", where=self.where(shard))
+    def _headers_start(self, shard: int, key: str, part: PartPlace) -> int:
+        if part.offset < BLOCK:
+            raise CorruptShardError(f"part {brief(part.name)} begins inside its header", where=self.where(shard))
+        return max(part.offset % BLOCK, part.offset - headers_nbytes(join_name(key, part.name), part.nbytes))
+
+    def _check_headers(self, shard: int, key: str, part: PartPlace, headers: memoryview) -> None:
+        name = join_name(key, part.name)
+        odd = disagreement(headers, name=name, nbytes=part.nbytes)
+        start = max(part.offset % BLOCK, part.offset - _MAX_HEADERS_NBYTES)
+        if odd is not None and part.offset - start > len(headers):  # perhaps they are longer than expected
+            (longer,) = self._transport.get_ranges(self._shards[shard], starts=[start], ends=[part.offset])
+            odd = disagreement(longer, name=name, nbytes=part.nbytes)
+        if odd is not None:
+            raise self.stale(shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
 
     def _content(self, shard: int, key: str, part: PartPlace, data: Buffer) -> bytes:
         view = memoryview(data)
-        name = join_name(key, part.name)
-        odd = disagreement(view[:BLOCK], name=name, nbytes=part.nbytes)
-        if odd is not None:
-            raise self._stale(shard, f"the index has {brief(name)} at {part.offset:,}, but {odd}")
-        return bytes(view[BLOCK:])
-
-    def _ranges(self, path: str, starts: list[int], ends: list[int]) -> list[memoryview]:
-        """Ranges in any order, each as a view; neighbours share a request where that is cheaper."""
-        if len(starts) == 1:
-            return [memoryview(self._transport.get_ranges(path, starts=starts, ends=ends)[0])]
-        low, high = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        order = np.argsort(low, kind="stable")
-        cost = self._transport.cost
-        spans = coalesce(
-            low[order], high[order], max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
-        )
-        found: list[memoryview] = [memoryview(b"")] * len(starts)
-        buffers = self._transport.get_ranges(path, starts=spans.starts.tolist(), ends=spans.ends.tolist())
-        for span, buffer in enumerate(buffers):
-            base, view = int(spans.starts[span]), memoryview(buffer)
-            for i in order[spans.first[span] : spans.first[span + 1]].tolist():
-                found[i] = view[starts[i] - base : ends[i] - base]
-        return found
+        n_headers = len(view) - part.nbytes
+        self._check_headers(shard, key, part, view[:n_headers])
+        return bytes(view[n_headers:])
 
     def where(self, shard: int) -> str:
         """A shard's address, safe to show."""
         return full_url(self._transport, self._shards[shard])
 
-    def _stale(self, shard: int, message: str) -> CorruptShardError:
+    def stale(self, shard: int, message: str) -> CorruptShardError:
+        """Make the error for a tar that is not the one that was indexed."""
         return CorruptShardError(
             message,
             where=self.where(shard),

@@ -11,6 +11,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
 from saev_store.formats._address import full_url
+from saev_store.formats.energon._yaml import MAX_NBYTES
 from saev_store.formats.energon.index_sqlite import MAGIC, SqliteIndex
 from saev_store.formats.energon.keys import (
     DATASET_YAML,
@@ -22,7 +23,6 @@ from saev_store.formats.energon.keys import (
     SPLIT_YAML,
 )
 from saev_store.formats.energon.nvmeta import (
-    MAX_DATASET_YAML_NBYTES,
     MAX_DOCUMENT_NBYTES,
     Definition,
     Info,
@@ -84,7 +84,7 @@ def read_documents(transport: Transport, *, split_config: str | None, dataset_co
         message = f"there is no {SPLIT_YAML}: the data set has no splits"
         splits = Splits({}, problems=(Problem("no_splits", message, SPLIT_YAML, severity="info"),))
     name = f"{META}/{dataset_config}" if dataset_config is not None else DATASET_YAML
-    found = _first(transport, (name,), max_bytes=MAX_DATASET_YAML_NBYTES)
+    found = _first(transport, (name,), max_bytes=MAX_NBYTES)
     if found is not None:
         definition = parse_definition(found[1], where=full_url(transport, name))
     elif dataset_config is not None:

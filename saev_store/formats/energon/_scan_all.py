@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from saev_store.errors import SaevStoreError
 from saev_store.formats.energon import _worker
-from saev_store.formats.energon._receipts import scan_shard
+from saev_store.formats.energon.tar_scan import ScannedShard, scan_shard
 from saev_store.transport import MmapTransport, PreadTransport, Transport
 
 #: Below this, starting processes takes longer than they save.
@@ -24,70 +24,68 @@ MAX_WORKERS = 64
 
 
 def scan_all(
-    transport: Transport, shards: Sequence[tuple[str, int]], *, num_workers: int | None, done: Callable[[int], None]
-) -> list[SaevStoreError]:
-    """Go through shards, (path, nbytes) each; all are tried even if some are damaged.
+    transport: Transport, shards: Sequence[str], *, num_workers: int | None
+) -> Iterator[ScannedShard | SaevStoreError]:
+    """Scan shards in parallel and give the results in the order of the shards; a damaged one gives its error.
 
     Args:
         transport: The data set's folder.
-        shards: What to go through.
+        shards: Paths of the tars.
         num_workers: How many at once; None: as many as the machine has processors, and as the work is worth.
-        done: Called with the size of each tar when it is finished.
     """
-    sizes = dict(shards)
-    errors: list[SaevStoreError] = []
-    todo = list(sizes)
-
-    def one(shard: str) -> None:
-        try:
-            scan_shard(transport, shard)
-        except SaevStoreError as error:
-            errors.append(error)
-        done(sizes[shard])
-
+    todo = list(shards)
     if not isinstance(transport, MmapTransport | PreadTransport):
-        far = not transport.is_local
-        with ThreadPoolExecutor(min(num_workers or (16 if far else 1), MAX_WORKERS, max(1, len(todo)))) as pool:
-            list(pool.map(one, todo))
-        return errors
+        remote = not transport.is_local
+        n_threads = min(num_workers or (16 if remote else 1), MAX_WORKERS, max(1, len(todo)))
+        with ThreadPoolExecutor(n_threads) as pool:
+            yield from pool.map(lambda shard: _scan_one(transport, shard), todo)
+        return
     if num_workers is None:
-        # Tars differ more than machines do: the first ones tell what the rest takes.
-        started, begun = time.perf_counter(), 0
-        while todo and (time.perf_counter() - started) * len(todo) < _WORTH_WORKERS_S * max(1, begun):
-            one(todo.pop(0))
-            begun += 1
+        # Tars differ more than machines do: the first ones tell how long the rest takes.
+        started, n_done = time.perf_counter(), 0
+        while todo and (time.perf_counter() - started) * len(todo) < _WORTH_WORKERS_S * max(1, n_done):
+            yield _scan_one(transport, todo.pop(0))
+            n_done += 1
         num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_workers = min(num_workers, MAX_WORKERS, len(todo))
     if num_workers <= 1:
-        for shard in todo:
-            one(shard)
-        return errors
-    for shard, error in _in_processes(transport.url, todo, num_workers):
-        if error is not None:
-            errors.append(error)
-        done(sizes[shard])
-    return errors
+        yield from (_scan_one(transport, shard) for shard in todo)
+        return
+    yield from _in_processes(transport.url, todo, num_workers)
 
 
-def _in_processes(root: str, shards: list[str], num_workers: int) -> Iterator[tuple[str, SaevStoreError | None]]:
-    """Each shard once it is finished; a worker takes the next when it has done one."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for shard in shards:
-        waiting.put(shard)
-    finished: queue.SimpleQueue[tuple[str, SaevStoreError | None]] = queue.SimpleQueue()
-    workers = [_Worker(root) for _ in range(num_workers)]
+def _scan_one(transport: Transport, shard: str) -> ScannedShard | SaevStoreError:
     try:
-        for worker in workers:
-            threading.Thread(target=worker.work, args=(waiting, finished), daemon=True).start()
-        for _ in shards:
-            yield finished.get()
+        return scan_shard(transport, shard)
+    except SaevStoreError as error:
+        return error
+
+
+def _in_processes(root: str, shards: list[str], num_workers: int) -> Iterator[ScannedShard | SaevStoreError]:
+    """Each worker takes the next shard when it has done one."""
+    workers = [_Worker(root) for _ in range(num_workers)]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def scan(shard: str) -> ScannedShard | SaevStoreError:
+        worker = idle.get()
+        try:
+            return worker.scan(shard)
+        finally:
+            idle.put(worker)
+
+    pool = ThreadPoolExecutor(num_workers)
+    try:
+        yield from pool.map(scan, shards)
     finally:
         for worker in workers:
             worker.stop()
+        pool.shutdown(cancel_futures=True)
 
 
 class _Worker:
-    """A process, and the thread of ours that talks to it; one that dies costs the tar it was at, and is replaced."""
+    """A process that scans tars, one at a time; one that dies costs its tar, and is started again."""
 
     def __init__(self, root: str) -> None:
         self._command = [sys.executable, "-m", _worker.__name__, root]
@@ -95,29 +93,18 @@ class _Worker:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def work(
-        self, waiting: queue.SimpleQueue[str], finished: queue.SimpleQueue[tuple[str, SaevStoreError | None]]
-    ) -> None:
-        while not self._stopped:
-            try:
-                shard = waiting.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                error = self._ask(shard)
-            except (OSError, ValueError):
-                self._end()
-                error = SaevStoreError(
-                    "the process that went through it ended", where=shard, remedy="Prepare again: it goes on."
-                )
-            finished.put((shard, error))
-        self._end()
+    def scan(self, shard: str) -> ScannedShard | SaevStoreError:
+        try:
+            return self._ask(shard)
+        except (OSError, ValueError):
+            self._end()
+            return SaevStoreError("the process that read it ended", where=shard, remedy="Prepare again.")
 
-    def _ask(self, shard: str) -> SaevStoreError | None:
+    def _ask(self, shard: str) -> ScannedShard | SaevStoreError:
         with self._lock:
             if self._process is None and not self._stopped:
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-                # A group of its own: Ctrl-C is for us, and we end it.
+                # A process group of its own: Ctrl-C reaches the parent, which ends the workers.
                 self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
                     self._command,
                     stdin=subprocess.PIPE,
@@ -131,15 +118,13 @@ class _Worker:
             raise OSError("stopped")
         process.stdin.write(json.dumps(shard) + "\n")
         process.stdin.flush()
-        answer = json.loads(process.stdout.readline())
-        return _worker.rebuild(answer["error"]) if "error" in answer else None
+        return _worker.result_of(process.stdout.readline())
 
     def stop(self) -> None:
-        """End the process, whatever it is at; the thread notices."""
+        """End the process, whatever it does; a thread that waits for it gets an error."""
         with self._lock:
             self._stopped = True
-            if self._process is not None:
-                self._process.kill()
+        self._end()
 
     def _end(self) -> None:
         with self._lock:

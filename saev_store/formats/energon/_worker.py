@@ -1,18 +1,20 @@
 """A process that goes through tars: names on standard input, one JSON line per tar on standard output.
 
-A program of its own rather than a fork or a pool: the caller's main module is not imported again, its threads and
-clients are left alone, and what was found travels in the receipts.
+A program of its own rather than a fork or a pool: the caller's main module is not imported again, and its threads and
+clients are left alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
+from typing import Any, cast
 
 from saev_store import errors
 from saev_store.errors import SaevStoreError
-from saev_store.formats.energon._receipts import scan_shard
+from saev_store.formats.energon.tar_scan import ScannedShard, scan_shard
 from saev_store.transport import open_transport
 
 
@@ -21,9 +23,9 @@ def main(root: str) -> None:
     transport = open_transport(root)
     for line in sys.stdin:
         shard = json.loads(line)
-        answer: dict[str, object] = {"shard": shard}
+        answer: dict[str, object] = {}
         try:
-            scan_shard(transport, shard)
+            answer["scanned"] = dataclasses.astuple(scan_shard(transport, shard))
         except SaevStoreError as error:
             answer["error"] = [type(error).__name__, error.message, error.where, error.remedy]
         except Exception as error:
@@ -31,13 +33,21 @@ def main(root: str) -> None:
         try:
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever asked was killed; the receipt is kept
+        except BrokenPipeError:  # the parent was killed
             os._exit(1)
 
 
-def rebuild(error: list[str]) -> SaevStoreError:
-    """The error that a worker met."""
-    name, message, where, remedy = error
+def result_of(line: str) -> ScannedShard | SaevStoreError:
+    """Parse a worker's answer.
+
+    Raises:
+        ValueError: the worker ended before it had written all of it.
+    """
+    answer = cast("dict[str, list[Any]]", json.loads(line))
+    if "scanned" in answer:
+        shard, nbytes, end, oddities, samples = answer["scanned"]
+        return ScannedShard(shard, nbytes, end, tuple(oddities), samples)
+    name, message, where, remedy = answer["error"]
     kind = getattr(errors, name, SaevStoreError)
     if not isinstance(kind, type) or not issubclass(kind, SaevStoreError):
         kind = SaevStoreError

@@ -1,7 +1,8 @@
-"""YAML from strangers: bounded in size, depth and references, plain types only, only `DocumentError` comes out."""
+"""Reading untrusted YAML: bounded size, depth and references, plain types only, `DocumentError` for everything else."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
@@ -10,20 +11,40 @@ import yaml
 from saev_store.errors import DocumentError, SaevStoreError, UnsafeContentError, brief
 from saev_store.problems import Problem
 
+#: Shards that count up share one line, so that documents stay small.
+MAX_NBYTES = 1 << 20
 MAX_DEPTH = 32
 #: Values in a document, those that references repeat counted each time.
-MAX_NODES = 4_000_000
+MAX_NODES = 1_000_000
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 _BASE = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+#: Without numbers in base 60 (`1:30`), which take quadratic time: they are text.
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[0-1_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF))$"
+        r"|\.(?:nan|NaN|NAN)$"
+    ),
+}
+
+
 class _Loader(_BASE):
-    """The safe loader, but without dates, and a key that stands twice in a mapping is an error."""
+    """The safe loader without dates and numbers in base 60; a key that stands twice in a mapping is an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it without ClassVar
-        first: [(tag, pattern) for tag, pattern in found if tag in _PLAIN_TAGS]
+        first: [(tag, _NUMBERS.get(tag, pattern)) for tag, pattern in found if tag in _PLAIN_TAGS]
         for first, found in _BASE.yaml_implicit_resolvers.items()
     }
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
+    if ":" in node.value:  # behind an explicit tag
+        raise yaml.constructor.ConstructorError(None, None, "a number in base 60 is not read", node.start_mark)
+    if node.tag.endswith(":int"):
+        return loader.construct_yaml_int(node)
+    return loader.construct_yaml_float(node)
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
@@ -44,17 +65,19 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[H
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+for _tag in _NUMBERS:
+    _Loader.add_constructor(_tag, _number)
 
 
-def loads(raw: bytes, *, where: str, max_nbytes: int) -> object:
+def loads(raw: bytes, *, where: str) -> object:
     """The plain Python objects that a YAML document stands for: dict, list, str, int, float, bool, None.
 
     Raises:
         UnsafeContentError: it has a tag (`!!python/...` and the like).
         DocumentError: it is too large, too deep, refers to itself, repeats a key, or is not YAML.
     """
-    if len(raw) > max_nbytes:
-        raise _error(f"it has {len(raw):,} bytes; such a document has at most {max_nbytes:,}", where)
+    if len(raw) > MAX_NBYTES:
+        raise _error(f"it has {len(raw):,} bytes; such a document has at most {MAX_NBYTES:,}", where)
     try:
         text = raw.decode("utf-8-sig")
         _measure(text, where)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
 from saev_store.errors import CorruptShardError, DeadlineError, DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.formats._address import full_url
-from saev_store.formats.energon.keys import idx_path
+from saev_store.formats._identity import ResolvesPaths
+from saev_store.formats.energon.keys import DATASET_YAML, INDEX_SQLITE, INFO_JSON, SPLIT_YAML, idx_path
 from saev_store.formats.energon.tar_scan import BLOCK, Scan
 from saev_store.inspect import Report
 from saev_store.problems import Problem
@@ -42,6 +44,8 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
         problems += _shard(dataset, shard, sizes=eager, rows=small and not problems)
         if problems and not damaged_ok:
             break
+    if eager:
+        problems += _links_outside(dataset)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:
         first = errors[0]
@@ -53,6 +57,21 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
             problems=problems,
         )
     return tuple(problems)
+
+
+def _links_outside(dataset: EnergonDataset) -> list[Problem]:
+    """Files of the data set that are links to other folders: they are read, and reported."""
+    transport = dataset.transport
+    if not isinstance(transport, ResolvesPaths):
+        return []
+    problems: list[Problem] = []
+    root = os.path.join(os.path.realpath(transport.url), "")
+    for name in (INFO_JSON, INDEX_SQLITE, SPLIT_YAML, DATASET_YAML, *dataset.documents.info.shards):
+        target = transport.resolve(name)
+        if not target.startswith(root):
+            message = f"{name} is, or lies behind, a symbolic link to {target}"
+            problems.append(Problem("symlink_outside", message, full_url(transport, name), severity="info"))
+    return problems
 
 
 def _counts(dataset: EnergonDataset, *, whole: bool) -> list[Problem]:
@@ -140,7 +159,7 @@ def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> R
     """What `EnergonDataset.validate` returns."""
     started = time.perf_counter()
     info, index = dataset.documents.info, dataset.places.index
-    problems = list(dataset.documents.problems)
+    problems = [*dataset.documents.problems, *_links_outside(dataset)]
     if index is not None and index.has_parts:
         problems += _counts(dataset, whole=True)
     shards = sorted(set(dataset._view.shard_ids.tolist()))

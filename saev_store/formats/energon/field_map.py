@@ -19,6 +19,7 @@ from saev_store.problems import Problem
 Images = Literal["rgb8", "torchrgb", "bytes"]
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
 MAX_JSON_NBYTES = 256 << 20
+_MAX_INTEGER_NBYTES = 256
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _TEXT = {"txt", "text", "transcript"}
 _NUMBER = {"cls", "cls2", "index", "inx", "id"}
@@ -122,7 +123,7 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
         if kind in _TEXT:
             return raw.decode()
         if kind in _NUMBER:
-            return int(raw[:64])
+            return _integer(raw)
         if kind == "npy":
             return _npy(raw)
         if kind in _MSGPACK:
@@ -136,6 +137,12 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
     except (ValueError, OverflowError, EOFError, RecursionError, KeyError, TypeError, OSError) as error:
         _refuse(part, str(error) or type(error).__name__, where)
     return raw
+
+
+def _integer(raw: bytes) -> int:
+    if len(raw) > _MAX_INTEGER_NBYTES:
+        raise ValueError(f"{len(raw):,} bytes are no number; it may have {_MAX_INTEGER_NBYTES}")
+    return int(raw)
 
 
 def _npy(raw: bytes) -> object:

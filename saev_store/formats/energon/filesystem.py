@@ -29,6 +29,8 @@ class EnergonFileSystem(AbstractFileSystem):
     """
 
     protocol = "energon"
+    #: fsspec must not keep an instance beyond its use: after a new preparation, its index would be stale.
+    cachable = False
     root_marker = ""
 
     def __init__(

@@ -345,7 +345,7 @@ class SqliteIndex:
                         f"a question to the database took longer than {TIMEOUT_S:.0f} s", where=self.where
                     ) from None
                 self._refuse(f"the database cannot be read: {error}")
-            except (sqlite3.Error, OverflowError, MemoryError) as error:
+            except (sqlite3.Error, OverflowError, MemoryError, UnicodeDecodeError) as error:
                 self._refuse(f"the database cannot be read: {error or type(error).__name__}")
 
     def _connection(self) -> sqlite3.Connection:

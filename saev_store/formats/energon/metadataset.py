@@ -16,7 +16,6 @@ from saev_store.formats.energon.nvmeta import MODULE
 from saev_store.formats.energon.reader import EnergonDataset
 from saev_store.transport import Engine
 
-MAX_NBYTES = 1 << 20
 _CLASS = "MetadatasetV2"
 _FOLDER = re.compile(r"filesystem(?:\+([A-Za-z][A-Za-z0-9+.-]*))?://")
 
@@ -35,9 +34,9 @@ class Reference:
 
     primary: str
     split: str
-    auxiliary: Mapping[str, str] = field(default_factory=dict)
-    folders: Mapping[str, str] = field(default_factory=dict)
-    subflavors: Mapping[str, object] = field(default_factory=dict)
+    auxiliary: Mapping[str, str] = field(default_factory=dict[str, str])
+    folders: Mapping[str, str] = field(default_factory=dict[str, str])
+    subflavors: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 def read_metadataset(
@@ -72,7 +71,7 @@ def read_metadataset(
     """
     transport, name = locate(url, storage_options, engine=engine, transport=None)
     where = full_url(transport, name)
-    document = _yaml.loads(transport.read(name, max_bytes=MAX_NBYTES), where=where, max_nbytes=MAX_NBYTES)
+    document = _yaml.loads(transport.read(name, max_bytes=_yaml.MAX_NBYTES), where=where)
     found = cast("dict[str, object]", document) if isinstance(document, dict) else {}
     if found.get("__class__") != _CLASS or not str(found.get("__module__")).startswith(MODULE):
         raise DocumentError(

@@ -19,12 +19,11 @@ from saev_store.formats.energon import _yaml
 from saev_store.formats.energon.field_map import FieldPath, parse_field_map
 from saev_store.formats.energon.keys import check_shard_names
 from saev_store.formats.energon.samples import CRUDE, SAMPLE_TYPES, type_of_factory
-from saev_store.formats.energon.split import MAX_NAMES, collapse, escape, expand
+from saev_store.formats.energon.split import MAX_EXPANDED_CHARACTERS, NAME_OVERHEAD, collapse, escape, expand
 from saev_store.layout import IntArray
 from saev_store.problems import Problem
 
 MAX_DOCUMENT_NBYTES = 256 << 20
-MAX_DATASET_YAML_NBYTES = 1 << 20
 #: What `.info.json` says about its writer: the release of Energon whose files ours are like.
 FORMAT_VERSION = "7.4.1"
 MODULE = "megatron.energon"
@@ -75,7 +74,7 @@ class Definition:
     """
 
     sample_type: str | None = None
-    field_map: Mapping[str, FieldPath] = field(default_factory=dict)
+    field_map: Mapping[str, FieldPath] = field(default_factory=dict[str, FieldPath])
     problems: tuple[Problem, ...] = ()
 
 
@@ -131,15 +130,16 @@ def parse_splits(raw: bytes, info: Info, *, where: str) -> Splits:
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", parts)):
         raise _error("it has no mapping 'split_parts' from names of splits to lists of shards", where)
     exclude = cast("dict[str, object]", document).get("exclude")
-    budget = MAX_NAMES
+    budget = MAX_EXPANDED_CHARACTERS
     expanded: dict[str, list[str]] = {}
     for name, patterns in {**cast("dict[str, object]", parts), "": exclude}.items():
         what = f"split_parts[{name!r}]" if name else "exclude"
         found: list[str] = []
         for pattern in _strings(patterns, what, where):
-            found += expand(pattern, where=where, max_names=budget - len(found))
+            names = expand(pattern, where=where, max_characters=budget)
+            budget -= sum(map(len, names)) + NAME_OVERHEAD * len(names)
+            found += names
         expanded[name] = found
-        budget -= len(found)
     return _resolve(expanded, info, where)
 
 
@@ -198,7 +198,7 @@ def parse_definition(raw: bytes, *, where: str) -> Definition:
         UnsafeContentError: it has tags.
         DocumentError: it is no mapping, or its field map is none, or names fields that the sample type lacks.
     """
-    document = _yaml.loads(raw, where=where, max_nbytes=MAX_DATASET_YAML_NBYTES)
+    document = _yaml.loads(raw, where=where)
     if not isinstance(document, dict):
         raise _error("it is no mapping", where)
     mapping = cast("dict[str, object]", document)
@@ -242,8 +242,9 @@ def definition_bytes(sample_type: str, field_map: Mapping[str, str]) -> bytes:
 
 
 def _load(raw: bytes, where: str) -> object:
-    loads = json_loads if where.endswith(".json") else _yaml.loads
-    return loads(raw, where=where, max_nbytes=MAX_DOCUMENT_NBYTES)
+    if where.endswith(".json"):
+        return json_loads(raw, where=where, max_nbytes=MAX_DOCUMENT_NBYTES)
+    return _yaml.loads(raw, where=where)
 
 
 def _strings(value: object, what: str, where: str) -> list[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from saev_store.errors import (
     ArgumentError,
@@ -20,11 +23,12 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.formats._address import Url
+from saev_store.formats._identity import file_identity
 from saev_store.formats._new_file import NewFile
 from saev_store.formats.energon._build import build_index
 from saev_store.formats.energon._open import read_documents
-from saev_store.formats.energon._receipts import WORK_FOLDER, Receipt, is_current, read_receipt
 from saev_store.formats.energon._scan_all import scan_all
+from saev_store.formats.energon._split_plan import SplitPlan, compiled
 from saev_store.formats.energon.field_map import FieldPath
 from saev_store.formats.energon.keys import (
     DATASET_YAML,
@@ -32,9 +36,11 @@ from saev_store.formats.energon.keys import (
     INDEX_UUID,
     INFO_JSON,
     INFO_YAML,
+    META,
     SPLIT_JSON,
     SPLIT_YAML,
     check_shard_names,
+    idx_path,
 )
 from saev_store.formats.energon.nvmeta import (
     definition_bytes,
@@ -44,12 +50,15 @@ from saev_store.formats.energon.nvmeta import (
     split_bytes,
 )
 from saev_store.formats.energon.samples import CRUDE, SAMPLE_TYPES
-from saev_store.formats.energon.split import deal, expand, parse_ratio
+from saev_store.formats.energon.tar_idx import tar_idx_bytes
+from saev_store.formats.energon.tar_scan import ScannedShard
 from saev_store.problems import Problem
 from saev_store.transport import Engine, Lists, Moves, Transport, Writes, open_transport
 from saev_store.writer._progress import Progress
 
-SPLITS = ("train", "val", "test")
+#: Holds the lock, and the database while it is built.
+WORK_FOLDER = f"{META}/.saev_store"
+_N_THREADS = 16
 _MAX_PART_NAMES = 50
 _MAX_FOLDERS = 100_000
 _CHUNK_NBYTES = 32 << 20
@@ -112,8 +121,8 @@ def prepare(
 ) -> Prepared:
     """Index the tars below a folder, deal them out to splits, and write `.nv-meta` beside them. The tars stay as they are.
 
-    Tars are gone through in parallel. What was found in each is kept, so an interrupted call continues when it is
-    repeated; `.info.json`, which makes the folder a data set, is written last.
+    Tars are read in parallel. Nothing is replaced before all of them were read; `.info.json`, which makes the folder a data
+    set, is deleted first and written last, so an interrupted call leaves a complete data set or none, and is repeated.
 
     Args:
         url: The folder: a path, any fsspec URL; ignored with `transport`.
@@ -142,7 +151,7 @@ def prepare(
     if not isinstance(there, Writes) or not isinstance(there, Lists):
         raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
     definition = _definition(sample_type, field_map)
-    plan = _SplitPlan(split, split_parts)
+    plan = SplitPlan(split, split_parts)
     prepared = _exists(there, INFO_JSON) or _exists(there, INFO_YAML)
     if prepared and not overwrite:
         raise StoreExistsError("it is prepared already", where=there.url, remedy="Pass overwrite=True (--overwrite).")
@@ -152,24 +161,36 @@ def prepare(
         )
     shards, problems = find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):
-        _scan(there, shards, num_workers=num_workers, progress=progress)
-        facts = _Facts()
-        with _built_index(there, facts.through(read_receipt(there, shard) for shard, _ in shards)) as (publish, uuid):
-            counts, oddities = facts.counts, facts.problems
+        before = {shard: file_identity(there, shard) for shard, _ in shards}
+        facts = _Facts(there.url, len(shards))
+        with (
+            Progress(sum(nbytes for _, nbytes in shards), "index", shown=progress) as bar,
+            _built_index(there, facts.checked(scan_all(there, list(before), num_workers=num_workers), bar)) as built,
+        ):
+            publish, uuid = built
+            counts = facts.counts
             info = parse_info(info_bytes(counts), where=INFO_JSON)
             splits, split_problems = plan.deal(counts)
             if splits is None:
                 # Before anything is replaced: it may name shards that are gone.
-                kept = there.read(SPLIT_YAML)
-                splits = dict(parse_splits(kept, info, where=SPLIT_YAML).parts)
-            elif _exists(there, SPLIT_JSON):
-                there.delete(SPLIT_JSON)
+                splits = dict(parse_splits(there.read(SPLIT_YAML), info, where=SPLIT_YAML).parts)
+            changed = [shard for shard, identity in before.items() if file_identity(there, shard) != identity]
+            if changed:
+                raise CorruptShardError(
+                    f"{brief(changed[0])} was changed while it was indexed", where=there.url, remedy="Prepare again."
+                )
             # From here on, until .info.json is there again, the folder is no data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
             publish()
+            with ThreadPoolExecutor(_N_THREADS) as pool:
+                for _ in pool.map(
+                    lambda item: there.put(idx_path(item[0]), tar_idx_bytes(item[1])), facts.offsets.items()
+                ):
+                    pass
             there.put(INDEX_UUID, uuid.encode())
             if not plan.is_empty:
+                there.delete(SPLIT_JSON)
                 there.put(SPLIT_YAML, split_bytes({name: list(found) for name, found in splits.items()}, []))
             if definition is not None:
                 there.put(DATASET_YAML, definition)
@@ -184,7 +205,7 @@ def prepare(
         facts.n_parts,
         tuple(facts.part_names),
         splits,
-        (*problems, *oddities, *split_problems, *documents.problems),
+        (*problems, *facts.problems, *split_problems, *documents.problems),
     )
 
 
@@ -195,7 +216,7 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
         NotFoundError: there is none.
         ArgumentError: `exclude` is no regular expression.
     """
-    pattern = _regex(exclude, "exclude") if exclude else None
+    pattern = compiled(exclude, "exclude") if exclude else None
     found: list[tuple[str, int]] = []
     problems: list[Problem] = []
     folders = [""]
@@ -226,101 +247,54 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
     return found, problems
 
 
-def _scan(there: Transport, shards: list[tuple[str, int]], *, num_workers: int | None, progress: bool | None) -> None:
-    todo = [item for item in shards if not is_current(there, item[0])]
-    total = sum(nbytes for _, nbytes in shards)
-    skipped = total - sum(nbytes for _, nbytes in todo)
-    with Progress(total, "index", shown=progress, done_nbytes=skipped) as bar:
-        errors = scan_all(there, todo, num_workers=num_workers, done=bar.advance)
-    if errors:
-        problems = [Problem(error.kind, error.message, error.where or "") for error in errors]
-        shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
-        more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
-        raise CorruptShardError(
-            f"{len(errors)} of {len(shards)} tars cannot be indexed: {shown}{more}",
-            where=there.url,
-            remedy="Restore them or leave them out with `exclude`, then prepare again: what was read is kept.",
-            problems=problems,
-        )
-
-
 class _Facts:
-    """What goes by on the way from the receipts to the index."""
+    """What is collected from scanned shards on their way to the index."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str, n_shards: int) -> None:
+        self._url, self._n_shards = url, n_shards
         self.counts: dict[str, int] = {}
+        self.offsets: dict[str, npt.NDArray[np.int64]] = {}
         self.n_parts = 0
         self.part_names: dict[str, None] = {}
         self.problems: list[Problem] = []
 
-    def through(self, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
-        for receipt in receipts:
-            self.counts[receipt.shard] = len(receipt.samples)
-            for oddity in receipt.oddities:
-                self.problems.append(Problem("odd_tar", oddity, receipt.shard, severity="warning"))
-            if not receipt.samples:
-                message = "it has no samples: no split has it"
-                self.problems.append(Problem("empty_shard", message, receipt.shard, severity="warning"))
-            for _, _, _, parts in receipt.samples:
-                self.n_parts += len(parts)
-                if len(self.part_names) < _MAX_PART_NAMES:
-                    self.part_names.update((name, None) for name, _, _ in parts)
-            yield receipt
+    def checked(self, results: Iterable[ScannedShard | SaevStoreError], bar: Progress) -> Iterator[ScannedShard]:
+        """Pass shards on; all are tried even if some are damaged.
 
-
-class _SplitPlan:
-    """How shards are to be dealt out."""
-
-    def __init__(self, split: str | None, split_parts: Sequence[str]) -> None:
-        if split is not None and split_parts:
-            raise ArgumentError("shares and patterns cannot both be given", where="split")
-        self._shares = parse_ratio(split) if split is not None else None
-        if self._shares is not None and len(self._shares) != len(SPLITS):
-            raise ArgumentError(
-                f"{brief(split)} has {len(self._shares)} shares; train, val and test need 3", where="split"
+        Raises:
+            CorruptShardError: after the last one, if some are damaged.
+        """
+        errors: list[SaevStoreError] = []
+        for result in results:
+            if isinstance(result, SaevStoreError):
+                errors.append(result)
+                continue
+            self._collect(result)
+            bar.advance(result.nbytes)
+            yield result
+        if errors:
+            problems = [Problem(error.kind, error.message, error.where or "") for error in errors]
+            shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
+            more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
+            raise CorruptShardError(
+                f"{len(errors)} of {self._n_shards} tars cannot be indexed: {shown}{more}",
+                where=self._url,
+                remedy="Restore them or leave them out with `exclude`, then prepare again.",
+                problems=problems,
             )
-        self._patterns: dict[str, list[re.Pattern[str]]] = {}
-        for item in split_parts:
-            name, colon, pattern = item.partition(":")
-            if not name or not colon or not pattern:
-                raise ArgumentError(f"{brief(item)} is not written 'train:shards/train_.*'", where="split_parts")
-            patterns = expand(pattern, where="split_parts") if _RANGE.search(pattern) else [pattern]
-            self._patterns.setdefault(name, []).extend(_regex(each, "split_parts") for each in patterns)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether a `split.yaml` that is there stays."""
-        return self._shares is None and not self._patterns
-
-    def deal(self, counts: Mapping[str, int]) -> tuple[dict[str, tuple[str, ...]] | None, list[Problem]]:
-        """The shards of each split; those without samples go to none."""
-        shards = [shard for shard, count in counts.items() if count]
-        if self._shares is not None:
-            runs = deal(len(shards), self._shares)
-            return {name: tuple(shards[a:b]) for name, (a, b) in zip(SPLITS, runs, strict=True)}, []
-        if not self._patterns:
-            return None, []
-        found = {
-            name: tuple(shard for shard in shards if any(pattern.match(shard) for pattern in patterns))
-            for name, patterns in self._patterns.items()
-        }
-        problems: list[Problem] = []
-
-        def add(kind: str, message: str, where: str) -> None:
-            problems.append(Problem(kind, message, where, severity="warning"))
-
-        for shard in shards:
-            names = [name for name, those in found.items() if shard in those]
-            if len(names) != 1:
-                told = f"it is in {' and '.join(names)}" if names else "it is in no split"
-                add("split_overlap" if names else "in_no_split", told, shard)
-        for name, those in found.items():
-            if not those:
-                add("empty_split", f"split {name!r} has no shards: no path matches", SPLIT_YAML)
-        return found, problems
-
-
-_RANGE = re.compile(r"\{[^{}]*\.\.[^{}]*\}")
+    def _collect(self, scanned: ScannedShard) -> None:
+        self.counts[scanned.shard] = len(scanned.samples)
+        self.offsets[scanned.shard] = np.array([*(row[1] for row in scanned.samples), scanned.end], np.int64)
+        for oddity in scanned.oddities:
+            self.problems.append(Problem("odd_tar", oddity, scanned.shard, severity="warning"))
+        if not scanned.samples:
+            message = "it has no samples: no split has it"
+            self.problems.append(Problem("empty_shard", message, scanned.shard, severity="warning"))
+        for _, _, _, parts in scanned.samples:
+            self.n_parts += len(parts)
+            if len(self.part_names) < _MAX_PART_NAMES:
+                self.part_names.update((name, None) for name, _, _ in parts)
 
 
 def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) -> bytes | None:
@@ -350,17 +324,20 @@ class _Publish(Protocol):
 
 
 @contextlib.contextmanager
-def _built_index(there: Transport, receipts: Iterable[Receipt]) -> Iterator[tuple[_Publish, str]]:
+def _built_index(there: Transport, shards: Iterable[ScannedShard]) -> Iterator[tuple[_Publish, str]]:
     """A database beside its final place, and what moves it there; where files do not move, one that is uploaded."""
     if isinstance(there, _Local):
         path = f"{WORK_FOLDER}/index.sqlite"
         there.delete(path)
-        uuid = build_index(there.resolve(path), receipts, where=there.url)
-        yield lambda: there.move(path, INDEX_SQLITE), uuid
+        try:
+            uuid = build_index(there.resolve(path), shards, where=there.url)
+            yield lambda: there.move(path, INDEX_SQLITE), uuid
+        finally:
+            there.delete(path)
         return
     with tempfile.TemporaryDirectory(prefix="saev-store-prepare-") as folder:
         local = os.path.join(folder, "index.sqlite")
-        uuid = build_index(local, receipts, where=there.url)
+        uuid = build_index(local, shards, where=there.url)
 
         def upload() -> None:
             with (
@@ -372,13 +349,6 @@ def _built_index(there: Transport, receipts: Iterable[Receipt]) -> Iterator[tupl
                 new.commit()
 
         yield upload, uuid
-
-
-def _regex(pattern: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ArgumentError(f"{brief(pattern)} is no regular expression: {error}", where=where) from None
 
 
 def _exists(transport: Transport, path: str) -> bool:

@@ -80,7 +80,8 @@ class EnergonDataset:
         info = self._documents.info
         self._places = Places(self._transport, info, open_index(self._transport))
         self._fetcher = Fetcher(self._transport, self._places)
-        self._split = "all"
+        #: The split that `split` chose; None is everything, also where a split is called "all".
+        self._chosen_split: str | None = None
         self._view = View(range(len(info.shards)), info.counts)
         self._by_name = {name: i for i, name in enumerate(info.shards)}
         from saev_store.formats.energon.check import check_on_open
@@ -88,7 +89,7 @@ class EnergonDataset:
         self._problems = (*self._documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (self._transport, self.images, self._options, self._split))
+        return (_reopen, (self._transport, self.images, self._options, self._chosen_split))
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class EnergonDataset:
         info, definition = self._documents.info, self._documents.definition
         facts = {
             "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards"
-            + f" (split {self._split!r})" * (self._split != "all"),
+            + f" (split {self._chosen_split!r})" * (self._chosen_split is not None),
             "splits": ", ".join(
                 f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()
             ),
@@ -158,7 +159,14 @@ class EnergonDataset:
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
         """The sample at a position, or of a key."""
-        return self[self.index_of(sample) if isinstance(sample, str) else sample]
+        if not isinstance(sample, str):
+            return self[sample]
+        found = self[self.index_of(sample)]
+        if found.key != sample:  # an index of keys without parts: only the tar has the sample's own name
+            raise self._fetcher.stale(
+                self._by_name[found.shard], f"the index has {brief(sample)} there, the tar {brief(found.key)}"
+            )
+        return found
 
     def part(self, sample: SupportsIndex | str, part: str) -> bytes:
         """The bytes of one part; nothing else of the sample is read where the index knows parts.
@@ -170,29 +178,28 @@ class EnergonDataset:
             rows = self._places.index.find_part(sample, part)
             if len(rows) == 1 and rows[0][0] < len(self._documents.info.shards):
                 shard, sample_index, offset, nbytes = rows[0]
-                if self._split == "all" or self._view.position(shard, sample_index) is not None:
-                    return self._fetcher.content(shard, sample, part, offset, nbytes)
+                if self._chosen_split is None or self._view.position(shard, sample_index) is not None:
+                    return self._fetcher.content(shard, sample, PartPlace(part, offset, nbytes))
+        return self.part_range(sample, part)
+
+    def part_range(
+        self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        """Return bytes `start` to `end` of a part, as a slice would take them; only its headers are read besides.
+
+        Raises:
+            SelectionError: there is no such sample or part.
+        """
         place = self._place(sample)
-        if place.parts is None:
-            return self._fetcher.read([place])[0][part]
+        if place.parts is None or place.key is None:
+            return self.raw(sample)[part][start:end]
         for found in place.parts:
             if found.name == part:
-                return self._fetcher.read([SamplePlace(place.shard, place.sample_index, 0, 0, place.key, (found,))])[0][
-                    part
-                ]
-        return RawSample(place.key or "", "", 0, {found.name: b"" for found in place.parts})[part]
-
-    def part_range(self, sample: SupportsIndex | str, part: str, *, start: int | None, end: int | None) -> bytes:
-        """Bytes `start` to `end` of a part, as a slice would take them: one request for exactly those."""
-        place = self._place(sample)
-        for found in place.parts if place.parts is not None else self.parts(sample):
-            if found.name == part:
-                first, last, _ = slice(start, end).indices(found.nbytes)
-                shard = self._documents.info.shards[place.shard]
-                begin = found.offset + first
-                (data,) = self._transport.get_ranges(shard, starts=[begin], ends=[max(begin, found.offset + last)])
-                return bytes(data)
-        raise SelectionError(f"sample {brief(place.key)} has no part {brief(part)}", where="part")
+                return self._fetcher.content(place.shard, place.key, found, start=start, end=end)
+        raise SelectionError(
+            f"sample {place.key!r} has no part {brief(part)}; it has {', '.join(each.name for each in place.parts)}",
+            where="part",
+        )
 
     def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
         """Names, offsets in the tar and sizes of a sample's parts."""
@@ -231,7 +238,9 @@ class EnergonDataset:
         shard, sample_index = self._places.find_one(key)
         position = self._view.position(shard, sample_index)
         if position is None:
-            raise SelectionError(f"sample {brief(key)} is not in split {self._split!r}, or left out of it", where="key")
+            raise SelectionError(
+                f"sample {brief(key)} is not in split {self._chosen_split!r}, or left out of it", where="key"
+            )
         return position
 
     def rows(self, indices: Sequence[int]) -> list[RawSample]:
@@ -274,8 +283,9 @@ class EnergonDataset:
         """
         splits = self._documents.splits
         info = self._documents.info
+        chosen: str | None = name
         if name == "all" and name not in splits.parts:
-            view = View(range(len(info.shards)), info.counts)
+            chosen, view = None, View(range(len(info.shards)), info.counts)
         elif name in splits.parts:
             ids = [self._by_name[shard] for shard in splits.parts[name]]
             view = View(ids, info.counts[ids], self._left_out(set(splits.parts[name])))
@@ -285,7 +295,7 @@ class EnergonDataset:
             )
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._split, other._view = name, view
+        other._chosen_split, other._view = chosen, view
         return other
 
     def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
@@ -324,7 +334,7 @@ class EnergonDataset:
         return {
             "format": self.format,
             "url": self.url,
-            "split": self._split,
+            "split": self._chosen_split,
             "n_samples": len(self),
             "mapping": "example i is sample i of the split, in the order of its shards, without those that are excluded",
             "index_uuid": self.uuid(),
@@ -352,7 +362,7 @@ class EnergonDataset:
 
 
 def _reopen(
-    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str
+    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str | None
 ) -> EnergonDataset:
     split_config, dataset_config, damaged_ok = options
     dataset = EnergonDataset(
@@ -363,4 +373,4 @@ def _reopen(
         dataset_config=dataset_config,
         damaged_ok=damaged_ok,
     )
-    return dataset if split == "all" else dataset.split(split)
+    return dataset if split is None else dataset.split(split)

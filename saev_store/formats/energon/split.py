@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from itertools import product
@@ -12,68 +12,52 @@ from typing import NoReturn
 
 from saev_store.errors import ArgumentError, DocumentError, brief
 
-#: Names that one document may stand for.
-MAX_NAMES = 1_000_000
-_MAX_LENGTH = 65_536
-_MAX_DEPTH = 16
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_NUMBERS = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?(\d{1,18}))?")
-_CHARACTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.-?(\d{1,18}))?")
+#: Characters of all names that one document may stand for.
+MAX_EXPANDED_CHARACTERS = 64 << 20
+#: A name counts as so many characters more than it has.
+NAME_OVERHEAD = 64
+_MAX_PATTERN_CHARACTERS = 65_536
+_TOKEN = re.compile(r"\\(.)|\{([^{}\\]*)\}|([{}])|([^{}\\]+|\\)", re.DOTALL)
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?(\d{1,18}))?", re.ASCII)
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _SPECIAL = re.compile(r"[\\{}]")
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    values: range
-    width: int  # 0: as it comes; -1: positions in the alphabet
+def expand(pattern: str, *, where: str, max_characters: int = MAX_EXPANDED_CHARACTERS) -> list[str]:
+    r"""Return the names that a pattern in braces stands for, in order; they are counted before any is made.
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def names(self) -> Iterator[str]:
-        if self.width < 0:
-            return (_LETTERS[i] for i in self.values)
-        return (f"{value:0{self.width}d}" for value in self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Either:
-    """One of several sequences."""
-
-    options: tuple[tuple[str | _Range | _Either, ...], ...]
-
-    def names(self) -> Iterator[str]:
-        for option in self.options:
-            yield from _names(option)
-
-
-_Sequence = tuple[str | _Range | _Either, ...]
-
-
-def expand(pattern: str, *, where: str, max_names: int = MAX_NAMES) -> list[str]:
-    r"""The names that a pattern in braces stands for, in order; they are counted before any is made.
-
-    Braces mean what they mean to a shell: `{000..002}`, `{a..e..2}`, `{train,val}`, nested, with `\` before a character
+    Braces are ranges of numbers and alternatives: `{000..002}`, `{0..9..3}`, `{train,val}`. A `\` stands before a character
     that stands for itself. Braces around something else are kept.
 
     Raises:
-        DocumentError: braces do not match, or the pattern stands for more than `max_names` names.
+        DocumentError: braces do not match or are nested, or the names have more than `max_characters` together.
 
     >>> expand("shards/{000..002}.tar", where="split.yaml")
     ['shards/000.tar', 'shards/001.tar', 'shards/002.tar']
-    >>> expand("{a,b{1..2}}.tar", where="split.yaml")
-    ['a.tar', 'b1.tar', 'b2.tar']
     """
-    if "{" not in pattern and "}" not in pattern and "\\" not in pattern:
-        return [pattern]
-    if len(pattern) > _MAX_LENGTH:
-        _refuse(pattern, f"has {len(pattern):,} characters; at most {_MAX_LENGTH:,} are read", where)
-    parsed = _Parser(pattern, where).parse()
-    n_names = _count(parsed)
-    if n_names > max_names:
-        _refuse(pattern, f"stands for {brief(n_names)} names; at most {max_names:,} are read", where)
-    return list(_names(parsed))
+    if len(pattern) > _MAX_PATTERN_CHARACTERS:
+        _refuse(pattern, f"has {len(pattern):,} characters; at most {_MAX_PATTERN_CHARACTERS:,} are read", where)
+    choices: list[tuple[Sequence[object], str]] = []
+    for escaped, inside, brace, text in _TOKEN.findall(pattern):
+        if brace:
+            _refuse(pattern, "has braces that do not match, or are nested too deep", where)
+        choices.append(([escaped or text], "") if escaped or text else _choices(inside))
+    n_names, most = math.prod(len(values) for values, _ in choices), max_characters // (len(pattern) + NAME_OVERHEAD)
+    if n_names > most:
+        _refuse(pattern, f"stands for {brief(n_names)} names; at most {most:,} are read", where)
+    return list(map("".join, product(*([format(value, spec) for value in values] for values, spec in choices))))
+
+
+def _choices(inside: str) -> tuple[Sequence[object], str]:
+    """What braces around a text stand for, and how the values are formatted."""
+    match = _RANGE.fullmatch(inside)
+    if match is None:
+        return (inside.split(",") if "," in inside else [f"{{{inside}}}"]), ""
+    first, last, step = match.groups()
+    start, stop, by = int(first), int(last), int(step or 1) or 1
+    numbers = range(start, stop + 1, by) if start <= stop else range(start, stop - 1, -by)
+    is_padded = any(end.lstrip("-").startswith("0") and end not in {"0", "-0"} for end in (first, last))
+    return numbers, f"0{max(len(first), len(last))}d" if is_padded else "d"
 
 
 def escape(name: str) -> str:
@@ -126,108 +110,6 @@ def _as_range(first: str, last: str, place: int) -> str:
     texts, numbers = _pieces(first)
     shown = [f"{{{number}..{_pieces(last)[1][place]}}}" if i == place else number for i, number in enumerate(numbers)]
     return "".join(escape(text) + number for text, number in zip(texts, [*shown, ""], strict=True))
-
-
-class _Parser:
-    """Recursive descent over one pattern, as deep as `_MAX_DEPTH`."""
-
-    def __init__(self, pattern: str, where: str) -> None:
-        self._pattern, self._where = pattern, where
-
-    def parse(self) -> _Sequence:
-        return self._sequence(self._pattern, 0)
-
-    def _sequence(self, text: str, depth: int) -> _Sequence:
-        if depth > _MAX_DEPTH:
-            _refuse(self._pattern, f"nests braces more than {_MAX_DEPTH} deep", self._where)
-        found: list[str | _Range | _Either] = []
-        literal: list[str] = []
-        at = 0
-        while at < len(text):
-            character = text[at]
-            if character == "\\" and at + 1 < len(text):
-                literal.append(text[at + 1])
-                at += 2
-            elif character == "{":
-                end = self._closing(text, at)
-                inside = self._braces(text[at + 1 : end], depth)
-                if isinstance(inside, tuple):
-                    found += ["".join(literal) + "{", *inside]
-                    literal = ["}"]
-                else:
-                    found += ["".join(literal), inside]
-                    literal = []
-                at = end + 1
-            elif character == "}":
-                _refuse(self._pattern, "has braces that do not match", self._where)
-            else:
-                literal.append(character)
-                at += 1
-        found.append("".join(literal))
-        return tuple(item for item in found if item != "")
-
-    def _closing(self, text: str, start: int) -> int:
-        depth, at = 0, start
-        while at < len(text):
-            if text[at] == "\\":
-                at += 1
-            elif text[at] == "{":
-                depth += 1
-            elif text[at] == "}":
-                depth -= 1
-                if not depth:
-                    return at
-            at += 1
-        _refuse(self._pattern, "has braces that do not match", self._where)
-        return None
-
-    def _braces(self, text: str, depth: int) -> _Range | _Either | _Sequence:
-        if match := _NUMBERS.fullmatch(text):
-            first, last, step = match.groups()
-            padded = any(end.lstrip("-").startswith("0") and end not in {"0", "-0"} for end in (first, last))
-            width = max(len(first), len(last)) if padded else 0
-            return _Range(_steps(int(first), int(last), step), width)
-        if match := _CHARACTERS.fullmatch(text):
-            first, last, step = match.groups()
-            return _Range(_steps(_LETTERS.index(first), _LETTERS.index(last), step), -1)
-        options = self._options(text)
-        if len(options) == 1:
-            return self._sequence(text, depth + 1)
-        return _Either(tuple(self._sequence(option, depth + 1) for option in options))
-
-    def _options(self, text: str) -> list[str]:
-        options, depth, start, at = [], 0, 0, 0
-        while at < len(text):
-            if text[at] == "\\":
-                at += 1
-            elif text[at] == "{":
-                depth += 1
-            elif text[at] == "}":
-                depth -= 1
-            elif text[at] == "," and not depth:
-                options.append(text[start:at])
-                start = at + 1
-            at += 1
-        return [*options, text[start:]]
-
-
-def _steps(first: int, last: int, step: str | None) -> range:
-    by = int(step or 1) or 1
-    return range(first, last + 1, by) if first <= last else range(first, last - 1, -by)
-
-
-def _count(sequence: _Sequence) -> int:
-    n = 1
-    for item in sequence:
-        if isinstance(item, _Range):
-            n *= len(item)
-        elif isinstance(item, _Either):
-            n *= sum(_count(option) for option in item.options)
-    return n
-
-
-def _names(sequence: _Sequence) -> Iterator[str]:
-    return map("".join, product(*((item,) if isinstance(item, str) else item.names() for item in sequence)))
 
 
 def _refuse(pattern: str, rule: str, where: str) -> NoReturn:

@@ -8,19 +8,20 @@ from __future__ import annotations
 import io
 import struct
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from saev_store.errors import CorruptShardError, SaevStoreError, brief
+from saev_store.formats._address import full_url
 from saev_store.formats.energon.keys import split_name
 from saev_store.transport import Transport
 
 BLOCK = 512
-#: Extension headers longer than this are nobody's file names.
-_MAX_HEADER_NBYTES = 1 << 20
+#: The largest extension header: `tarfile` needs quadratic time for some contents, and file names are much shorter.
+MAX_EXTENSION_NBYTES = 16 << 10
 #: Bounds of what is read at once. Between them, as much as travels while a request is under way.
 _LEAST_AHEAD_NBYTES, _MOST_AHEAD_NBYTES = 256 << 10, 8 << 20
-_TAIL_NBYTES = 64 << 10
+_TAIL_NBYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,36 @@ class ScannedSample:
     offset: int
     nbytes: int
     parts: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ScannedShard:
+    """What a tar holds, by `scan_shard`.
+
+    Attributes:
+        shard: Its path below the data set.
+        nbytes: Its size.
+        end: Where its last sample ends; 0 without samples.
+        oddities: What is odd about it, although all of it can be read.
+        samples: Of each sample: key, offset, nbytes, and of each part: name, offset of its content, nbytes.
+    """
+
+    shard: str
+    nbytes: int
+    end: int
+    oddities: tuple[str, ...]
+    samples: Sequence[tuple[str, int, int, Sequence[tuple[str, int, int]]]]
+
+
+def scan_shard(transport: Transport, shard: str) -> ScannedShard:
+    """Read the headers of a tar.
+
+    Raises:
+        CorruptShardError: it is damaged or cut.
+    """
+    scan = Scan.of(transport, shard, where=full_url(transport, shard))
+    found = [(each.key, each.offset, each.nbytes, each.parts) for each in scan.samples()]
+    return ScannedShard(shard, scan.file.nbytes, scan.end if found else 0, tuple(scan.oddities), found)
 
 
 class RangeFile(io.RawIOBase):
@@ -72,7 +103,7 @@ class RangeFile(io.RawIOBase):
 
     def read(self, size: int = -1, /) -> bytes:
         """Bytes at the position; fewer at the end."""
-        if not 0 <= size <= _MAX_HEADER_NBYTES:
+        if not 0 <= size <= MAX_EXTENSION_NBYTES:
             raise tarfile.ReadError(f"a header claims {size:,} bytes")
         start = self._position
         end = min(start + size, self.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saev_store.formats.llmbatch.header import Header, parse_header
 from saev_store.formats.llmbatch.loader import BatchNativeLoader
-from saev_store.formats.llmbatch.manifest import Manifest
+from saev_store.formats.llmbatch.order import RecordOrder
 from saev_store.formats.llmbatch.reader import BatchFileReader
 from saev_store.formats.llmbatch.writer import write_batch_dataset, write_batch_file
 
@@ -12,7 +12,7 @@ __all__ = [
     "BatchFileReader",
     "BatchNativeLoader",
     "Header",
-    "Manifest",
+    "RecordOrder",
     "parse_header",
     "write_batch_dataset",
     "write_batch_file",

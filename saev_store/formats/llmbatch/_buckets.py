@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.formats.llmbatch._files import TokenArray
+from saev_store.formats.llmbatch.reader import TokenArray
 from saev_store.layout import IntArray
 from saev_store.transport._checks import os_errors
 from saev_store.transport._fd_sink import write_all

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import MissingDependencyError
-from saev_store.formats.llmbatch._files import TokenArray
+from saev_store.formats.llmbatch.reader import TokenArray
 
 if TYPE_CHECKING:
     import torch

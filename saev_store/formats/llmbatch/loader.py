@@ -1,7 +1,8 @@
-"""The training loop's view of LLMBATCH: every batch once in an epoch, blocks shuffled, batches of a block in order."""
+"""The training loader of LLMBATCH: every batch once in an epoch, blocks shuffled, batches of a block in file order."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +12,9 @@ import numpy as np
 
 from saev_store.errors import ArgumentError, ResumeError, brief
 from saev_store.formats._source import check_count
-from saev_store.formats.llmbatch._files import TokenArray
 from saev_store.formats.llmbatch.header import MAX_U32
 from saev_store.formats.llmbatch.order import BLOCK_ORDER, epoch_batches
-from saev_store.formats.llmbatch.reader import BatchFileReader
+from saev_store.formats.llmbatch.reader import BatchFileReader, TokenArray
 from saev_store.layout import IntArray
 
 if TYPE_CHECKING:
@@ -25,34 +25,36 @@ if TYPE_CHECKING:
     from saev_store.formats._address import Url
     from saev_store.transport import Engine
 
-#: Bytes that a far-away file is read in at once, and how many such reads are under way.
-_RUN_BYTES = 16 << 20
-_AHEAD = 4
+#: Bytes that are fetched at once from a remote file, and how many such fetches are under way.
+_GROUP_BYTES = 16 << 20
+_N_AHEAD = 4
+STATE_VERSION = 2
 
 
 class BatchNativeLoader:
-    """Batches of an LLMBATCH file, or of a set, in an order that is shuffled by blocks.
+    """Iterator over the batches of an LLMBATCH file, shuffled by blocks: every batch once in an epoch.
 
-    The file's batches are cut into blocks of `block_size` neighbours (the last may be short). An epoch goes through the
-    blocks in an order that depends on seed and epoch alone, and through the batches of a block as they lie on the disk.
-    Any run of as many epochs as there are blocks has no two equal orders.
+    The file's batches are cut into blocks of `block_size` neighbours (the last may be short). An epoch visits the blocks in
+    an order that depends on seed and epoch alone, and the batches of a block in file order. Any run of as many epochs as
+    there are blocks has no two equal orders.
 
-    Iterating starts at the beginning of the epoch, or where `load_state_dict` said. With several ranks, the epoch's order
-    is cut into equal consecutive stretches, one for each.
+    Iterating starts at the beginning of the epoch, or where `load_state_dict` said. The epoch is over, and `epoch` counts
+    up, when its last batch was handed out. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
+    order, so a state can be continued by another number of ranks.
 
     Args:
-        path: What `BatchFileReader` opens, or a reader.
+        path: The `.batch` file, or an open reader.
         block_size: Batches in a block.
-        shuffle: False goes through the file from beginning to end.
-        seed: Of the order of blocks.
-        epoch: The first epoch; `set_epoch` goes on.
-        output: `"torch"` gives int64 tensors of their own memory; `"numpy"` gives read-only uint32 arrays, views where the
-            file is mapped.
-        rank: This process's number, below `world_size`.
+        shuffle: False keeps the file's order.
+        seed: Seed of the order of blocks.
+        epoch: The first epoch.
+        output: `"torch"` gives int64 tensors that own their memory; `"numpy"` gives read-only uint32 arrays, which are views
+            where the file is mapped.
+        rank: Number of this process, below `world_size`.
         world_size: How many processes share the epoch.
         drop_last: With several ranks, leave out the up to `world_size - 1` batches at the end of the epoch's order that
             not all ranks would get; False repeats batches from its beginning instead. All ranks get the same number.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
 
     Raises:
@@ -87,112 +89,125 @@ class BatchNativeLoader:
         self.reader = (
             path if isinstance(path, BatchFileReader) else BatchFileReader(path, storage_options, engine=engine)
         )
-        self._position = 0
-        self._resumed = False
+        #: Batches of the epoch's order that all ranks together have handed out before this iteration, and in it.
+        self._first, self._n_yielded = 0, 0
+        self._is_resumed = False
 
     @property
     def epoch(self) -> int:
-        """The epoch that iterating goes through."""
+        """The epoch of the next batch."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go through another epoch from its beginning the next time."""
-        self._epoch = check_count(epoch, name="epoch", least=0)
-        self._position, self._resumed = 0, False
+        """Choose the epoch of the next iteration, from its beginning; the epoch of a loaded state keeps its position."""
+        epoch = check_count(epoch, name="epoch", least=0)
+        if not (self._is_resumed and epoch == self._epoch):
+            self._epoch, self._first, self._n_yielded, self._is_resumed = epoch, 0, 0, False
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
-        n, world = self.reader.num_batches, self.world_size
-        return n // world if self.drop_last else -(-n // world)
+        return self._length(self.reader.num_batches)
+
+    def _length(self, n_batches: int) -> int:
+        return n_batches // self.world_size if self.drop_last else -(-n_batches // self.world_size)
 
     def order(self) -> IntArray:
-        """The numbers of this rank's batches, in the order of the epoch, int64."""
+        """The numbers of this rank's batches in the order of the whole epoch, int64."""
+        return self._order(0)
+
+    def _order(self, first: int) -> IntArray:
         whole = epoch_batches(
             self.reader.num_batches, block_size=self.block_size, shuffle=self.shuffle, seed=self.seed, epoch=self._epoch
         )
-        if self.world_size == 1:
-            return whole
-        n = len(self)
-        mine = np.arange(self.rank * n, (self.rank + 1) * n)
+        n = self._length(len(whole) - first)
+        mine = first + self.rank + np.arange(n, dtype=np.int64) * self.world_size
         return whole[mine % max(len(whole), 1)]
 
     def __iter__(self) -> Iterator[torch.Tensor | TokenArray]:
-        start = self._position if self._resumed else 0
-        self._position, self._resumed = start, False
-        order = self.order()[start:]
+        self._first = self._first if self._is_resumed else 0
+        self._n_yielded, self._is_resumed = 0, False
+        order = self._order(self._first)
         batches = self._mapped(order) if self.reader.is_resident else self._fetched(order)
-        if self.output == "numpy":
-            for batch in batches:
-                self._position += 1
-                yield batch
-        else:
-            from saev_store.formats.llmbatch._torch import as_tensor
-
-            for batch in batches:
-                tensor = as_tensor(batch)
-                self._position += 1
-                yield tensor
-        self._position = 0
+        convert = _unchanged
+        if self.output == "torch":
+            from saev_store.formats.llmbatch._torch import as_tensor as convert
+        for n_yielded, batch in enumerate(batches, start=1):
+            converted = convert(batch)
+            self._n_yielded = n_yielded
+            if n_yielded == len(order):
+                self._epoch, self._first, self._n_yielded = self._epoch + 1, 0, 0
+            yield converted
 
     def _mapped(self, order: IntArray) -> Iterator[TokenArray]:
         for batch_idx in order.tolist():
             yield self.reader.read_batch(batch_idx)
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
-        """Runs of neighbouring batches, fetched ahead of the consumer, a few at a time."""
-        runs = self.reader.iter_runs(order, max_nbytes=_RUN_BYTES)
-        under_way: deque[Future[TokenArray]] = deque()
-        with ThreadPoolExecutor(_AHEAD, thread_name_prefix="llmbatch") as pool:
+        """Groups of batches, fetched ahead of the consumer."""
+        n_group = max(1, _GROUP_BYTES // self.reader.header.padded_batch_nbytes)
+        groups = iter(range(0, len(order), n_group))
+        pending: deque[Future[TokenArray]] = deque()
+        with ThreadPoolExecutor(_N_AHEAD, thread_name_prefix="llmbatch") as pool:
             try:
                 while True:
-                    while len(under_way) < _AHEAD and (run := next(runs, None)) is not None:
-                        under_way.append(pool.submit(self.reader.read_run, *run))
-                    if not under_way:
+                    for start in itertools.islice(groups, _N_AHEAD - len(pending)):
+                        pending.append(pool.submit(self.reader.read_batches, order[start : start + n_group]))
+                    if not pending:
                         return
-                    yield from under_way.popleft().result()
+                    group = pending.popleft().result()
+                    group.flags.writeable = False
+                    yield from group
             finally:
-                for future in under_way:
+                for future in pending:
                     future.cancel()
 
-    # -- going on where another process stopped --------------------------------------------------------------------------
+    # -- resuming --------------------------------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, object]:
+    def _identity(self) -> dict[str, object]:
         return {
-            "version": 1,
+            "version": STATE_VERSION,
             "order": BLOCK_ORDER,
+            "digest": self.reader.digest(scope="sampled"),
             "num_batches": self.reader.num_batches,
             "batch_size": self.reader.batch_size,
             "seq_len": self.reader.seq_len,
             "block_size": self.block_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "world_size": self.world_size,
             "drop_last": self.drop_last,
         }
 
     def state_dict(self) -> dict[str, object]:
-        """Where this rank is: plain JSON types, counted in batches that were handed out. The same for all ranks."""
-        return {**self._settings(), "epoch": self._epoch, "yielded": self._position}
+        """The position in plain JSON types, the same for all ranks that have handed out equally many batches.
+
+        `position` counts the batches of the epoch's order that all ranks together have handed out; `digest` is the
+        sampled digest of the file.
+        """
+        position = self._first + self._n_yielded * self.world_size
+        return {**self._identity(), "epoch": self._epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Make the next iteration go on behind the batches that `state` has seen.
+        """Let the next iteration continue behind the batches that `state` counts, with any number of ranks.
 
         Raises:
-            ResumeError: the state is of another file, order or number of ranks, or is none.
+            ResumeError: the state is of another file or order, or is not a state.
         """
-        for name, value in self._settings().items():
+        for name, value in self._identity().items():
             if state.get(name, None) != value or type(state.get(name)) is not type(value):
                 raise ResumeError(
                     f"{name} is {brief(state.get(name))} in the state, but {brief(value)} here", where="state"
                 )
-        epoch, yielded = state.get("epoch"), state.get("yielded")
-        for name, value, most in (("epoch", epoch, 2**63 - 1), ("yielded", yielded, len(self))):
+        epoch, position = state.get("epoch"), state.get("position")
+        for name, value, most in (("epoch", epoch, 2**63 - 1), ("position", position, self.reader.num_batches)):
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise ResumeError(f"{name} is {brief(value)}; it must be from 0 to {most}", where="state")
-        self._epoch, self._position, self._resumed = cast("int", epoch), cast("int", yielded), True
+        self._epoch, self._first = cast("int", epoch), cast("int", position)
+        self._n_yielded, self._is_resumed = 0, True
+        if not self._length(self.reader.num_batches - self._first):  # nothing is left for this number of ranks
+            self._epoch, self._first = self._epoch + 1, 0
 
     def close(self) -> None:
-        """Close the reader, if the loader opened it."""
+        """Close the reader if the loader opened it."""
         if self._owned:
             self.reader.close()
 
@@ -201,3 +216,7 @@ class BatchNativeLoader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _unchanged(batch: TokenArray) -> TokenArray:
+    return batch

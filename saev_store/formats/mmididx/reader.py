@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
+from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SelectionError, brief
 from saev_store.formats._address import Url, full_url, locate
 from saev_store.formats._digest import describe_digest, digest_files
-from saev_store.formats._ranges import fetch
+from saev_store.formats._identity import file_identity
+from saev_store.formats._ranges import fetch_ranges, is_resident
 from saev_store.formats._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
 from saev_store.formats.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.layout import IntArray
@@ -61,21 +62,23 @@ class IndexedDataset(NumberedSource):
         self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
         self._prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
         self._asked_dtype = dtype
+        self._resident, self._closed = is_resident(self._transport), False
+        self._whole: TokenArray | None = None
+        self._identity: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._index, self.problems = self._open()
         index = self._index
         #: Type of a token, little-endian.
         self.dtype = index.dtype
         self._n, self._itemsize = index.n_sequences, index.dtype.itemsize
-        self._resident = math.isinf(self._transport.cost.max_gap_bytes)
-        self._whole: TokenArray | None = None
-        if self._resident:
-            self._map()
 
     def _open(self) -> tuple[Index, tuple[Problem, ...]]:
+        """Read and check the index, and make sure that later reads of `.bin` are of the file that belongs to it."""
         transport, idx = self._transport, self.idx_path
-        where, nbytes = full_url(transport, idx), transport.size(idx)
+        where, identity = full_url(transport, idx), file_identity(transport, idx)
+        nbytes = transport.size(idx)
         (head,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
         check_header(head, idx_nbytes=nbytes, where=where)
+        raw = _read_whole(transport, idx, nbytes)
         try:
             bin_nbytes = transport.size(self.bin_path)
         except NotFoundError as error:
@@ -84,16 +87,37 @@ class IndexedDataset(NumberedSource):
                 where=full_url(transport, self.bin_path),
                 remedy="Copy it beside the .idx file.",
             ) from error
-        return parse_index(
-            _read_whole(transport, idx, nbytes), bin_nbytes=bin_nbytes, where=where, dtype=self._asked_dtype
+        index, problems = parse_index(raw, bin_nbytes=bin_nbytes, where=where, dtype=self._asked_dtype)
+        # The transport pins a file when its first bytes are read, so `.bin` is read now. A writer deletes the old index
+        # before it replaces `.bin`: if the index is still the same afterwards, both files belong together.
+        (whole,) = transport.get_ranges(
+            self.bin_path, starts=[0], ends=[bin_nbytes if self._resident else min(bin_nbytes, 1)]
         )
+        (again,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
+        if file_identity(transport, idx) != identity or bytes(again) != bytes(head):
+            raise self._replaced()
+        now = (identity, file_identity(transport, self.bin_path))
+        if self._identity not in {None, now}:
+            raise self._replaced()
+        self._identity = now
+        if self._resident:
+            found = np.frombuffer(whole, index.dtype) if bin_nbytes else np.zeros(0, index.dtype)
+            found.flags.writeable = False
+            self._whole = cast("TokenArray", found)
+        return index, problems
 
-    def _map(self) -> TokenArray:
-        (whole,) = self._transport.get_ranges(self.bin_path, starts=[0], ends=[self._index.bin_nbytes])
-        found = np.frombuffer(whole, self.dtype) if self._index.bin_nbytes else np.zeros(0, self.dtype)
-        found.flags.writeable = False
-        self._whole = cast("TokenArray", found)
-        return self._whole
+    def _reopen_if_closed(self) -> None:
+        """Compare the index again after `close`, which has released the transport's pins of both files."""
+        if self._closed:
+            if not _is_same_index(self._open()[0], self._index):
+                self._whole = None
+                raise self._replaced()
+            self._closed = False
+
+    def _replaced(self) -> CorruptShardError:
+        return CorruptShardError(
+            "another data set has taken the place of the one that was opened", where=self.url, remedy="Open it again."
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (type(self), self._transport, self.idx_path, self._asked_dtype))
@@ -223,19 +247,13 @@ class IndexedDataset(NumberedSource):
 
     def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
         """Parts of many sequences (int64 arrays of one length), fetched together; the caller has checked the bounds."""
+        self._reopen_if_closed()
         starts = self._index.pointers[sequences] + offsets * self._itemsize
-        if self._resident:
-            whole = self._whole if self._whole is not None else self._map()
-            begins = starts // self._itemsize
+        if self._whole is not None:
+            whole, begins = self._whole, starts // self._itemsize
             return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
-        spans, parts, order = fetch(self._transport, self.bin_path, starts, starts + lengths * self._itemsize)
-        found = [cast("TokenArray", np.zeros(0, self.dtype))] * len(order)
-        for span, part in enumerate(parts):
-            tokens = self._view(part)
-            for i in order[spans.first[span] : spans.first[span + 1]].tolist():
-                begin = int(starts[i] - spans.starts[span]) // self._itemsize
-                found[i] = tokens[begin : begin + int(lengths[i])]
-        return found
+        parts = fetch_ranges(self._transport, self.bin_path, starts, starts + lengths * self._itemsize)
+        return [self._view(part) for part in parts]
 
     def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Sequence[TokenArray]]:
         """Consecutive sequences as lists of arrays."""
@@ -243,10 +261,10 @@ class IndexedDataset(NumberedSource):
             yield self.read_many(slice(first, end))
 
     def _tokens(self, start: int, length: int) -> TokenArray:
-        if self._resident:
-            whole = self._whole if self._whole is not None else self._map()
+        self._reopen_if_closed()
+        if self._whole is not None:
             begin = start // self._itemsize
-            return whole[begin : begin + length]
+            return self._whole[begin : begin + length]
         (part,) = self._transport.get_ranges(self.bin_path, starts=[start], ends=[start + length * self._itemsize])
         return self._view(part)
 
@@ -328,13 +346,24 @@ class IndexedDataset(NumberedSource):
         return validate(self, deep=deep, progress=progress)
 
     def close(self) -> None:
-        """Let go of maps and connections; views that were handed out stay valid."""
-        self._whole = None
+        """Release maps and connections; returned views stay valid, and later reads open the files again."""
+        self._whole, self._closed = None, True
         self._transport.close()
 
 
 def _reopen(kind: type[IndexedDataset], transport: Transport, path: str, dtype: npt.DTypeLike | None) -> IndexedDataset:
     return kind(path, transport=transport, dtype=dtype)
+
+
+def _is_same_index(a: Index, b: Index) -> bool:
+    """Whether two indices are equal in all that they say."""
+    facts = ((each.dtype, each.variant, each.bin_nbytes, each.modes is None) for each in (a, b))
+    if next(facts) != next(facts):
+        return False
+    pairs = [(a.sizes, b.sizes), (a.pointers, b.pointers), (a.doc_idx, b.doc_idx)]
+    if a.modes is not None and b.modes is not None:
+        pairs.append((a.modes, b.modes))
+    return all(np.array_equal(left, right) for left, right in pairs)
 
 
 def _read_whole(transport: Transport, path: str, nbytes: int) -> Buffer:

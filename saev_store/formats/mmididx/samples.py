@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from saev_store.errors import ArgumentError
 from saev_store.formats._source import check_count
-from saev_store.formats.mmididx._placing import place_samples
 from saev_store.layout import IntArray
 
 #: Below this share of a full epoch's samples, the last epoch is shuffled on its own.
@@ -165,15 +164,22 @@ def build_sample_idx(
     extra = int(extra_token)
     n = max((total - extra) // seq_length, 0)
     partial = not drop_last_partial and n * seq_length < total - extra
-    longest = int(lengths.max(initial=0))
-    small = max(len(entries), longest) <= _MAX_I32
-    found = np.zeros((n + 1 + int(partial), 2), np.int32 if small else np.int64)
-    n_found = place_samples(found[: n + 1], lengths, entries, seq_length, longest=longest, extra_token=extra_token)
-    if n_found <= n or not len(entries):
+    # Where each document ends in the run of tokens; a token is in the first document that ends behind it.
+    ends = np.cumsum(lengths[entries], dtype=np.int64)
+    n_tokens = int(ends[-1]) if len(ends) else 0
+    if not len(entries) or n * seq_length > n_tokens - extra:
         raise ArgumentError(
-            f"doc_idx has tokens for {n_found - 1:,} samples; {num_epochs} epochs of {tokens_per_epoch:,} tokens make {n:,}",
+            f"doc_idx has tokens for {max(n_tokens - extra, 0) // seq_length:,} samples; {num_epochs} epochs of "
+            f"{tokens_per_epoch:,} tokens make {n:,}",
             where="doc_idx",
         )
+    small = max(len(entries), int(lengths.max(initial=0))) <= _MAX_I32
+    found = np.zeros((n + 1 + int(partial), 2), np.int32 if small else np.int64)
+    targets = np.arange(1, n + 1, dtype=np.int64) * seq_length
+    entry = np.searchsorted(ends, targets + extra, side="left")
+    # The first row stays at the beginning, even if that document is empty.
+    found[1 : n + 1, 0] = entry
+    found[1 : n + 1, 1] = targets - ends[entry] + lengths[entries[entry]]
     if partial:
         found[-1] = len(entries) - 1, int(lengths[entries[-1]]) - extra
     return found

@@ -18,6 +18,7 @@ from saev_store.formats.mmididx.dtypes import code_of
 from saev_store.formats.mmididx.index import index_header
 from saev_store.formats.mmididx.reader import IndexedDataset
 from saev_store.transport import Writes
+from saev_store.transport._local_write import TEMP_PREFIX
 from saev_store.writer._progress import Progress
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class IndexedDatasetBuilder:
             path below its root.
         dtype: Type of a token; one of the ten that the format has codes for.
         multimodal: Each sequence has a mode.
-        overwrite: Replace a data set of that name; in between, there is a moment with no index.
+        overwrite: Replace a data set of that name; between the two versions, there is a moment without an index.
         storage_options: What fsspec hands to the file system.
         engine: As in `open_transport`.
         transport: Write through this one.
@@ -176,6 +177,8 @@ class IndexedDatasetBuilder:
 
         Raises:
             ArgumentError: called a second time.
+            StoreExistsError: another writer has published a data set of that name meanwhile. Its files stay as they are.
+            WriterConflictError: with `overwrite`, another process replaces the data set at this moment.
         """
         if self._bin is None:
             raise ArgumentError("this data set is complete or given up already", where="finalize")
@@ -183,16 +186,35 @@ class IndexedDatasetBuilder:
             self.end_document()
         try:
             self._flush()
-            if self._overwrite:
-                cast("Writes", self._transport).delete(self._idx_path)
-            self._bin.commit()
-            nbytes = 34 + 12 * len(self._sizes) + 8 * len(self._doc_idx) + len(self._modes or ())
-            with NewFile(self._transport, self._idx_path, nbytes=nbytes, overwrite=self._overwrite) as file:
-                for piece in self._index():
-                    file.write(piece)
-                file.commit()
+            if not self._overwrite:
+                self._publish(self._bin)
+                return
+            # One writer at a time replaces the two files. On object stores, which have no locks, the index is exclusive.
+            writes, lock = cast("Writes", self._transport), self._lock_path()
+            with writes.lock(lock):
+                writes.delete(self._idx_path)
+                self._publish(self._bin)
+                writes.delete(lock)
         finally:
             self.abort()
+
+    def _publish(self, bin_file: NewFile) -> None:
+        """Publish `.bin`, which decides between several writers, then the index; no data without an index stay."""
+        nbytes = 34 + 12 * len(self._sizes) + 8 * len(self._doc_idx) + len(self._modes or ())
+        with NewFile(self._transport, self._idx_path, nbytes=nbytes) as index_file:
+            for piece in self._index():
+                index_file.write(piece)
+            bin_file.commit()
+            try:
+                index_file.commit()
+            except BaseException:
+                if not self._overwrite:
+                    cast("Writes", self._transport).delete(self._bin_path)
+                raise
+
+    def _lock_path(self) -> str:
+        folder, slash, name = self._idx_path.rpartition("/")
+        return f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
 
     def _index(self) -> Iterator[memoryview]:
         sizes = np.frombuffer(self._sizes, np.intc) if self._sizes else np.zeros(0, np.intc)
