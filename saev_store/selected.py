@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.indexing import Axis, Block, Progression, parse_axis
+from saev_store.indexing import Axis, Block, Progression, length, parse_axis
+from saev_store.plan import Part
 from saev_store.reader import FloatArray
 from saev_store.selection import Coordinates, RowSpace
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from saev_store.reader import Reader
 
 #: Rows are read in pieces of about this size when all of them are asked for.
-_PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20
 
 
 class Selection:
@@ -76,20 +77,20 @@ class Selection:
             CorruptShardError: a shard of those rows is missing or short.
         """
         picked = parse_axis(rows, len(self), "row")
-        n = picked.count if isinstance(picked, Progression) else len(picked)
-        out = prepared(out, (n, self.space.layout.d_model))
-        self._read(self._reader, picked, out)
+        out = prepared(out, (length(picked), self.space.layout.d_model))
+        self._reader.execute(self._plan(picked), out)
         return out
 
-    def _read(self, reader: Reader, picked: Axis, out: FloatArray) -> None:
-        if isinstance(picked, Progression):
-            step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
-            for start in range(0, picked.count, step):
-                part = out[start : start + step]
-                positions = picked.start + picked.step * np.arange(start, start + len(part), dtype=np.int64)
-                reader.read_rows(*self.space.locate(positions), part)
-        else:
-            reader.read_rows(*self.space.locate(picked), out)
+    def _plan(self, picked: Axis) -> Iterator[Part]:
+        """What reading rows takes; a slice is planned in pieces."""
+        if not isinstance(picked, Progression):
+            yield self._reader.plan_rows(*self.space.locate(picked))
+            return
+        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
+        for start in range(0, picked.count, step):
+            end = min(start + step, picked.count)
+            positions = picked.start + picked.step * np.arange(start, end, dtype=np.int64)
+            yield self._reader.plan_rows(*self.space.locate(positions))._replace(rows=slice(start, end))
 
     def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
         """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
@@ -101,14 +102,13 @@ class Selection:
         Raises:
             SelectionError: a row is out of range.
         """
-        from saev_store.cost import Planner, estimate, nowhere, price_of
+        from saev_store.cost import PlanCount, estimate, price_of
 
-        picked = parse_axis(rows, len(self), "row")
-        planner = Planner(self._reader)
-        out = nowhere((picked.count if isinstance(picked, Progression) else len(picked), self.space.layout.d_model))
-        self._read(planner, picked, out)
+        picked, count = parse_axis(rows, len(self), "row"), PlanCount(self._reader)
+        count.add(self._plan(picked))
+        wanted = length(picked) * self.space.layout.vector_nbytes
         price = price_of(self._reader.transport, prices)
-        return estimate(price, requests=planner.requests, bytes_read=planner.bytes_read, bytes_wanted=out.nbytes)
+        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""
@@ -122,7 +122,7 @@ class Selection:
 
     def __iter__(self) -> Iterator[FloatArray]:
         """Row by row; for speed ask for many rows at once."""
-        step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
+        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
         for start in range(0, len(self), step):
             yield from self.rows(slice(start, start + step))
 
@@ -150,7 +150,7 @@ class Selection:
         if block is None:
             return self.rows(slice(None))
         out = np.empty(block.full_shape, dtype=np.float32)
-        self._reader.read_block(block, out)
+        self._reader.execute(self._reader.plan(block), out)
         return out.reshape(self.shape)
 
     def _block(self) -> Block | None:

@@ -296,10 +296,9 @@ class ShardStore(Faces):
         """
         request = parse_key(key, self._layout.shape)
         result = prepared(out, request.shape)
-        if isinstance(request, Block):
-            self._reader.read_block(request, result.reshape(request.full_shape))
-        else:
-            self._reader.read_points(request, result)
+        self._reader.execute(
+            self._reader.plan(request), result.reshape(request.full_shape) if isinstance(request, Block) else result
+        )
         return result if result.ndim or out is not None else result[()]
 
     def estimate(self, key: Key = ..., *, prices: Prices | None = None) -> Estimate:
@@ -319,13 +318,13 @@ class ShardStore(Faces):
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
         1120
         """
-        from saev_store.cost import Planner, estimate, price_of
+        from saev_store.cost import PlanCount, estimate, price_of
 
-        request, planner = parse_key(key, self._layout.shape), Planner(self._reader)
-        planner.plan(request)
+        request, count = parse_key(key, self._layout.shape), PlanCount(self._reader)
+        count.add(self._reader.plan(request))
         wanted = math.prod(request.shape) * self.dtype.itemsize
         price = price_of(self.transport, prices)
-        return estimate(price, requests=planner.requests, bytes_read=planner.bytes_read, bytes_wanted=wanted)
+        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
 
     def sel(
         self,

@@ -54,7 +54,7 @@ class Lent:
         """
         reads, runs, take = self.reads, self.runs, self.target.take
         shard, v = int(runs.shard[0]), reads.layout.vector_nbytes
-        if shard in reads.reader._unchecked:
+        if reads.reader.is_unchecked(shard):
             return False
         try:
             begins, stops, first = reads._requests(runs)

@@ -92,6 +92,12 @@ class Wrapper:
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         return self._around("get_ranges", None, lambda: self._inner.get_ranges(path, starts=starts, ends=ends))
 
+    def check_mapped(self, path: str, nbytes: int) -> None:
+        """As `MmapTransport.check_mapped`; nothing where the wrapped transport maps no files."""
+        check = getattr(self._inner, "check_mapped", None)
+        if check is not None:
+            check(path, nbytes)
+
     def close(self) -> None:
         self._inner.close()
 
