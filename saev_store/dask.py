@@ -39,7 +39,11 @@ class Blocks:
 
 
 def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
-    """See `ShardStore.as_dask`.
+    """The tensor as a lazy dask array, whose tasks read through the store; slices read only what they keep.
+
+    Args:
+        store: The opened store.
+        chunks: As dask takes them; `"auto"` follows the shards, in tasks of about 128 MiB.
 
     Raises:
         ArgumentError: dask cannot lay `chunks` over the tensor.

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, overload
 
 from saev_store.display import human_bytes
@@ -90,9 +91,9 @@ def list_stores(root: Transport) -> StoreList:
     """
     if not isinstance(root, Lists):
         raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
-    names = sorted(entry.path.rsplit("/", 1)[-1] for entry in root.list() if entry.is_dir)
+    names: list[str] = sorted(entry.path.rsplit("/", 1)[-1] for entry in root.list() if entry.is_dir)
     with ThreadPoolExecutor(max_workers=16, thread_name_prefix="saev-list") as pool:
-        found = list(pool.map(lambda name: _look(root, name), names))
+        found = list(pool.map(partial(_look, root), names))
     return StoreList(root.url, [entry for entry in found if entry is not None])
 
 

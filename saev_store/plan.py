@@ -198,7 +198,7 @@ class Planner:
 
     def _some_columns(self, columns: Axis) -> Axis | None:
         """None for all columns in order."""
-        return None if columns is not None and _is_whole(columns, self.layout.d_model) else columns
+        return None if _is_whole(columns, self.layout.d_model) else columns
 
     def _outer_rows(self, block: Block) -> Iterator[Part]:
         """A block whose choices are not all progressions, row by row."""

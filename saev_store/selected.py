@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Selection:
     """
 
     def __init__(self, reader: Reader, space: RowSpace) -> None:
-        self._reader = reader
+        self.reader = reader
         self.space = space
 
     def __len__(self) -> int:
@@ -78,19 +78,19 @@ class Selection:
         """
         picked = parse_axis(rows, len(self), "row")
         out = prepared(out, (length(picked), self.space.layout.d_model))
-        self._reader.execute(self._plan(picked), out)
+        self.reader.execute(self._plan(picked), out)
         return out
 
     def _plan(self, picked: Axis) -> Iterator[Part]:
         """What reading rows takes; a slice is planned in pieces."""
         if not isinstance(picked, Progression):
-            yield self._reader.plan_rows(*self.space.locate(picked))
+            yield self.reader.plan_rows(*self.space.locate(picked))
             return
         step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
         for start in range(0, picked.count, step):
             end = min(start + step, picked.count)
             positions = picked.start + picked.step * np.arange(start, end, dtype=np.int64)
-            yield self._reader.plan_rows(*self.space.locate(positions))._replace(rows=slice(start, end))
+            yield self.reader.plan_rows(*self.space.locate(positions))._replace(rows=slice(start, end))
 
     def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
         """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
@@ -104,17 +104,18 @@ class Selection:
         """
         from saev_store.cost import PlanCount, estimate, price_of
 
-        picked, count = parse_axis(rows, len(self), "row"), PlanCount(self._reader)
+        picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
         count.add(self._plan(picked))
         wanted = length(picked) * self.space.layout.vector_nbytes
-        price = price_of(self._reader.transport, prices)
+        price = price_of(self.reader.transport, prices)
         return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""
         if isinstance(row, tuple):
+            n = len(cast("tuple[object, ...]", row))
             raise SelectionError(
-                f"{brief(row)} has {len(row)} indices; rows take one, columns are always whole", where="index"
+                f"{brief(row)} has {n} indices; rows take one, columns are always whole", where="index"
             )
         found = self.rows(row)
         is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)
@@ -150,7 +151,7 @@ class Selection:
         if block is None:
             return self.rows(slice(None))
         out = np.empty(block.full_shape, dtype=np.float32)
-        self._reader.execute(self._reader.plan(block), out)
+        self.reader.execute(self.reader.plan(block), out)
         return out.reshape(self.shape)
 
     def _block(self) -> Block | None:
@@ -165,7 +166,7 @@ class Selection:
 
     def _view(self) -> FloatArray | None:
         block = self._block()
-        strided = self._reader.view(block) if block is not None else None
+        strided = self.reader.view(block) if block is not None else None
         if strided is None:
             return None
         rows = strided.reshape(self.shape)
@@ -189,14 +190,15 @@ def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
                 where="index",
                 remedy="Ask for less at once, or use a lazy view.",
             ) from error
+    given = cast("object", out)  # callers may not check types
     if (
-        not isinstance(out, np.ndarray)
+        not isinstance(given, np.ndarray)
         or out.dtype != np.float32
         or out.shape != shape
         or not out.flags.c_contiguous
         or not out.flags.writeable
     ):
-        found = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+        found = f"{out.dtype} {out.shape}" if isinstance(given, np.ndarray) else type(given).__name__
         raise ArgumentError(
             f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out"
         )

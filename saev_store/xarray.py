@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from saev_store.faces import TaskSizes
+    from saev_store.store import TaskSizes
     from saev_store.zarr import Chunks, Sharded
 
 
@@ -89,7 +89,18 @@ def open_store(
     zarr_chunks: Literal["auto"] | Sequence[int],
     sharded: Sharded,
 ) -> xarray.Dataset:
-    """See `ShardStore.as_xarray`.
+    """A lazy dataset of the activations: what `ShardStore.as_xarray` gives.
+
+    Args:
+        store: The opened store.
+        chunks: As in `xarray.open_dataset`: None reads without dask; `{}` makes dask arrays of few tasks that follow the
+            shards and read through the store, as those of `ShardStore.as_dask` do.
+        zarr_chunks: `chunks` of `saev_store.zarr.open_view`.
+        sharded: As in `saev_store.zarr.open_view`.
+
+    Raises:
+        MissingDependencyError: xarray (or dask, with `chunks`) is not installed.
+        DocumentError: `labels.bin` has another size than the documents imply.
 
     >>> from saev_store import ShardStore
     >>> dataset = ShardStore.open(SAMPLE).as_xarray()

@@ -32,13 +32,13 @@ FLOORS = {
     "transport": 2,
     "fetch": 2,
     "_open": 3,
+    "_opened": 3,
     "cost": 3,
     "store": 3,
     "reader": 3,
     "writer": 3,
     "inspect": 3,
     "display": 3,
-    "faces": 3,
     "listing": 3,
     "selected": 3,
     "copying": 4,
@@ -61,12 +61,12 @@ FLOORS = {
 #: The few imports that go up, all of them inside a function: a store hands out its faces, so it has to know them, but a
 #: process that never asks for a face never loads it. (file, room it may reach up to)
 FACES = {
-    ("faces.py", "zarr"),
-    ("faces.py", "xarray"),
-    ("faces.py", "dask"),
-    ("faces.py", "export"),
-    ("faces.py", "stats"),
-    ("faces.py", "formats"),
+    ("store.py", "zarr"),
+    ("store.py", "xarray"),
+    ("store.py", "dask"),
+    ("store.py", "export"),
+    ("store.py", "stats"),
+    ("store.py", "formats"),
 }
 
 #: Heavy library -> how the names of the only files begin that may import it.

@@ -16,7 +16,7 @@ from dense_stores import PlainStore, plain_store
 from waiting import HANG_S
 
 from saev_store import SaevStoreWarning, ShardStore, fetch, plan, reader, selected
-from saev_store.errors import CorruptShardError, MissingShardError
+from saev_store.errors import CorruptShardError, DocumentError, MissingShardError
 from saev_store.layout import Layout
 from saev_store.transport import CountingTransport, MemoryTransport, MmapTransport, ReadCost, Transport
 
@@ -290,3 +290,37 @@ def test_no_request_is_longer_than_the_transport_likes():
     (whole,) = fetch.fetch_ranges(transport, "a", [0], [100])
     assert bytes(whole) == bytes(range(100))
     assert lengths == [30, 30, 30, 10]
+
+
+@pytest.mark.parametrize("extra", [-1, 1, 7])
+def test_labels_of_a_wrong_size_never_come_out(extra: int, tmp_path: Path):
+    """Whichever way they are read, and however the store was opened: each label would stand for another token."""
+    pytest.importorskip("xarray")
+    plain = plain_store(LAYOUT, labelled=True)
+    folder = plain.write(tmp_path)
+    labels = folder / "labels.bin"
+    labels.write_bytes((labels.read_bytes() + bytes(7))[: labels.stat().st_size + extra])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        remote = ShardStore.open(Far(files, ReadCost(0, 1 << 20)))
+    for store in (ShardStore.open(folder, damaged_ok=True), remote):
+        ways: list[Callable[[], object]] = [
+            lambda store=store: store.has_labels,
+            lambda store=store: store.labels,
+            lambda store=store: store.sel(ignore_labels=[0]),
+            lambda store=store: store.as_zarr(),
+            lambda store=store: store.as_xarray(),
+        ]
+        for way in ways:
+            with pytest.raises(DocumentError, match=r"labels\.bin: has \d+ bytes"):
+                way()
+        assert store[4].tobytes() == plain.dense[4].tobytes()
+    with pytest.raises(DocumentError, match=r"labels\.bin"):
+        xr_open(folder)
+
+
+def xr_open(folder: Path) -> object:
+    import xarray
+
+    return xarray.open_dataset(folder, engine="saev", damaged_ok=True)

@@ -21,7 +21,6 @@ from saev_store.errors import ArgumentError, SaevStoreWarning
 from saev_store.layout import DIMS, IntArray, shard_name
 from saev_store.names import LABELS_NAME
 from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, attributes_of
-from saev_store.zarr._open import _has_labels
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
@@ -119,7 +118,7 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
         ("token", np.arange(-layout.n_special_tokens, layout.content_tokens_per_example, dtype=np.int64)),
     ]
     arrays = [_activations(store, grid)]
-    if _has_labels(store):
+    if store.has_labels:
         arrays.append(_labels(store))
         coordinates.append((CONTENT, np.arange(layout.content_tokens_per_example, dtype=np.int64)))
     attributes = attributes_of(store.metadata, url=address)

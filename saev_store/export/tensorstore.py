@@ -16,7 +16,6 @@ from saev_store.export._references import usable_base
 from saev_store.layout import DIMS, shard_name
 from saev_store.names import LABELS_NAME
 from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, array_document
-from saev_store.zarr._open import _has_labels
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
@@ -29,11 +28,25 @@ _NOT_IN_SPECS = ("attributes", "storage_transformers")
 
 def array_names(store: ShardStore) -> tuple[str, ...]:
     """The arrays that there is a spec for."""
-    return (ARRAY, "layer", "token", *((LABELS, CONTENT) if _has_labels(store) else ()))
+    return (ARRAY, "layer", "token", *((LABELS, CONTENT) if store.has_labels else ()))
 
 
 def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
-    """See `ShardStore.to_tensorstore_spec`."""
+    """What `tensorstore.open` takes to read one array: plain JSON types, each shard as one chunk.
+
+    Args:
+        store: The opened store.
+        array: `"activations"`, `"layer"`, `"token"`, and where there are labels `"labels"` and `"content_token"`.
+        base: Where readers will find the store's folder: an address, or TensorStore's own JSON for it (a kvstore).
+
+    Raises:
+        ArgumentError: there is no such array, or TensorStore has no driver for the address.
+        CorruptShardError: shards are missing or short.
+
+    >>> from saev_store import ShardStore
+    >>> tensorstore_spec(ShardStore.open(SAMPLE), "token")["array"]
+    [-1, 0, 1, 2, 3]
+    """
     names = array_names(store)
     if array not in names:
         raise ArgumentError(f"{array!r} is not an array of this store; it has {', '.join(names)}", where="array")

@@ -109,7 +109,7 @@ class Loader(ABC):
         self._batching = Batching(len(space), int(batch_size) * self._world, bool(drop_last), self._world)
         if medium is not None and medium not in get_args(Kind):
             raise ArgumentError(f"medium is {medium!r}; it must be one of {', '.join(get_args(Kind))}", where="medium")
-        self._medium = medium_of(rows._reader.transport, space.layout, medium)
+        self._medium = medium_of(rows.reader.transport, space.layout, medium)
         self._keep_pages = keep_pages
         most = max(1, n_cpus() - self._n_busy) if self._medium.kind in _BUSY and self._n_busy else 64
         self._n_threads = int(n_threads or min(_N_THREADS[self._medium.kind], most))
@@ -219,7 +219,7 @@ class Loader(ABC):
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
             # A transport around another one may wait for whatever it likes.
-            transport = self._rows._reader.transport
+            transport = self._rows.reader.transport
             copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
             fetcher = None
             if self._fetches_ahead and isinstance(transport, FetchesAhead):
@@ -241,7 +241,7 @@ class Loader(ABC):
             machinery.on_close = advice.close
         self._tell_caches()
         reads = Reads(
-            self._rows._reader,
+            self._rows.reader,
             machinery.tally.reads,
             machinery.stop,
             task_bytes=self._read_bytes,
@@ -271,7 +271,7 @@ class Loader(ABC):
             example = shard * layout.examples_per_shard + in_shard
             return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
 
-        transport: object = self._rows._reader.transport
+        transport: object = self._rows.reader.transport
         while transport is not None:
             if isinstance(transport, CachedTransport):
                 transport.expect(wanted, layout)
@@ -350,7 +350,7 @@ class Loader(ABC):
             extent_bytes=plan.extent_bytes,
             cost=epoch_cost(
                 plan,
-                self._rows._reader,
+                self._rows.reader,
                 self._space,
                 task_bytes=self._read_bytes,
                 world=self._world,
@@ -417,4 +417,4 @@ class Loader(ABC):
     @property
     def transport_name(self) -> str:
         """The engine that reads."""
-        return unwrapped(self._rows._reader.transport).name
+        return unwrapped(self._rows.reader.transport).name

@@ -126,7 +126,7 @@ class ShuffledLoader(Loader):
         self._geometry = _Geometry(group, n_lanes, window)
         self._blocks = blocks
         # Short blocks need more memory in batches than they would as blocks.
-        lends = isinstance(rows._reader.transport, LendsRuns) and blocks.cells_per_block >= _MIN_BLOCK_ROWS
+        lends = isinstance(rows.reader.transport, LendsRuns) and blocks.cells_per_block >= _MIN_BLOCK_ROWS
         if slots is None and lends and make_window is HostWindow and self._make_buffer is None:
             self._slots = "batch"
         self._fetches_ahead = self._slots == "batch"
