@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from saev_store.errors import (
 from saev_store.layout import Layout, shard_name
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
-from saev_store.selection import Labels
+from saev_store.rows import Labels
 from saev_store.transport import Engine, Lists, MemoryTransport, Transport, open_transport
 
 _SHOWN = 8
@@ -205,7 +206,7 @@ def as_metadata(metadata: object) -> Metadata:
             where="metadata",
         )
     try:
-        return new_metadata(**metadata)
+        return new_metadata(**cast("dict[str, Any]", metadata))
     except TypeError as error:  # a name that new_metadata does not know, or one that it needs
         raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
 

@@ -12,7 +12,7 @@ from saev_store.display import card_html, card_rows, card_text
 from saev_store.documents import Metadata, ShardsIndex
 from saev_store.layout import DIMS, Layout
 from saev_store.problems import Problem
-from saev_store.selection import Labels
+from saev_store.rows import Labels
 from saev_store.transport import Transport
 
 if TYPE_CHECKING:

@@ -169,7 +169,7 @@ def default_chunk(layout: Layout, *, max_gap_bytes: float) -> Shape:
 
 
 def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TASK_BYTES) -> tuple[int, ...]:
-    """Lengths along the example axis for few tasks of bearable size, none of which ends inside of somebody else's shard.
+    """Lengths along the example axis for few tasks of bearable size; no task has parts of two shards.
 
     A task is whole shards, where several fit into `task_bytes`, or an equal part of one.
 
@@ -182,7 +182,8 @@ def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TAS
     >>> task_lengths(Layout(25, (0,), 1, False, 2, 10), task_bytes=48)
     (5, 5, 5, 5, 5)
     """
-    n, capacity = layout.n_examples, layout.examples_per_shard
+    # A budget may be far beyond the examples: lengths of a shard that is never full are not listed.
+    n, capacity = layout.n_examples, min(layout.examples_per_shard, layout.n_examples)
     most = max(1, task_bytes // layout.example_nbytes)
     if most >= capacity:
         step = most // capacity * capacity

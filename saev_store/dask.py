@@ -65,7 +65,7 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     layout = store.layout
     sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:
-        return dask.array.from_array(
+        return dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
             Blocks(store),
             chunks=cast("str", sizes),  # dask takes more than its annotation says
             asarray=False,

@@ -11,7 +11,7 @@ from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.indexing import Axis, Block, Progression, length, parse_axis
 from saev_store.plan import Part
 from saev_store.reader import FloatArray
-from saev_store.selection import Coordinates, RowSpace
+from saev_store.rows import Coordinates, RowSpace
 
 if TYPE_CHECKING:
     from saev_store.cost import Estimate, Prices
@@ -112,8 +112,9 @@ class Selection:
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""
-        if isinstance(row, tuple):
-            n = len(cast("tuple[object, ...]", row))
+        given: object = row
+        if isinstance(given, tuple):
+            n = len(cast("tuple[object, ...]", given))
             raise SelectionError(
                 f"{brief(row)} has {n} indices; rows take one, columns are always whole", where="index"
             )

@@ -175,7 +175,8 @@ class ShardStore(OpenedStore):
 
     def __getitem__(self, key: Key) -> FloatArray:
         """What NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
-        indices = cast("tuple[object, ...]", key) if isinstance(key, tuple) else ()
+        given: object = key
+        indices = cast("tuple[object, ...]", given) if isinstance(given, tuple) else ()
         if len(indices) == 3:  # the shortest way to one vector
             example, layer, token = indices
             n_examples, n_layers, n_tokens, _ = self._layout.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.chunks import task_lengths
 from saev_store.dask import from_store
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 class SaevBackend(BackendEntrypoint):
-    """What xarray calls for `engine="saev"`, and for the folder of a store without an engine."""
+    """xarray's back end for `engine="saev"`, and for the folder of a store opened without an engine."""
 
     description = "Stores of transformer activations (metadata.json, shards.json, acts000000.bin, …)"
 
     def guess_can_open(self, filename_or_obj: object) -> bool:
-        """Whether this is the folder of a store on this machine; asks no server, and takes two looks at the disk."""
+        """Whether this is the folder of a store on this machine; two files are looked up, no server is contacted."""
         if not isinstance(filename_or_obj, (str, os.PathLike)):
             return False
-        path = os.fspath(filename_or_obj)
+        path = cast("object", os.fspath(cast("str | os.PathLike[str]", filename_or_obj)))
         if not isinstance(path, str) or "://" in path:
             return False
         return all(os.path.isfile(os.path.join(path, name)) for name in (METADATA_NAME, SHARDS_NAME))
 
-    def open_dataset(
+    def open_dataset(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes stores, not xarray's data stores
         self,
         filename_or_obj: str | os.PathLike[str] | ShardStore,
         *,
@@ -68,8 +68,8 @@ class SaevBackend(BackendEntrypoint):
         else:
             store = ShardStore.open(filename_or_obj, storage_options, damaged_ok=damaged_ok)
         view = open_view(store, chunks=zarr_chunks, sharded=sharded)
-        # Values are as they were stored: nothing is masked, scaled or made a date of.
-        dataset = xarray.open_zarr(
+        # Values stay as stored: no masking, scaling or decoding of dates.
+        dataset = xarray.open_zarr(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
             view,
             chunks=None,
             consolidated=True,
@@ -110,7 +110,7 @@ def open_store(
     (7, 8)
     """
     take_hints = chunks is None or chunks in ("auto", {})
-    dataset = xarray.open_dataset(
+    dataset = xarray.open_dataset(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         store,  # pyright: ignore[reportArgumentType]  # handed on to the back end as it is
         engine=SaevBackend,
         chunks=chunks if take_hints else None,
@@ -119,8 +119,8 @@ def open_store(
         sharded=sharded,
     )
     if not take_hints:
-        # Cut afterwards, sizes of the caller's own are no reason for xarray to warn that they are not the hints.
-        dataset = dataset.chunk(chunks)
+        # Chunked afterwards: given sizes would make xarray warn that they differ from the hints.
+        dataset = dataset.chunk(chunks)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
     if chunks is None:
         return dataset
     # The same tasks through the store itself: views where memory is mapped, merged requests elsewhere.
@@ -129,7 +129,7 @@ def open_store(
 
 
 def _hint(dataset: xarray.Dataset, multiple_of: int, store: ShardStore) -> None:
-    """Tell xarray what a good dask task is: without, each Zarr chunk would be one."""
+    """Tell xarray what a good dask task is; else each Zarr chunk would be one."""
     lengths = task_lengths(store.layout, multiple_of=multiple_of)
     for variable in dataset.variables.values():
         sizes = dict(zip(variable.dims, variable.shape, strict=True))

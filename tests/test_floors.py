@@ -22,6 +22,7 @@ FLOORS = {
     "names": 0,
     "problems": 0,
     "layout": 0,
+    "rows": 0,
     "selection": 0,
     "indexing": 0,
     "coalesce": 0,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -324,3 +325,27 @@ def xr_open(folder: Path) -> object:
     import xarray
 
     return xarray.open_dataset(folder, engine="saev", damaged_ok=True)
+
+
+# -- budgets far beyond the examples -----------------------------------------------------------------------------------
+
+
+def test_a_budget_far_beyond_the_examples_costs_nothing():
+    """A shard that would hold 10^15 vectors, with seven examples in it."""
+    pytest.importorskip("xarray")
+    layout = Layout(7, (3, 7), 4, True, 8, 10**14)
+    store = opened(MemoryTransport(plain_store(layout, tail="cut").files))
+    assert store.layout.examples_per_shard == 10**14
+    for ways in (store.as_dask, lambda: store.as_xarray(chunks={}), store.as_zarr, lambda: store.stats(save=False)):
+        ways()  # what is imported and kept
+        tracemalloc.start()
+        try:
+            ways()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 4 << 20
+    assert store.as_dask().compute(scheduler="synchronous").tobytes() == store[...].tobytes()
+    far = opened(Far(store.transport.files, ReadCost(0, 1 << 20)))
+    assert far[...].tobytes() == store[...].tobytes()
+    assert far.as_dask().numblocks == (1, 1, 1, 1)

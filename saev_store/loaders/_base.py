@@ -31,8 +31,8 @@ from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
 from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.order import Batching, Blocks
+from saev_store.rows import Labels
 from saev_store.selected import Selection
-from saev_store.selection import Labels
 from saev_store.transport._base import FetchesAhead
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.

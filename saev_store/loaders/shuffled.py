@@ -21,8 +21,8 @@ from saev_store.loaders._run import Batch
 from saev_store.loaders._slots import BlockSlots, RowSlots, runs_of_blocks
 from saev_store.loaders._state import whole_number
 from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
+from saev_store.rows import RowSpace
 from saev_store.selected import Selection
-from saev_store.selection import RowSpace
 from saev_store.transport import LendsRuns
 
 Slots = Literal["batch", "block", "row"]
