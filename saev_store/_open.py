@@ -41,18 +41,18 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Opened:
-    """What was found; picklable, as its transport is.
+    """The parts of an opened store; picklable, as its transport is.
 
     Attributes:
         transport: Rooted at the store's folder.
         name: The folder's own name.
         metadata: What `metadata.json` says.
         index: What `shards.json` says.
-        problems: What was found odd or wrong.
+        problems: Problems that were found.
         sizes_checked: Whether files were compared with the documents already (local stores).
         has_labels: Whether `labels.bin` is there; None where that is not known yet.
         readable: For damaged shards, how many leading examples can be read.
-        damaged_ok: What is not lost shall be read, whatever is found to be damaged later.
+        damaged_ok: Read what is not lost, also where damage is found later.
     """
 
     transport: Transport
@@ -192,7 +192,7 @@ def read_labels(transport: Transport, layout: Layout) -> Labels | None:
 
 
 def as_metadata(metadata: object) -> Metadata:
-    """What a caller means by the metadata of a new store.
+    """The metadata of a new store, from a document or from a mapping of arguments.
 
     Raises:
         ArgumentError: it is neither a document nor a mapping of the arguments of `new_metadata`.
@@ -244,10 +244,10 @@ def _exists(transport: Transport, path: str) -> bool:
 
 
 def _no_store_here(transport: Transport) -> SaevStoreError:
-    """Why there is no metadata.json: an unfinished store, a root of stores, or nothing of ours at all."""
+    """The reason why there is no metadata.json: an unfinished store, a root of stores, or no store at all."""
     if _exists(transport, CLAIM_PATH):
         return IncompleteStoreError(
-            "this store was never published: its writer is still at work, or crashed",
+            "this store was never published: its writer is still running, or crashed",
             where=transport.url,
             remedy="ShardStore.create(root, the same metadata, resume=True) continues it.",
         )

@@ -31,7 +31,7 @@ class OpenedStore:
 
     @property
     def layout(self) -> Layout:
-        """The geometry: sizes, shards, and where each vector lies."""
+        """The geometry: sizes, shards, and the place of each vector."""
         return self._layout
 
     @property
@@ -41,7 +41,7 @@ class OpenedStore:
 
     @property
     def transport(self) -> Transport:
-        """What reads the bytes; `store.transport.name` says which engine that is."""
+        """Reads the bytes; `store.transport.name` is the engine."""
         return self._opened.transport
 
     @property
@@ -56,7 +56,7 @@ class OpenedStore:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What opening found odd or wrong; `validate()` looks closer."""
+        """Problems found when the store was opened; `validate()` checks more."""
         return self._opened.problems
 
     @property

@@ -47,7 +47,7 @@ PRICES: MutableMapping[str, Price] = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a read costs; `str()` is a sentence for people.
+    """What a read costs; `str()` is one sentence.
 
     Attributes:
         requests: Requests to the server; system calls and maps locally. What a client tries again by itself is extra.

@@ -13,7 +13,7 @@ _SHOWN_PROBLEMS = 5
 
 
 def human_bytes(nbytes: int) -> str:
-    """A number of bytes for people, in powers of 1024.
+    """A number of bytes as text, in powers of 1024.
 
     >>> human_bytes(723_000_000_000)
     '673.3 GiB'

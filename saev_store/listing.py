@@ -1,4 +1,4 @@
-"""Which stores lie in a folder: one level deep, told by their documents."""
+"""List the stores one level below a folder."""
 
 from __future__ import annotations
 

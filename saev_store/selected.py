@@ -1,4 +1,4 @@
-"""What `store.sel(…)` returns: chosen vectors as the rows of a lazy (n, d_model) array."""
+"""`Selection`: chosen vectors as the rows of a lazy (n, d_model) array."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from saev_store.cost import Estimate, Prices
     from saev_store.reader import Reader
 
-#: Rows are read in pieces of about this size when all of them are asked for.
+#: A slice of rows is read in pieces of about this size.
 PIECE_BYTES = 64 << 20
 
 
 class Selection:
-    """The vectors that a choice of layers, tokens, examples and labels means, as rows; nothing is read until asked.
+    """Chosen vectors as the rows of a lazy array (n, d_model): what `store.sel(…)` returns.
 
     Rows are in storage order: by example, in it by layer, in that by token. `len(selection)` is exact.
 
@@ -65,7 +65,7 @@ class Selection:
         return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
 
     def rows(self, rows: object, out: FloatArray | None = None) -> FloatArray:
-        """The vectors of many rows, float32 (n, d_model), in the order asked for; repeats are fine.
+        """The vectors of many rows, float32 (n, d_model), in the order given; rows may repeat.
 
         Args:
             rows: Row numbers: a list or array of integers (negative ones count from the end), a slice or a mask.
@@ -136,7 +136,7 @@ class Selection:
                 none, `None` for a view where there is one.
 
         Raises:
-            ArgumentError: `copy=False`, but the rows do not lie in one piece of one mapped shard.
+            ArgumentError: `copy=False`, but the rows are not contiguous in one mapped shard.
         """
         if copy is not True:
             view = self._view()
@@ -144,7 +144,7 @@ class Selection:
                 return view
             if copy is False:
                 raise ArgumentError(
-                    "these rows do not lie in one piece of mapped memory (one shard, a local file, neighbouring tokens)",
+                    "these rows are not contiguous in mapped memory (one shard, a local file, neighbouring tokens)",
                     where="copy=False",
                     remedy="Use copy=None for a copy where needed, or store.as_numpy(key, copy=False) for a strided view.",
                 )

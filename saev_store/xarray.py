@@ -123,7 +123,7 @@ def open_store(
         dataset = dataset.chunk(chunks)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
     if chunks is None:
         return dataset
-    # The same tasks through the store itself: views where memory is mapped, merged requests elsewhere.
+    # The same tasks, read through the store itself: requests are merged there.
     activations = dataset[ARRAY]
     return dataset.assign({ARRAY: activations.copy(data=from_store(store, chunks=activations.data.chunks))})
 

@@ -1,4 +1,4 @@
-"""What deserves a look in metadata.json although every vector can be read."""
+"""Warnings about a metadata.json whose vectors can all be read."""
 
 from __future__ import annotations
 

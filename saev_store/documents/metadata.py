@@ -55,12 +55,12 @@ class Metadata:
 
     @property
     def family(self) -> str:
-        """The family of models, such as "clip"; any string, the texts' lists are older than their writers."""
+        """The family of models, such as "clip"; any string is accepted."""
         return self.document.family
 
     @property
     def ckpt(self) -> str:
-        """The model, as whoever recorded it calls it."""
+        """The model, under the name that its recorder used."""
         return self.document.ckpt
 
     @property
@@ -100,7 +100,7 @@ class Metadata:
 
     @property
     def dataset(self) -> str | None:
-        """Where the data set lay, as the writer saw it; None in documents without it."""
+        """Where the data set was, as the writer saw it; None in documents without it."""
         return self.document.dataset
 
     @property
@@ -166,12 +166,12 @@ class Metadata:
         return _checked(replaced(self._contents(), self.version, changes), self.version)
 
     def _contents(self) -> dict[str, object]:
-        # Parsed again rather than kept: `data` is handed out and could have been changed, the bytes cannot.
+        # Parsed again rather than kept: callers can change the value of `data`, but not the bytes.
         return cast("dict[str, object]", _json.loads(self.raw, where=self.where, max_nbytes=METADATA_MAX_NBYTES))
 
 
 def parse_metadata(raw: bytes, *, where: str) -> Metadata:
-    """The metadata that a file holds, whichever of the written versions it follows.
+    """The metadata in a file, in any of the written versions.
 
     Nothing in it is decoded further, unpickled or imported.
 
@@ -302,7 +302,7 @@ def new_metadata(
             of section 3: about 10 GB per shard for d_model 1024.
         data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 wants a string: an
             object is stored as its compact JSON text, a string as it is. Never pickled.
-        dataset: Where the data set lies, a string or path; "" by default. Not in 1.0.0.
+        dataset: Where the data set is, a string or path; "" by default. Not in 1.0.0.
         pixel_agg: How pixel labels became token labels. "majority" by default in 2.1, left out of 2.0 unless given, not
             in 1.0.0.
         extra: Further keys, appended after those of the protocol. They count in the hash.

@@ -1,4 +1,4 @@
-"""Which keys the view has and where their values lie: arithmetic, there is no list of chunks anywhere."""
+"""The keys of the Zarr view and the places of their values, computed; there is no list of chunks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Keys(Protocol):
     """The keys of a `ZarrView` and where their values are; nothing here reads a file."""
 
     def find(self, key: str) -> bytes | Extent | None:
-        """The value, where it lies, or None if there is no such key."""
+        """The value, or its place in a file, or None if there is no such key."""
         ...
 
     def index(self, extent: Extent) -> bytes:
-        """What follows the data of a shard: where its inner chunks are, and a checksum of that."""
+        """The index that follows the data of a shard: places of its inner chunks, and a checksum."""
         ...
 
     def below(self, prefix: str) -> Iterator[str]:

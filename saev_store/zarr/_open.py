@@ -1,4 +1,4 @@
-"""From an opened store and a wish for chunks to its Zarr view."""
+"""Make the Zarr view of an opened store."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = 
 
 
 def _as_shape(chunks: Sequence[int]) -> object:
-    """Plain integers, where that is what was meant; `ChunkGrid` judges the rest."""
+    """Plain integers, where the values are integers; `ChunkGrid` checks the rest."""
     try:
         return tuple(int(n) if hasattr(n, "__index__") and not isinstance(n, bool) else n for n in chunks)
     except TypeError:

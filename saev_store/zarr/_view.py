@@ -1,7 +1,7 @@
 """`ZarrView`: a read-only `zarr.abc.store.Store` whose values are byte ranges of shards.
 
-Zarr calls from event loops: its own, in a thread of its own, or the caller's. Mapped memory is handed out there and then,
-as a view. Everything that waits is done in a pool of threads, so that a loop is never blocked and many requests are in
+Zarr calls from event loops: its own, in a thread of its own, or the caller's. Views of mapped memory are returned
+at once. Everything that waits is done in a pool of threads, so that a loop is never blocked and many requests are in
 flight at once.
 """
 
@@ -27,7 +27,7 @@ from saev_store.zarr._keys import Keys, TensorKeys
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Requests in flight to far-away places: 64 take a third of the time of zarr's own 10.
+#: Requests in flight to remote storage: with 64, reading takes a third of the time that zarr's own 10 take.
 _IN_FLIGHT = 64
 _pools: dict[str, ThreadPoolExecutor] = {}
 # The threads of a pool stay behind in the parent, so a child starts its own.
@@ -49,7 +49,7 @@ class ZarrView(Store):
 
     Args:
         transport: Where the shards are.
-        keys: Which keys there are and where their values lie.
+        keys: The keys and the places of their values.
         readable: For shards known to be damaged: how many leading bytes can still be read.
     """
 
@@ -62,7 +62,7 @@ class ZarrView(Store):
 
     @property
     def keys(self) -> Keys:
-        """The arithmetic of keys: shapes, documents, where chunks lie."""
+        """The arithmetic of keys: shapes, documents, places of chunks."""
         return self._keys
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class ZarrView(Store):
             ) from error
 
     def _is_padded(self, value: Extent) -> bool:
-        """Whether a mapped file holds the zeros after the last example as well; far away that is not worth a question."""
+        """Whether a mapped file also has the zeros after the last example; not requested of remote files."""
         try:
             return self._is_mapped and self._transport.size(value.path) >= value.start + value.nbytes
         except NotFoundError:
@@ -192,7 +192,7 @@ class ZarrView(Store):
             raise CorruptShardError(
                 f"the shard is damaged: only its first {readable:,} bytes can be read, and the chunk ends at {end:,}",
                 where=f"{self._transport.url}/{value.path}",
-                remedy="store.validate() lists everything that is lost, store.repair() takes it again.",
+                remedy="store.validate() lists everything that is lost, store.repair() records it again.",
             )
 
     # -- listing, which is arithmetic ----------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class ZarrView(Store):
 
     @property
     def _supports_sync_io(self) -> bool:
-        # zarr reads as many chunks at once as there are CPUs on that way: right for memory, slow for a network.
+        # On this path zarr reads as many chunks at once as there are CPUs: right for memory, slow for a network.
         return self._is_mapped
 
     @property
@@ -249,7 +249,7 @@ class ZarrView(Store):
 
     @property
     def supports_listing(self) -> bool:
-        """Always: listing asks nobody."""
+        """Always: listing is arithmetic."""
         return True
 
     # -- identity ------------------------------------------------------------------------------------------------------
