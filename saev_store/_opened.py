@@ -10,7 +10,9 @@ import numpy as np
 from saev_store._open import Opened, find_labels, read_labels
 from saev_store.display import card_html, card_rows, card_text
 from saev_store.documents import Metadata, ShardsIndex
+from saev_store.fetch import map_check
 from saev_store.layout import DIMS, Layout
+from saev_store.names import LABELS_NAME
 from saev_store.problems import Problem
 from saev_store.rows import Labels
 from saev_store.transport import Transport
@@ -116,8 +118,11 @@ class OpenedStore:
 
         Raises:
             DocumentError: `labels.bin` has another size than the documents imply.
+            CorruptShardError: the mapped file was cut since.
         """
-        if self._labels is None and self.has_labels:
+        if self._labels is not None:
+            map_check(self.transport)(LABELS_NAME, self._labels.nbytes)
+        elif self.has_labels:
             self._labels = read_labels(self.transport, self._layout)
         return self._labels
 

@@ -7,7 +7,7 @@ already, as the plan of a read has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -107,6 +107,18 @@ def read_into(transport: Transport, path: str, *, starts: Sequence[int], buffers
     if not isinstance(transport, ReadsRuns):
         raise TypeError(f"{transport.name} does not read into memory")
     transport.read_runs(path, starts=starts, buffers=buffers)
+
+
+def map_check(transport: Transport) -> Callable[[str, int], None]:
+    """What compares the file behind a map with its size, by path and the bytes needed, before bytes are copied out of it.
+
+    It raises `CorruptShardError` for a file that was cut; it does nothing for transports that map no files.
+    """
+    return getattr(transport, "check_mapped", _nothing_to_check)
+
+
+def _nothing_to_check(path: str, nbytes: int) -> None:
+    del path, nbytes
 
 
 def _cut(spans: Spans, longest: float) -> tuple[IntArray, IntArray, IntArray]:

@@ -7,14 +7,14 @@ indexed; elsewhere ranges are fetched. `saev_store.plan` decides, this module re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store._threads import n_threads, share
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
-from saev_store.fetch import fetch, fetch_ranges, read_into, reads_into
+from saev_store.fetch import fetch, fetch_ranges, map_check, read_into, reads_into
 from saev_store.indexing import Axis, Block, Key, Points, Progression, length, parse_key
 from saev_store.layout import DTYPE, IntArray, Layout, shard_name
 from saev_store.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
@@ -57,7 +57,7 @@ class Reader:
         self._checked: set[int] = set()
         self._damaged_ok = damaged_ok
         self._maps: dict[int, tuple[FloatArray, str]] = {}
-        self._check_mapped: Callable[[str, int], None] = getattr(transport, "check_mapped", _never_cut)
+        self._check_mapped = map_check(transport)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
@@ -295,8 +295,3 @@ def _as_slice(axis: Progression) -> slice:
         return slice(0, 0)
     stop = axis.start + axis.count * axis.step
     return slice(axis.start, stop if stop >= 0 else None, axis.step)
-
-
-def _never_cut(path: str, nbytes: int) -> None:
-    """What transports without files on this machine check about a map: nothing."""
-    del path, nbytes

@@ -122,6 +122,15 @@ def test_a_shard_that_was_cut_and_restored_is_read_again(plain: PlainStore, tmp_
     assert store[3:6].tobytes() == plain.dense[3:6].tobytes()
 
 
+def test_labels_that_are_cut_after_they_were_read_are_an_error(tmp_path: Path):
+    folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
+    store = ShardStore.open(folder)
+    assert len(store.sel(ignore_labels=[0])) > 0
+    os.truncate(folder / "labels.bin", 10)
+    with pytest.raises(CorruptShardError, match=r"labels\.bin"):
+        store.sel(ignore_labels=[0])
+
+
 def test_a_wrapped_map_is_compared_too(plain: PlainStore, tmp_path: Path):
     folder = plain.write(tmp_path)
     store = ShardStore.open(CountingTransport(MmapTransport(folder)))
