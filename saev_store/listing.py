@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import html
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
 from saev_store.display import human_bytes
-from saev_store.documents import Metadata, parse_metadata
+from saev_store.documents import Metadata, parse_json, parse_metadata
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.transport import Lists, Transport
@@ -120,12 +119,17 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
 
 
 def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:
+    where = f"{url}/{CLAIM_PATH}"
+    unreadable = StoreEntry(name, url, "unfinished", None, "its claim cannot be read")
     try:
         raw = root.read(f"{name}/{CLAIM_PATH}", max_bytes=_MAX_CLAIM_BYTES)
-        claimed = json.loads(raw)["metadata"]
-        metadata = parse_metadata(claimed.encode(), where=f"{url}/{CLAIM_PATH}")
+        claim = parse_json(raw, where=where, max_nbytes=_MAX_CLAIM_BYTES)
+        claimed = cast("dict[str, object]", claim).get("metadata") if isinstance(claim, dict) else None
+        if not isinstance(claimed, str):
+            return unreadable
+        metadata = parse_metadata(claimed.encode(), where=where)
     except NotFoundError:
         return None
-    except (SaevStoreError, ValueError, KeyError, TypeError, AttributeError):
-        return StoreEntry(name, url, "unfinished", None, "its claim cannot be read")
+    except (SaevStoreError, UnicodeEncodeError):
+        return unreadable
     return StoreEntry(name, url, "unfinished", metadata, "not published yet; create(…, resume=True) continues it")

@@ -3,6 +3,7 @@
 Takes bytes and gives checked values, or one exception with all that is wrong; opens nothing.
 """
 
+from saev_store.documents._json import loads as parse_json
 from saev_store.documents._oddities import depth_order
 from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
 from saev_store.documents.labels import labels_nbytes, parse_labels_size
@@ -33,6 +34,7 @@ __all__ = [
     "labels_nbytes",
     "match_hash",
     "new_metadata",
+    "parse_json",
     "parse_labels_size",
     "parse_metadata",
     "parse_shards",
