@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 
@@ -175,8 +175,8 @@ class ShardStore(OpenedStore):
 
     def __getitem__(self, key: Key) -> FloatArray:
         """What NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
-        given: object = key
-        indices = cast("tuple[object, ...]", given) if isinstance(given, tuple) else ()
+        # No cast: it would be a call more for each vector.
+        indices: tuple[object, ...] = key if isinstance(key, tuple) else ()  # pyright: ignore[reportUnknownVariableType]  # any items
         if len(indices) == 3:  # the shortest way to one vector
             example, layer, token = indices
             n_examples, n_layers, n_tokens, _ = self._layout.shape
@@ -189,7 +189,7 @@ class ShardStore(OpenedStore):
                 and 0 <= token < n_tokens
             ):
                 return self._reader.vector(example, layer, token)
-        return self.read(key)
+        return self.read(key)  # pyright: ignore[reportUnknownArgumentType]  # any items
 
     def __iter__(self) -> Iterator[FloatArray]:
         """Example by example, each a fresh (layer, token, d_model) array."""
