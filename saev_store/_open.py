@@ -1,9 +1,12 @@
-"""From a folder to what an opened store is made of: read the two documents, and look at what they promise."""
+"""Open a store: read its two documents and compare local files with them."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,30 +28,31 @@ from saev_store.errors import (
     MissingShardError,
     NotFoundError,
     SaevStoreError,
+    SaevStoreWarning,
 )
 from saev_store.layout import Layout, shard_name
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
-from saev_store.selection import Labels
-from saev_store.transport import Lists, MemoryTransport, Transport
+from saev_store.rows import Labels
+from saev_store.transport import Engine, Lists, MemoryTransport, Transport, open_transport
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What was found; picklable, as its transport is.
+    """The parts of an opened store; picklable, as its transport is.
 
     Attributes:
         transport: Rooted at the store's folder.
         name: The folder's own name.
         metadata: What `metadata.json` says.
         index: What `shards.json` says.
-        problems: What was found odd or wrong.
+        problems: Problems that were found.
         sizes_checked: Whether files were compared with the documents already (local stores).
-        has_labels: Whether `labels.bin` is there; None when nobody has looked yet.
+        has_labels: Whether `labels.bin` is there; None where that is not known yet.
         readable: For damaged shards, how many leading examples can be read.
-        damaged_ok: What is not lost shall be read, whatever is found to be damaged later.
+        damaged_ok: Read what is not lost, also where damage is found later.
     """
 
     transport: Transport
@@ -58,8 +62,33 @@ class Opened:
     problems: tuple[Problem, ...]
     sizes_checked: bool
     has_labels: bool | None
-    readable: dict[int, int] = field(default_factory=dict)
+    readable: dict[int, int] = field(default_factory=dict[int, int])
     damaged_ok: bool = False
+
+
+def open_store(
+    url: str | os.PathLike[str] | Transport,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    engine: Engine = "auto",
+    damaged_ok: bool = False,
+) -> Opened:
+    """What `ShardStore.open` opens; see there for arguments and errors.
+
+    Warns:
+        SaevStoreWarning: the folder has another name than its content implies.
+    """
+    if isinstance(url, Transport):
+        transport = url
+    else:
+        transport = open_transport(url, storage_options, engine="auto" if engine == "memory" else engine)
+    opened = open_documents(transport, damaged_ok=damaged_ok)
+    if engine == "memory":
+        opened = open_in_memory(opened)
+    for problem in opened.problems:
+        if problem.kind == "hash_mismatch":
+            warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=3)
+    return opened
 
 
 def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
@@ -83,7 +112,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
             "there is a metadata.json but no shards.json: the program that wrote it stopped before its first shard was "
             "full, or the file was purged",
             where=transport.url,
-            remedy="Record it again; without shards.json nobody knows which examples were written.",
+            remedy="Record it again; without shards.json it is not known which examples were written.",
         ) from error
     index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
     if not transport.is_local:
@@ -102,7 +131,8 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
         index,
         problems,
         sizes_checked=True,
-        has_labels=_exists(transport, LABELS_NAME),
+        # Of a damaged store labels.bin may have a wrong size: that is found out when it is needed.
+        has_labels=None if errors else _exists(transport, LABELS_NAME),
         readable=_readable(metadata.layout, errors),
     )
 
@@ -126,8 +156,8 @@ def open_in_memory(opened: Opened) -> Opened:
     return replace(opened, transport=transport, sizes_checked=True, has_labels=labels is not None)
 
 
-def read_labels(transport: Transport, layout: Layout) -> Labels | None:
-    """`labels.bin` as a read-only array, mapped where the transport maps; None where there is none.
+def find_labels(transport: Transport, layout: Layout) -> bool:
+    """Whether there is a `labels.bin`; its size is compared, nothing is read.
 
     Raises:
         DocumentError: the file has another size than the documents imply.
@@ -135,7 +165,7 @@ def read_labels(transport: Transport, layout: Layout) -> Labels | None:
     try:
         size = transport.size(LABELS_NAME)
     except NotFoundError:
-        return None
+        return False
     expected = labels_nbytes(layout)
     if size != expected:
         raise DocumentError(
@@ -144,14 +174,25 @@ def read_labels(transport: Transport, layout: Layout) -> Labels | None:
             where=f"{transport.url}/{LABELS_NAME}",
             remedy="Restore the file, or remove it to read the store without labels.",
         )
-    (buffer,) = transport.get_ranges(LABELS_NAME, starts=[0], ends=[expected])
+    return True
+
+
+def read_labels(transport: Transport, layout: Layout) -> Labels | None:
+    """`labels.bin` as a read-only array, mapped where the transport maps; None where there is none.
+
+    Raises:
+        DocumentError: the file has another size than the documents imply.
+    """
+    if not find_labels(transport, layout):
+        return None
+    (buffer,) = transport.get_ranges(LABELS_NAME, starts=[0], ends=[labels_nbytes(layout)])
     labels = np.frombuffer(buffer, dtype=np.uint8).reshape(layout.n_examples, -1)
     labels.flags.writeable = False
     return labels
 
 
 def as_metadata(metadata: object) -> Metadata:
-    """What a caller means by the metadata of a new store.
+    """The metadata of a new store, from a document or from a mapping of arguments.
 
     Raises:
         ArgumentError: it is neither a document nor a mapping of the arguments of `new_metadata`.
@@ -165,7 +206,7 @@ def as_metadata(metadata: object) -> Metadata:
             where="metadata",
         )
     try:
-        return new_metadata(**metadata)
+        return new_metadata(**cast("dict[str, Any]", metadata))
     except TypeError as error:  # a name that new_metadata does not know, or one that it needs
         raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
 
@@ -203,10 +244,10 @@ def _exists(transport: Transport, path: str) -> bool:
 
 
 def _no_store_here(transport: Transport) -> SaevStoreError:
-    """Why there is no metadata.json: an unfinished store, a root of stores, or nothing of ours at all."""
+    """The reason why there is no metadata.json: an unfinished store, a root of stores, or no store at all."""
     if _exists(transport, CLAIM_PATH):
         return IncompleteStoreError(
-            "this store was never published: its writer is still at work, or crashed",
+            "this store was never published: its writer is still running, or crashed",
             where=transport.url,
             remedy="ShardStore.create(root, the same metadata, resume=True) continues it.",
         )

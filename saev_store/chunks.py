@@ -1,4 +1,4 @@
-"""Chunks of the tensor that are exact byte ranges of shards: which shapes there are, where each chunk lies, which to take.
+"""Chunks of the tensor that are exact byte ranges of shards: their shapes, places and defaults.
 
 Pure arithmetic, nothing is opened. A chunk is one contiguous range if its shape follows the *pivot rule*: the axes left
 of one pivot axis have length 1, the axes right of it are whole, and the length on the pivot divides its axis, where the
@@ -22,12 +22,12 @@ from saev_store.layout import DIMS, ITEMSIZE, Layout, shard_name
 
 Shape = tuple[int, int, int, int]
 
-#: Chunks of mapped memory: large enough that the price per chunk vanishes, small enough for many tasks.
+#: Chunks of mapped memory: large enough that the cost per chunk is negligible, small enough for many tasks.
 _MAPPED_CHUNK_BYTES = 64 << 20
 _MAPPED_CHUNK_LEAST_BYTES = 1 << 20
 #: A chunk beyond the end of a cut file is padded in memory, which costs at most this part of the tensor.
 _MAPPED_CHUNKS_AT_LEAST = 32
-#: One dask task: some tens of milliseconds of work, and still many tasks fit into memory at once.
+#: One dask task: some tens of milliseconds of work; many tasks fit into memory at once.
 _TASK_BYTES = 128 << 20
 #: 16 bytes for each inner chunk: four million vectors of one shard.
 _INDEX_MAX_BYTES = 64 << 20
@@ -42,7 +42,7 @@ _PROPOSALS = 3
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A value that lies in a file: bytes `start` to `end` of `path`, then zeros up to `nbytes`, then perhaps an index.
+    """A value in a file: bytes `start` to `end` of `path`, then zeros up to `nbytes`, then perhaps an index.
 
     Attributes:
         path: The file, relative to the store.
@@ -116,7 +116,7 @@ class ChunkGrid:
         return math.prod(self.inner_counts) * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES if self.sharded else 0
 
     def extent(self, position: Sequence[int]) -> Extent:
-        """Where the value of a key lies, by its position in the grid, which the caller has checked."""
+        """Where the value of a key is, by its position in the grid, which the caller has checked."""
         layout = self.layout
         example, layer, token, column = (place * length for place, length in zip(position, self.outer, strict=True))
         shard_idx, in_shard = divmod(example, layout.examples_per_shard)
@@ -169,7 +169,7 @@ def default_chunk(layout: Layout, *, max_gap_bytes: float) -> Shape:
 
 
 def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TASK_BYTES) -> tuple[int, ...]:
-    """Lengths along the example axis for few tasks of bearable size, none of which ends inside of somebody else's shard.
+    """Lengths along the example axis for few tasks of about `task_bytes`; no task has parts of two shards.
 
     A task is whole shards, where several fit into `task_bytes`, or an equal part of one.
 
@@ -182,7 +182,8 @@ def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TAS
     >>> task_lengths(Layout(25, (0,), 1, False, 2, 10), task_bytes=48)
     (5, 5, 5, 5, 5)
     """
-    n, capacity = layout.n_examples, layout.examples_per_shard
+    # A budget may be far beyond the examples: lengths of a shard that is never full are not listed.
+    n, capacity = layout.n_examples, min(layout.examples_per_shard, layout.n_examples)
     most = max(1, task_bytes // layout.example_nbytes)
     if most >= capacity:
         step = most // capacity * capacity

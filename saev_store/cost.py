@@ -1,26 +1,22 @@
 """What a read will cost before it is done: requests, bytes, and a price from a small table.
 
-The plan of a read is arithmetic, so it can be made and counted without reading: by the same code that reads.
+The plan of a read is arithmetic: an estimate counts the very plan that the read would execute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from saev_store.errors import ArgumentError
-from saev_store.indexing import Block, Points
+from saev_store.fetch import request_sizes
 from saev_store.layout import IntArray
-from saev_store.reader import Fetched, FloatArray, Reader
+from saev_store.plan import Part, Runs
+from saev_store.reader import Reader
 from saev_store.transport import Transport
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from saev_store.reader import Box
 
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
 
@@ -51,7 +47,7 @@ PRICES: MutableMapping[str, Price] = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a read costs; `str()` is a sentence for people.
+    """What a read costs; `str()` is one sentence.
 
     Attributes:
         requests: Requests to the server; system calls and maps locally. What a client tries again by itself is extra.
@@ -104,75 +100,60 @@ def estimate(price: Price, *, requests: int, bytes_read: int, bytes_wanted: int)
     )
 
 
-class Planner(Reader):
-    """A reader that counts what it would ask for, and asks for nothing.
-
-    It knows what the reader it is made from knows: which shards' sizes were looked at, and which are mapped.
+class PlanCount:
+    """Requests and bytes of plans. The size of a shard is requested once, and a shard is mapped once.
 
     Args:
-        reader: Of the store.
+        reader: Of the store; it knows which sizes were compared and which shards are mapped.
+
+    Attributes:
+        requests: Requests so far.
+        bytes_read: Bytes so far.
+        mapped: Bytes that will be mapped, by shard; part of `bytes_read`.
     """
 
     def __init__(self, reader: Reader) -> None:
-        super().__init__(reader.transport, reader.layout, readable=reader._readable)
-        self._unchecked = set(reader._unchecked)
-        self._maps = dict(reader._maps)
+        self._reader = reader
+        self._sized: set[int] = set()
         self.requests = self.bytes_read = 0
-        #: Lengths of the maps that would be made, by shard: once each, however much is read through them.
         self.mapped: dict[int, int] = {}
 
-    def plan(self, request: Block | Points) -> None:
-        """Count what `read_block` or `read_points` would ask for."""
-        if isinstance(request, Block):
-            self.read_block(request, nowhere(request.full_shape))
-        else:
-            self.read_points(request, nowhere(request.shape))
+    def add(self, plan: Iterable[Part], *, sizes: bool = True) -> None:
+        """Count what executing a plan requests.
 
-    def forget_sizes(self) -> set[int]:
-        """Take it that all sizes are known; the shards whose sizes are not."""
-        unknown, self._unchecked = self._unchecked, set()
-        return unknown
+        Args:
+            plan: What `Reader.plan` gives.
+            sizes: Whether to count the requests for the sizes of shards.
+        """
+        for part in plan:
+            for step in part.steps:
+                if sizes:
+                    self.add_size(step.shard_idx)
+                if not isinstance(step, Runs):
+                    self.add_map(step.shard_idx)
+                elif step.direct:
+                    self.requests += len(step.spans)
+                    self.bytes_read += int((step.spans.ends - step.spans.starts).sum())
+                else:
+                    self._add_ranges(request_sizes(self._reader.transport.cost, step.spans))
 
-    def _check_size(self, shard_idx: int) -> None:
-        self._unchecked.discard(shard_idx)
-        self.requests += 1
+    def add_size(self, shard_idx: int) -> None:
+        """Count the request for the size of a shard, unless it is known."""
+        if shard_idx not in self._sized and self._reader.is_unchecked(shard_idx):
+            self._sized.add(shard_idx)
+            self.requests += 1
 
-    def _mapped(self, shard_idx: int) -> FloatArray:
-        found = self._maps.get(shard_idx)
-        if found is None:
-            n = self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
-            found = self._maps[shard_idx] = nowhere((n, *self.layout.shape[1:]))
-            self.mapped[shard_idx] = found.nbytes
-            self.count(found.nbytes)
-        return found
+    def add_map(self, shard_idx: int) -> None:
+        """Count the mapping of a shard, unless it is mapped."""
+        if shard_idx not in self.mapped and (nbytes := self._reader.unmapped_nbytes(shard_idx)):
+            self.mapped[shard_idx] = nbytes
+            self.add_range(nbytes)
 
-    def _copy_mapped(self, shard_idx: int, box: Box, target: FloatArray) -> None:
-        direct = self._direct_runs(box, target)
-        if direct is None:
-            self._mapped(shard_idx)
-        else:
-            self.requests += direct.count
-            self.bytes_read += target.nbytes
+    def add_range(self, nbytes: int) -> None:
+        """Count one range of that many bytes."""
+        self._add_ranges(np.array([nbytes], dtype=np.int64))
 
-    def _gather(self, shard_idx: int, vector: IntArray, place: IntArray | None, out: FloatArray) -> None:
-        if self._resident:
-            self._mapped(shard_idx)
-        else:
-            self._fetch_rows(shard_idx, vector, place, out)
-
-    def _fetch(self, shard_idx: int, starts: IntArray, ends: IntArray) -> Iterator[Fetched]:
-        del shard_idx
-        spans = self._spans(starts, ends)
-        for length in (spans.ends - spans.starts).tolist():
-            self.count(length)
-        return iter(())
-
-    def count(self, nbytes: int) -> None:
-        """Count a range of that many bytes."""
-        self.requests += -(-nbytes // int(min(self.transport.cost.piece_bytes, 1 << 62)))
-        self.bytes_read += nbytes
-
-
-def nowhere(shape: tuple[int, ...]) -> FloatArray:
-    """An array of a shape that takes the memory of one number: for plans, which nobody reads."""
-    return np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), shape, (0,) * len(shape))
+    def _add_ranges(self, nbytes: IntArray) -> None:
+        piece = int(min(self._reader.transport.cost.piece_bytes, 1 << 62))
+        self.requests += int((-(-nbytes // piece)).sum())
+        self.bytes_read += int(nbytes.sum())

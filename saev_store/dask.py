@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class Blocks:
-    """What dask indexes: views of mapped files where there are any, else fresh arrays. Picklable as the store is.
+    """The array that dask indexes: each block is a fresh array, read through the store. Picklable as the store is.
 
-    Slices of a dask array become part of the index before it gets here, so nothing is read that is thrown away.
+    dask merges slices into the index before it reads, so only what is kept is read. Blocks are copies, also of mapped
+    files: a view would end the worker if the file were cut while a task computes with it.
     """
 
     def __init__(self, store: ShardStore) -> None:
@@ -30,15 +31,19 @@ class Blocks:
         self.ndim = len(self.shape)
         self.dtype = np.dtype(np.float32)
 
-    def __getitem__(self, key: object) -> FloatArray:
-        return np.asarray(self.store.as_numpy(cast("Key", key)))
+    def __getitem__(self, key: Key) -> FloatArray:
+        return self.store.read(key)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
         return ("saev_store", self.store.url, self.store.metadata.raw)
 
 
 def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
-    """See `ShardStore.as_dask`.
+    """The tensor as a lazy dask array, whose tasks read through the store; slices read only what they keep.
+
+    Args:
+        store: The opened store.
+        chunks: As dask takes them; `"auto"` follows the shards, in tasks of about 128 MiB.
 
     Raises:
         ArgumentError: dask cannot lay `chunks` over the tensor.
@@ -60,7 +65,7 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     layout = store.layout
     sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:
-        return dask.array.from_array(
+        return dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
             Blocks(store),
             chunks=cast("str", sizes),  # dask takes more than its annotation says
             asarray=False,

@@ -1,4 +1,4 @@
-"""How a store shows itself, in a terminal and in a notebook: from what is known already, without IO."""
+"""The card of a store, for terminals and notebooks, made without IO from what is known."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import html
 from collections.abc import Sequence
 
 from saev_store.documents import Metadata
-from saev_store.layout import Layout
 from saev_store.problems import Problem
+from saev_store.transport import Transport
 
 _SHOWN_PROBLEMS = 5
 
 
 def human_bytes(nbytes: int) -> str:
-    """A number of bytes for people, in powers of 1024.
+    """A number of bytes as text, in powers of 1024.
 
     >>> human_bytes(723_000_000_000)
     '673.3 GiB'
@@ -29,22 +29,24 @@ def human_bytes(nbytes: int) -> str:
 
 
 def card_rows(
-    *, url: str, engine: str, metadata: Metadata, layout: Layout, problems: Sequence[Problem], labels: str
+    metadata: Metadata, transport: Transport, problems: Sequence[Problem], *, has_labels: bool | None
 ) -> list[tuple[str, str]]:
-    """The lines of the card as (name, text)."""
+    """The lines of the card as (name, text); `has_labels` is None where that is not known yet."""
+    layout = metadata.layout
+    labels = {True: "yes (labels.bin)", False: "none", None: "not looked for yet"}[has_labels]
     example, layer, token, d_model = layout.shape
     special = f" ({layout.content_tokens_per_example} content + CLS)" if layout.cls_token else " (content)"
     last = layout.examples_in(layout.n_shards - 1)
     tail = "" if last == layout.examples_per_shard else f", {last:,} in the last"
     rows = [
-        ("where", url),
+        ("where", transport.url),
         ("model", f"{metadata.family} {metadata.ckpt}"),
         ("shape", f"example {example:,} x layer {layer} x token {token}{special} x d_model {d_model}"),
         ("layers", ", ".join(str(label) for label in layout.layers)),
         ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype}"),
         ("shards", f"{layout.n_shards:,} of {layout.examples_per_shard:,} examples{tail}"),
         ("labels", labels),
-        ("protocol", f"{metadata.protocol}, read through {engine}"),
+        ("protocol", f"{metadata.protocol}, read through {transport.name}"),
     ]
     if metadata.dataset:
         rows.insert(2, ("dataset", metadata.dataset))

@@ -1,4 +1,4 @@
-"""What an index expression means: NumPy's rules for integers, slices, lists, masks and ellipsis, without an array.
+"""Parse index expressions by NumPy's rules: integers, slices, lists, masks and ellipsis.
 
 Pure. A key is first brought to one component per axis; it then is either a *block* (every axis an arithmetic
 progression or one list of positions, combined as an outer product) or *points* (NumPy's advanced indexing, several lists
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from saev_store.errors import SelectionError, brief
 from saev_store.layout import DIMS, MAX_INT64, IntArray
 
-#: What may stand between the brackets of a store: anything; what makes no sense is a `SelectionError`.
+#: What may index a store: anything; a key that does not fit is a `SelectionError`.
 Key = object
 
 

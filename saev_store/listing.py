@@ -1,17 +1,17 @@
-"""Which stores lie in a folder: one level deep, told by their documents."""
+"""List the stores one level below a folder."""
 
 from __future__ import annotations
 
 import html
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, overload
+from functools import partial
+from typing import Literal, cast, overload
 
 from saev_store.display import human_bytes
-from saev_store.documents import Metadata, parse_metadata
+from saev_store.documents import Metadata, parse_json, parse_metadata
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.transport import Lists, Transport
@@ -90,9 +90,9 @@ def list_stores(root: Transport) -> StoreList:
     """
     if not isinstance(root, Lists):
         raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
-    names = sorted(entry.path.rsplit("/", 1)[-1] for entry in root.list() if entry.is_dir)
+    names: list[str] = sorted(entry.path.rsplit("/", 1)[-1] for entry in root.list() if entry.is_dir)
     with ThreadPoolExecutor(max_workers=16, thread_name_prefix="saev-list") as pool:
-        found = list(pool.map(lambda name: _look(root, name), names))
+        found = list(pool.map(partial(_look, root), names))
     return StoreList(root.url, [entry for entry in found if entry is not None])
 
 
@@ -119,12 +119,17 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
 
 
 def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:
+    where = f"{url}/{CLAIM_PATH}"
+    unreadable = StoreEntry(name, url, "unfinished", None, "its claim cannot be read")
     try:
         raw = root.read(f"{name}/{CLAIM_PATH}", max_bytes=_MAX_CLAIM_BYTES)
-        claimed = json.loads(raw)["metadata"]
-        metadata = parse_metadata(claimed.encode(), where=f"{url}/{CLAIM_PATH}")
+        claim = parse_json(raw, where=where, max_nbytes=_MAX_CLAIM_BYTES)
+        claimed = cast("dict[str, object]", claim).get("metadata") if isinstance(claim, dict) else None
+        if not isinstance(claimed, str):
+            return unreadable
+        metadata = parse_metadata(claimed.encode(), where=where)
     except NotFoundError:
         return None
-    except (SaevStoreError, ValueError, KeyError, TypeError, AttributeError):
-        return StoreEntry(name, url, "unfinished", None, "its claim cannot be read")
+    except (SaevStoreError, UnicodeEncodeError):
+        return unreadable
     return StoreEntry(name, url, "unfinished", metadata, "not published yet; create(…, resume=True) continues it")

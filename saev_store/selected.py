@@ -1,27 +1,28 @@
-"""What `store.sel(…)` returns: chosen vectors as the rows of a lazy (n, d_model) array."""
+"""`Selection`: chosen vectors as the rows of a lazy (n, d_model) array."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.indexing import Axis, Block, Progression, parse_axis
+from saev_store.indexing import Axis, Block, Progression, length, parse_axis
+from saev_store.plan import Part
 from saev_store.reader import FloatArray
-from saev_store.selection import Coordinates, RowSpace
+from saev_store.rows import Coordinates, RowSpace
 
 if TYPE_CHECKING:
     from saev_store.cost import Estimate, Prices
     from saev_store.reader import Reader
 
-#: Rows are read in pieces of about this size when all of them are asked for.
-_PIECE_BYTES = 64 << 20
+#: A slice of rows is read in pieces of about this size.
+PIECE_BYTES = 64 << 20
 
 
 class Selection:
-    """The vectors that a choice of layers, tokens, examples and labels means, as rows; nothing is read until asked.
+    """Chosen vectors as the rows of a lazy array (n, d_model): what `store.sel(…)` returns.
 
     Rows are in storage order: by example, in it by layer, in that by token. `len(selection)` is exact.
 
@@ -34,7 +35,7 @@ class Selection:
     """
 
     def __init__(self, reader: Reader, space: RowSpace) -> None:
-        self._reader = reader
+        self.reader = reader
         self.space = space
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class Selection:
         return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
 
     def rows(self, rows: object, out: FloatArray | None = None) -> FloatArray:
-        """The vectors of many rows, float32 (n, d_model), in the order asked for; repeats are fine.
+        """The vectors of many rows, float32 (n, d_model), in the order given; rows may repeat.
 
         Args:
             rows: Row numbers: a list or array of integers (negative ones count from the end), a slice or a mask.
@@ -76,20 +77,20 @@ class Selection:
             CorruptShardError: a shard of those rows is missing or short.
         """
         picked = parse_axis(rows, len(self), "row")
-        n = picked.count if isinstance(picked, Progression) else len(picked)
-        out = prepared(out, (n, self.space.layout.d_model))
-        self._read(self._reader, picked, out)
+        out = prepared(out, (length(picked), self.space.layout.d_model))
+        self.reader.execute(self._plan(picked), out)
         return out
 
-    def _read(self, reader: Reader, picked: Axis, out: FloatArray) -> None:
-        if isinstance(picked, Progression):
-            step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
-            for start in range(0, picked.count, step):
-                part = out[start : start + step]
-                positions = picked.start + picked.step * np.arange(start, start + len(part), dtype=np.int64)
-                reader.read_rows(*self.space.locate(positions), part)
-        else:
-            reader.read_rows(*self.space.locate(picked), out)
+    def _plan(self, picked: Axis) -> Iterator[Part]:
+        """What reading rows takes; a slice is planned in pieces."""
+        if not isinstance(picked, Progression):
+            yield self.reader.plan_rows(*self.space.locate(picked))
+            return
+        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
+        for start in range(0, picked.count, step):
+            end = min(start + step, picked.count)
+            positions = picked.start + picked.step * np.arange(start, end, dtype=np.int64)
+            yield self.reader.plan_rows(*self.space.locate(positions))._replace(rows=slice(start, end))
 
     def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
         """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
@@ -101,20 +102,21 @@ class Selection:
         Raises:
             SelectionError: a row is out of range.
         """
-        from saev_store.cost import Planner, estimate, nowhere, price_of
+        from saev_store.cost import PlanCount, estimate, price_of
 
-        picked = parse_axis(rows, len(self), "row")
-        planner = Planner(self._reader)
-        out = nowhere((picked.count if isinstance(picked, Progression) else len(picked), self.space.layout.d_model))
-        self._read(planner, picked, out)
-        price = price_of(self._reader.transport, prices)
-        return estimate(price, requests=planner.requests, bytes_read=planner.bytes_read, bytes_wanted=out.nbytes)
+        picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
+        count.add(self._plan(picked))
+        wanted = length(picked) * self.space.layout.vector_nbytes
+        price = price_of(self.reader.transport, prices)
+        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""
-        if isinstance(row, tuple):
+        given: object = row
+        if isinstance(given, tuple):
+            n = len(cast("tuple[object, ...]", given))
             raise SelectionError(
-                f"{brief(row)} has {len(row)} indices; rows take one, columns are always whole", where="index"
+                f"{brief(row)} has {n} indices; rows take one, columns are always whole", where="index"
             )
         found = self.rows(row)
         is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)
@@ -122,7 +124,7 @@ class Selection:
 
     def __iter__(self) -> Iterator[FloatArray]:
         """Row by row; for speed ask for many rows at once."""
-        step = max(1, _PIECE_BYTES // self.space.layout.vector_nbytes)
+        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
         for start in range(0, len(self), step):
             yield from self.rows(slice(start, start + step))
 
@@ -134,7 +136,7 @@ class Selection:
                 none, `None` for a view where there is one.
 
         Raises:
-            ArgumentError: `copy=False`, but the rows do not lie in one piece of one mapped shard.
+            ArgumentError: `copy=False`, but the rows are not contiguous in one mapped shard.
         """
         if copy is not True:
             view = self._view()
@@ -142,7 +144,7 @@ class Selection:
                 return view
             if copy is False:
                 raise ArgumentError(
-                    "these rows do not lie in one piece of mapped memory (one shard, a local file, neighbouring tokens)",
+                    "these rows are not contiguous in mapped memory (one shard, a local file, neighbouring tokens)",
                     where="copy=False",
                     remedy="Use copy=None for a copy where needed, or store.as_numpy(key, copy=False) for a strided view.",
                 )
@@ -150,7 +152,7 @@ class Selection:
         if block is None:
             return self.rows(slice(None))
         out = np.empty(block.full_shape, dtype=np.float32)
-        self._reader.read_block(block, out)
+        self.reader.execute(self.reader.plan(block), out)
         return out.reshape(self.shape)
 
     def _block(self) -> Block | None:
@@ -165,7 +167,7 @@ class Selection:
 
     def _view(self) -> FloatArray | None:
         block = self._block()
-        strided = self._reader.view(block) if block is not None else None
+        strided = self.reader.view(block) if block is not None else None
         if strided is None:
             return None
         rows = strided.reshape(self.shape)
@@ -189,14 +191,15 @@ def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
                 where="index",
                 remedy="Ask for less at once, or use a lazy view.",
             ) from error
+    given = cast("object", out)  # callers may not check types
     if (
-        not isinstance(out, np.ndarray)
+        not isinstance(given, np.ndarray)
         or out.dtype != np.float32
         or out.shape != shape
         or not out.flags.c_contiguous
         or not out.flags.writeable
     ):
-        found = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+        found = f"{out.dtype} {out.shape}" if isinstance(given, np.ndarray) else type(given).__name__
         raise ArgumentError(
             f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out"
         )

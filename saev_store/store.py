@@ -1,45 +1,53 @@
-"""`ShardStore`: an opened store, a thin thing made of a layout, a document and a transport."""
+"""`ShardStore`: open, create, read and view a store."""
 
 from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 
-from saev_store._open import Opened, as_metadata, open_documents, open_in_memory, read_labels
-from saev_store.display import card_html, card_rows, card_text
+from saev_store._open import Opened, as_metadata, open_store
+from saev_store._opened import OpenedStore
 from saev_store.documents import Metadata
-from saev_store.errors import ArgumentError, SaevStoreWarning, brief
-from saev_store.faces import Faces
+from saev_store.errors import ArgumentError, brief
 from saev_store.indexing import Block, Key, parse_key
-from saev_store.layout import DIMS, Layout
 from saev_store.reader import FloatArray, Reader
 from saev_store.selected import Selection, prepared
-from saev_store.selection import Labels, Layers, Tokens, row_space
+from saev_store.selection import Layers, Tokens, row_space
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import dask.array
+    import distributed
+    import icechunk
+    import xarray
+
     from saev_store.cost import Estimate, Prices
-    from saev_store.inspect import Report
+    from saev_store.formats import Source
+    from saev_store.formats.provenance import Origin
     from saev_store.listing import StoreList
-    from saev_store.problems import Problem
-    from saev_store.writer import RepairWriter, ShardWriter
+    from saev_store.stats import Stats
+    from saev_store.writer import ShardWriter
+    from saev_store.zarr import ZarrView
 
-Url = str | os.PathLike[str]
-Options = Mapping[str, object]
+Url: TypeAlias = str | os.PathLike[str]
+Options: TypeAlias = Mapping[str, object]
+#: A chunk shape over (example, layer, token, d_model), or what suits the transport.
+ChunkShape: TypeAlias = Literal["auto"] | Sequence[int]
+#: What xarray takes for `chunks`.
+TaskSizes: TypeAlias = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | Literal["auto"] | int | None
 
 
-class ShardStore(Faces):
-    """A store of activations, opened: index it like a NumPy array, select from it by label, look at it.
+class ShardStore(OpenedStore):
+    """An opened store of activations: index it like a NumPy array, or select from it by label.
 
-    Make one with `ShardStore.open`. Reads return fresh float32 arrays; nothing is loaded before it is asked for. May be
-    shared between threads, pickled (it reopens), and used in forked children where its transport allows that.
+    Made by `ShardStore.open`. Reads return fresh float32 arrays. May be shared between threads, pickled (it reopens), and
+    used in forked children where its transport allows that. `as_*` methods give views, `to_*` methods write copies.
 
     >>> from saev_store import ShardStore
     >>> store = ShardStore.open(SAMPLE)
@@ -52,11 +60,9 @@ class ShardStore(Faces):
     """
 
     def __init__(self, opened: Opened) -> None:
-        self._opened = opened
-        self._layout = opened.metadata.layout
+        super().__init__(opened)
         self._reader = self._new_reader()
-        self._labels: Labels | None = None
-        self._has_labels = opened.has_labels
+        self._source: Source[object] | None = None
 
     def _new_reader(self) -> Reader:
         opened = self._opened
@@ -79,10 +85,10 @@ class ShardStore(Faces):
         engine: Engine = "auto",
         damaged_ok: bool = False,
     ) -> ShardStore:
-        """An existing store, wherever it lies and whichever spelling of the protocol it follows.
+        """An existing store, in any spelling of the protocol.
 
-        Reads `metadata.json` and `shards.json` and nothing else; a local store's files are also compared in size with
-        what the documents promise, a remote one's when they are first touched.
+        Reads `metadata.json` and `shards.json` and nothing else. The sizes of local files are compared with the documents
+        now, those of remote files when they are first read.
 
         Args:
             url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec knows, chained ones too, or a transport.
@@ -93,22 +99,12 @@ class ShardStore(Faces):
 
         Raises:
             NotFoundError: there is no store; if it is a root of stores, the message lists them.
-            IncompleteStoreError: a store lies there that was never finished.
+            IncompleteStoreError: the store was never finished.
             DocumentError: a document breaks rules; `problems` on the error lists all of them.
             UnknownProtocolError: the store is newer than this package (a breaking change), or of another dtype.
             CorruptShardError: shards are missing, short or too long, and `damaged_ok` is false.
         """
-        if isinstance(url, Transport):
-            transport = url
-        else:
-            transport = open_transport(url, storage_options, engine="auto" if engine == "memory" else engine)
-        opened = open_documents(transport, damaged_ok=damaged_ok)
-        if engine == "memory":
-            opened = open_in_memory(opened)
-        for problem in opened.problems:
-            if problem.kind == "hash_mismatch":
-                warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=2)
-        return cls(opened)
+        return cls(open_store(url, storage_options, engine=engine, damaged_ok=damaged_ok))
 
     @staticmethod
     def list(root: Url, storage_options: Options | None = None) -> StoreList:
@@ -134,38 +130,26 @@ class ShardStore(Faces):
         on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
         progress: bool | None = None,
     ) -> ShardWriter:
-        """A writer of the new store `<root>/<metadata.hash>`, which appears to readers when it is complete, not before.
+        """A writer of the new store `<root>/<metadata.hash>`, which is published, as a whole, when it is complete.
 
         Args:
-            root: Where stores lie; created if need be.
+            root: The folder of stores; created if need be.
             metadata: What will be written: made by `saev_store.new_metadata`, or a mapping of its arguments.
             storage_options: What fsspec hands to the file system.
-            resume: `True` continues an unfinished store of exactly this metadata, after checking what it keeps, and
-                refuses when only other unfinished stores lie there; `"auto"` continues one or starts anew.
-            exist_ok: A complete store is fine: the writer then has nothing to do.
-            part: `(rank, world)`: write only this rank's run of shards; `ShardStore.finalize` publishes.
-            pad: Write the last shard at full size (default on POSIX, where that costs nothing) or cut.
-            on_nonfinite: What to do about NaN and infinity in appended activations.
+            resume: Continue an unfinished store; see `saev_store.writer.create_store` for this and all that follow.
+            exist_ok: For a complete store, return a writer that has nothing left to do.
+            part: `(rank, world)`: write only this part of the shards; `ShardStore.finalize` publishes.
+            pad: Write the last shard at full size, its tail zeros.
+            on_nonfinite: What to do with NaN and infinity in appended activations.
             progress: Show a bar on stderr; default: when it is a terminal.
-
-        Raises:
-            StoreExistsError: the store exists, complete.
-            IncompleteStoreError: an unfinished one lies there and `resume` is false.
-            ResumeError: what lies there cannot be continued by this call.
-            WriterConflictError: another process is writing it.
         """
         from saev_store.writer import create_store
 
+        transport = open_transport(root, storage_options)
         return create_store(
-            open_transport(root, storage_options),
-            as_metadata(metadata),
-            resume=resume,
-            exist_ok=exist_ok,
-            part=part,
-            pad=pad,
-            on_nonfinite=on_nonfinite,
-            progress=progress,
-        )
+            transport, as_metadata(metadata), resume=resume, exist_ok=exist_ok, part=part, pad=pad,
+            on_nonfinite=on_nonfinite, progress=progress,
+        )  # fmt: skip
 
     @classmethod
     def finalize(
@@ -184,80 +168,6 @@ class ShardStore(Faces):
         finalize_store(transport, metadata)
         return cls.open(transport.at(metadata.hash))
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        """The geometry: sizes, shards, and where each vector lies."""
-        return self._layout
-
-    @property
-    def metadata(self) -> Metadata:
-        """The document, under canonical names whatever version wrote it; `metadata.raw` has its exact bytes."""
-        return self._opened.metadata
-
-    @property
-    def transport(self) -> Transport:
-        """What reads the bytes; `store.transport.name` says which engine that is."""
-        return self._opened.transport
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What opening found odd or wrong; `validate()` looks closer."""
-        return self._opened.problems
-
-    @property
-    def url(self) -> str:
-        """Where the store is, without credentials."""
-        return self.transport.url
-
-    @property
-    def name(self) -> str:
-        """The store's folder, normally its content hash."""
-        return self._opened.name
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(n_examples, n_layers, tokens_per_example, d_model)."""
-        return self._layout.shape
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """Names of the axes."""
-        return DIMS
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    @property
-    def dtype(self) -> np.dtype[np.float32]:
-        return np.dtype(np.float32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, padding excluded."""
-        return self._layout.nbytes
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Labels of the recorded layers; the position of a label is its index on the layer axis."""
-        return self._layout.layers
-
-    @property
-    def labels(self) -> Labels | None:
-        """Labels of the content tokens, uint8 (n_examples, content tokens), read-only; None where none were recorded.
-
-        A view of the mapped file locally; remotely the file is read once, when it is first asked for.
-
-        Raises:
-            DocumentError: `labels.bin` has another size than the documents imply.
-        """
-        if self._labels is None and self._has_labels is not False:
-            self._labels = read_labels(self.transport, self._layout)
-            self._has_labels = self._labels is not None
-        return self._labels
-
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -265,17 +175,21 @@ class ShardStore(Faces):
 
     def __getitem__(self, key: Key) -> FloatArray:
         """What NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
-        if type(key) is tuple and len(key) == 3:  # one vector: the commonest request, worth a short way
-            example, layer, token = key
+        # No cast: it would be a call more for each vector.
+        indices: tuple[object, ...] = key if isinstance(key, tuple) else ()  # pyright: ignore[reportUnknownVariableType]  # any items
+        if len(indices) == 3:  # the shortest way to one vector
+            example, layer, token = indices
             n_examples, n_layers, n_tokens, _ = self._layout.shape
             if (
-                type(example) is type(layer) is type(token) is int
+                type(example) is int
+                and type(layer) is int
+                and type(token) is int  # a boolean is no position
                 and 0 <= example < n_examples
                 and 0 <= layer < n_layers
                 and 0 <= token < n_tokens
             ):
                 return self._reader.vector(example, layer, token)
-        return self.read(key)
+        return self.read(key)  # pyright: ignore[reportUnknownArgumentType]  # any items
 
     def __iter__(self) -> Iterator[FloatArray]:
         """Example by example, each a fresh (layer, token, d_model) array."""
@@ -296,20 +210,16 @@ class ShardStore(Faces):
         """
         request = parse_key(key, self._layout.shape)
         result = prepared(out, request.shape)
-        if isinstance(request, Block):
-            self._reader.read_block(request, result.reshape(request.full_shape))
-        else:
-            self._reader.read_points(request, result)
+        self._reader.execute(
+            self._reader.plan(request), result.reshape(request.full_shape) if isinstance(request, Block) else result
+        )
         return result if result.ndim or out is not None else result[()]
 
     def estimate(self, key: Key = ..., *, prices: Prices | None = None) -> Estimate:
-        """What `store[key]` will cost in requests, bytes and dollars; nothing is read for it.
-
-        It is the plan of the read itself, counted: what `store.transport.counters` has more afterwards, unless a client had
-        to try again. `store.sel(…).estimate(rows)` does it for selections.
+        """What `store[key]` will cost in requests, bytes and dollars: the plan of the read, counted; nothing is read.
 
         Args:
-            key: As in `store[key]`.
+            key: As in `store[key]`; `store.sel(…).estimate(rows)` does it for selections.
             prices: Instead of `saev_store.cost.PRICES`, such as `{"s3": Price(0, 0)}` for a server of your own.
 
         Raises:
@@ -319,13 +229,13 @@ class ShardStore(Faces):
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
         1120
         """
-        from saev_store.cost import Planner, estimate, price_of
+        from saev_store.cost import PlanCount, estimate, price_of
 
-        request, planner = parse_key(key, self._layout.shape), Planner(self._reader)
-        planner.plan(request)
+        request, count = parse_key(key, self._layout.shape), PlanCount(self._reader)
+        count.add(self._reader.plan(request))
         wanted = math.prod(request.shape) * self.dtype.itemsize
         price = price_of(self.transport, prices)
-        return estimate(price, requests=planner.requests, bytes_read=planner.bytes_read, bytes_wanted=wanted)
+        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
 
     def sel(
         self,
@@ -382,30 +292,108 @@ class ShardStore(Faces):
         array = self.as_numpy(copy=copy)
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    # -- looking after it ----------------------------------------------------------------------------------------------
+    # -- views and exports ---------------------------------------------------------------------------------------------
 
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """What is wrong with the store and which examples that costs; see `saev_store.inspect.Report`.
+    def as_zarr(self, *, chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto") -> ZarrView:
+        """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and `labels` where they exist.
 
-        Args:
-            deep: Read every byte: digests, all-zero rows, swapped shards. Otherwise names and sizes only.
-            progress: Show a bar on stderr; default: when it is a terminal.
+        Nothing is copied or listed: each chunk is a range of bytes of a shard. See `saev_store.zarr.open_view`.
+
+        >>> import zarr
+        >>> from saev_store import ShardStore
+        >>> group = zarr.open_group(ShardStore.open(SAMPLE).as_zarr(), mode="r")
+        >>> group["activations"][2:4, 0, 1].shape, group["layer"][:].tolist()
+        ((2, 8), [2, 5, 11])
         """
-        from saev_store.inspect import validate
+        from saev_store.zarr import open_view
 
-        return validate(
-            self.transport, self.metadata, self._opened.index, dirname=self.name, deep=deep, progress=progress
-        )
+        return open_view(self, chunks=chunks, sharded=sharded)
 
-    def repair(self, report: Report | None = None) -> RepairWriter:
-        """A writer that takes exactly the examples that are lost, and puts them where they were.
+    def as_xarray(
+        self, *, chunks: TaskSizes = None, zarr_chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto"
+    ) -> xarray.Dataset:
+        """A lazy `xarray.Dataset` of the activations with dimension names, layer labels and token numbers (-1 is CLS).
 
-        Args:
-            report: What `validate` found; default: a quick look at names and sizes.
+        See `saev_store.xarray.open_store`.
         """
-        from saev_store.writer import open_repair
+        from saev_store.xarray import open_store
 
-        return open_repair(self.transport, self.metadata, lost=(report or self.validate()).lost)
+        return open_store(self, chunks=chunks, zarr_chunks=zarr_chunks, sharded=sharded)
+
+    def as_dask(self, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
+        """A lazy `dask.array.Array` of the tensor, whose tasks read through this store. See `saev_store.dask.from_store`."""
+        from saev_store.dask import from_store
+
+        return from_store(self, chunks=chunks)
+
+    def to_kerchunk(
+        self, path: Url, *, format: Literal["json", "parquet"] = "json", chunks: ChunkShape = "auto",
+        base: str | None = None, storage_options: Options | None = None,
+    ) -> None:  # fmt: skip
+        """Write references that fsspec's `reference://` reads. See `saev_store.export.write_kerchunk`."""
+        from saev_store.export import write_kerchunk
+
+        write_kerchunk(self, os.fspath(path), format=format, chunks=chunks, base=base, storage_options=storage_options)
+
+    def to_icechunk(
+        self, target: Url | icechunk.Storage, *, chunks: ChunkShape = "auto", base: str | None = None,
+        container: icechunk.VirtualChunkContainer | None = None,
+    ) -> str:  # fmt: skip
+        """Create an Icechunk repository whose chunks are ranges of the shards; returns the commit's id.
+
+        See `saev_store.export.write_icechunk`.
+        """
+        from saev_store.export import write_icechunk
+
+        where = os.fspath(target) if isinstance(target, (str, os.PathLike)) else target
+        return write_icechunk(self, where, chunks=chunks, base=base, container=container)
+
+    def to_tensorstore_spec(
+        self, array: str = "activations", *, base: str | Mapping[str, object] | None = None
+    ) -> dict[str, object]:
+        """What `tensorstore.open` takes to read one array, as plain JSON types. See `saev_store.export.tensorstore_spec`."""
+        from saev_store.export import tensorstore_spec
+
+        return tensorstore_spec(self, array, base=base)
+
+    def stats(
+        self, *, sample: int | None = None, seed: int = 0, client: distributed.Client | str | None = None,
+        refresh: bool = False, save: bool = True, progress: bool | None = None,
+    ) -> Stats:  # fmt: skip
+        """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
+
+        Computed with dask; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
+
+        >>> from saev_store import ShardStore
+        >>> stats = ShardStore.open(SAMPLE).stats(save=False)
+        >>> stats.mean_norm.shape, int(stats.count[0, 0])
+        ((3, 5), 56)
+        """
+        from saev_store.stats import store_stats
+
+        return store_stats(self, sample=sample, seed=seed, client=client, refresh=refresh, save=save, progress=progress)
+
+    def source(
+        self, storage_options: Options | None = None, *, url: Url | None = None, outside_ok: bool = False
+    ) -> Source[object]:
+        """The data set that this store was recorded from, opened; see `saev_store.formats.provenance.source_of`."""
+        from saev_store.formats.provenance import source_of
+
+        return source_of(self.metadata, storage_options, url=url, outside_ok=outside_ok)
+
+    def origin(
+        self, example_idx: int, token_idx: int | None = None, *, source: Source[object] | None = None,
+        neighbours: int = 8,
+    ) -> Origin:  # fmt: skip
+        """The sample that a vector comes from, and the place in it: a token with its neighbours, or the box of a patch.
+
+        `source` is opened, once, where it is not given. See `saev_store.formats.provenance.origin_of`.
+        """
+        from saev_store.formats.provenance import origin_of
+
+        if source is None:
+            source = self._source = self._source or self.source()
+        return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours)
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
@@ -423,28 +411,3 @@ class ShardStore(Faces):
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
         return ShardStore, (self._opened,)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardStore):
-            return NotImplemented
-        return self.url == other.url and self.metadata.raw == other.metadata.raw
-
-    def __hash__(self) -> int:
-        return hash((self.url, self.metadata.raw))
-
-    def _card(self) -> list[tuple[str, str]]:
-        known = {True: "yes (labels.bin)", False: "none", None: "not looked for yet"}[self._has_labels]
-        return card_rows(
-            url=self.url,
-            engine=self.transport.name,
-            metadata=self.metadata,
-            layout=self._layout,
-            problems=self.problems,
-            labels=known,
-        )
-
-    def __repr__(self) -> str:
-        return card_text(self.name, self._card())
-
-    def _repr_html_(self) -> str:
-        return card_html(self.name, self._card())

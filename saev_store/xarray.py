@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.chunks import task_lengths
 from saev_store.dask import from_store
@@ -25,25 +25,25 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from saev_store.faces import TaskSizes
+    from saev_store.store import TaskSizes
     from saev_store.zarr import Chunks, Sharded
 
 
 class SaevBackend(BackendEntrypoint):
-    """What xarray calls for `engine="saev"`, and for the folder of a store without an engine."""
+    """xarray's back end for `engine="saev"`, and for the folder of a store opened without an engine."""
 
     description = "Stores of transformer activations (metadata.json, shards.json, acts000000.bin, …)"
 
     def guess_can_open(self, filename_or_obj: object) -> bool:
-        """Whether this is the folder of a store on this machine; asks no server, and takes two looks at the disk."""
+        """Whether this is the folder of a store on this machine; two files are looked up, no server is contacted."""
         if not isinstance(filename_or_obj, (str, os.PathLike)):
             return False
-        path = os.fspath(filename_or_obj)
+        path = cast("object", os.fspath(cast("str | os.PathLike[str]", filename_or_obj)))
         if not isinstance(path, str) or "://" in path:
             return False
         return all(os.path.isfile(os.path.join(path, name)) for name in (METADATA_NAME, SHARDS_NAME))
 
-    def open_dataset(
+    def open_dataset(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes stores, not xarray's data stores
         self,
         filename_or_obj: str | os.PathLike[str] | ShardStore,
         *,
@@ -68,8 +68,8 @@ class SaevBackend(BackendEntrypoint):
         else:
             store = ShardStore.open(filename_or_obj, storage_options, damaged_ok=damaged_ok)
         view = open_view(store, chunks=zarr_chunks, sharded=sharded)
-        # Values are as they were stored: nothing is masked, scaled or made a date of.
-        dataset = xarray.open_zarr(
+        # Values stay as stored: no masking, scaling or decoding of dates.
+        dataset = xarray.open_zarr(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
             view,
             chunks=None,
             consolidated=True,
@@ -89,7 +89,18 @@ def open_store(
     zarr_chunks: Literal["auto"] | Sequence[int],
     sharded: Sharded,
 ) -> xarray.Dataset:
-    """See `ShardStore.as_xarray`.
+    """A lazy dataset of the activations: what `ShardStore.as_xarray` gives.
+
+    Args:
+        store: The opened store.
+        chunks: As in `xarray.open_dataset`: None reads without dask; `{}` makes dask arrays of few tasks that follow the
+            shards and read through the store, as those of `ShardStore.as_dask` do.
+        zarr_chunks: `chunks` of `saev_store.zarr.open_view`.
+        sharded: As in `saev_store.zarr.open_view`.
+
+    Raises:
+        MissingDependencyError: xarray (or dask, with `chunks`) is not installed.
+        DocumentError: `labels.bin` has another size than the documents imply.
 
     >>> from saev_store import ShardStore
     >>> dataset = ShardStore.open(SAMPLE).as_xarray()
@@ -99,7 +110,7 @@ def open_store(
     (7, 8)
     """
     take_hints = chunks is None or chunks in ("auto", {})
-    dataset = xarray.open_dataset(
+    dataset = xarray.open_dataset(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         store,  # pyright: ignore[reportArgumentType]  # handed on to the back end as it is
         engine=SaevBackend,
         chunks=chunks if take_hints else None,
@@ -108,17 +119,17 @@ def open_store(
         sharded=sharded,
     )
     if not take_hints:
-        # Cut afterwards, sizes of the caller's own are no reason for xarray to warn that they are not the hints.
-        dataset = dataset.chunk(chunks)
+        # Chunked afterwards: given sizes would make xarray warn that they differ from the hints.
+        dataset = dataset.chunk(chunks)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
     if chunks is None:
         return dataset
-    # The same tasks through the store itself: views where memory is mapped, merged requests elsewhere.
+    # The same tasks, read through the store itself: requests are merged there.
     activations = dataset[ARRAY]
     return dataset.assign({ARRAY: activations.copy(data=from_store(store, chunks=activations.data.chunks))})
 
 
 def _hint(dataset: xarray.Dataset, multiple_of: int, store: ShardStore) -> None:
-    """Tell xarray what a good dask task is: without, each Zarr chunk would be one."""
+    """Tell xarray what a good dask task is; else each Zarr chunk would be one."""
     lengths = task_lengths(store.layout, multiple_of=multiple_of)
     for variable in dataset.variables.values():
         sizes = dict(zip(variable.dims, variable.shape, strict=True))

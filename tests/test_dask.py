@@ -54,14 +54,13 @@ def test_any_chunks_and_selection_equal_numpy(layout: Layout, data: st.DataObjec
     assert found.tobytes() == expected.tobytes()
 
 
-def test_blocks_of_a_local_store_are_views(tmp_path: Path):
+def test_blocks_of_a_local_store_are_copies(tmp_path: Path):
+    """A view of a mapped file would end the worker if the file were cut while a task computes."""
     plain = plain_store(LAYOUT)
     store = ShardStore.open(plain.write(tmp_path))
     block = Blocks(store)[3:6, 1]
-    assert np.shares_memory(block, store.as_numpy(np.s_[3:6], copy=False))
-    assert not block.flags.writeable
-    writeable = store.as_dask(chunks=(3, 3, 5, 8)).map_blocks(lambda part: np.array([[[[part.flags.writeable]]]]))
-    assert not writeable.compute().any()
+    assert not np.shares_memory(block, store.as_numpy(np.s_[3:6], copy=False))
+    assert block.flags.writeable
 
 
 def test_the_same_store_has_the_same_name():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from saev_store.documents import RECIPES, content_hashes, match_hash, new_metadata, written_versions
+from saev_store.documents import RECIPES, VERSIONS, content_hashes, match_hash, new_metadata
 from saev_store.documents.hashing import known_names
 from saev_store.errors import ArgumentError
 
@@ -129,4 +129,14 @@ def test_match_names_the_recipe(protocol):
     for wrong in ("", "renamed", meta.hashes["field-order"][:7], meta.hash.upper() + "x", meta.hash[:-1]):
         assert match_hash(meta, wrong) is None
     assert meta.hash == meta.hashes["field-order-8" if protocol == "2.1" else "sorted-ascii"]
-    assert meta.version in written_versions()
+    assert meta.version in VERSIONS
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
+def test_the_field_order_has_null_for_numbers_that_json_lacks(text):
+    """As the JSON writer of that recipe prints them."""
+    document = json.loads(f'{{"protocol": "2.1", "data": {{"scale": [{text}]}}}}')
+    expected = hashlib.sha256(b'{"protocol":"2.1","data":{"scale":[null]}}').hexdigest()
+    assert content_hashes(document)["field-order"] == expected
+    compact = f'{{"data":{{"scale":[{text}]}},"protocol":"2.1"}}'
+    assert content_hashes(document)["sorted-ascii"] == hashlib.sha256(compact.encode()).hexdigest()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.documents import new_metadata, parse_metadata, writable_versions, written_versions
+from saev_store.documents import VERSIONS, WRITABLE_VERSIONS, new_metadata, parse_metadata
 from saev_store.errors import ArgumentError, SaevStoreWarning
 
 SIZES = {
@@ -49,7 +49,7 @@ def test_new_documents_have_exactly_the_keys_of_their_specification(protocol):
     assert meta.problems == ()
     assert meta.extra == {}
     assert new_metadata(**GOOD).protocol == "2.0"
-    assert list(writable_versions()) == list(KEYS)
+    assert list(WRITABLE_VERSIONS) == list(KEYS)
 
 
 @given(
@@ -175,11 +175,11 @@ def test_arguments_that_break_a_rule_are_argument_errors(changes, match):
 # -- replace -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", written_versions(), ids=lambda version: version.title)
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.title)
 def test_replace_makes_a_document_of_the_same_version(version):
     document = {version.spelling.key(name): value for name, value in GOOD.items()}
     document |= {"data": "x" if version.data == "string" else {"a": 1}, "note": "kept"}
-    if version.model.model_fields["dataset"].is_required():
+    if version.requires_dataset:
         document["dataset"] = "/data"
     document |= {"dtype": "float32", "protocol": version.protocol, "tail": [1]}
     before = parse_metadata(json.dumps(document).encode(), where="a/metadata.json")

@@ -26,14 +26,18 @@ FLOORS = {
     "names": 0,
     "problems": 0,
     "layout": 0,
+    "rows": 0,
     "selection": 0,
     "indexing": 0,
     "coalesce": 0,
     "chunks": 0,
+    "plan": 0,
     "order": 0,
     "documents": 1,
     "transport": 2,
+    "fetch": 2,
     "_open": 3,
+    "_opened": 3,
     "cost": 3,
     "store": 3,
     "reader": 3,
@@ -41,7 +45,6 @@ FLOORS = {
     "identity": 3,
     "inspect": 3,
     "display": 3,
-    "faces": 3,
     "listing": 3,
     "selected": 3,
     "copying": 4,
@@ -64,12 +67,12 @@ FLOORS = {
 #: Imports that go up, all inside functions: a method of a store opens a face, and a process that does not call it does not
 #: load it. (file, room above it)
 FACES = {
-    ("faces.py", "zarr"),
-    ("faces.py", "xarray"),
-    ("faces.py", "dask"),
-    ("faces.py", "export"),
-    ("faces.py", "stats"),
-    ("faces.py", "formats"),
+    ("store.py", "zarr"),
+    ("store.py", "xarray"),
+    ("store.py", "dask"),
+    ("store.py", "export"),
+    ("store.py", "stats"),
+    ("store.py", "formats"),
 }
 
 #: Modules on the same floor that import each other, by a function-level import. (importing module, imported module)

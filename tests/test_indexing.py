@@ -125,3 +125,19 @@ def test_one_axis_alone() -> None:
     assert parse_axis(np.array([True, False, True]), 3, "example").tolist() == [0, 2]
     with pytest.raises(SelectionError, match="has 2 dimensions"):
         parse_axis([[0, 1]], 5, "example")
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize("kind", [int, "list", "array", "with others"])
+def test_positions_at_the_ends_of_an_axis(axis: int, offset: int, kind: object) -> None:
+    """n - 1 is the last one, n is none; -n is the first one, -n - 1 is none."""
+    n = SHAPE[axis]
+    for position, is_inside in ((n + offset, offset < 0), (-n + offset, offset >= 0)):
+        item: object = {int: position, "list": [position], "array": np.array([[position]])}.get(kind, [0, position])
+        key = (*[slice(None)] * axis, item)
+        if is_inside:
+            np.testing.assert_array_equal(read(key), DENSE[key])
+        else:
+            with pytest.raises(SelectionError, match=f"{position} is out of range; the axis has {n} positions"):
+                parse_key(key, SHAPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -142,3 +143,26 @@ def test_layouts_are_values() -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert pickle.loads(pickle.dumps(one)) == one
+
+
+@pytest.mark.parametrize(
+    ("n_examples", "d_model", "examples_per_shard", "fits"),
+    [
+        (1, 2**61 - 1, 1, True),
+        (1, 2**61, 1, False),
+        (1, 2**21, 2**40 - 1, True),  # one example, but a file at full size has 2^63 - 2^23 bytes
+        (1, 2**21, 2**40, False),
+        (2**40 - 1, 2**21, 1, True),
+        (2**40, 2**21, 1, False),
+        (3, 2**59, 2, False),  # the padded tensor has four examples
+        (3, 2**59 - 1, 2, True),
+    ],
+)
+def test_the_padded_tensor_is_below_2_to_the_63(n_examples: int, d_model: int, examples_per_shard: int, fits: bool):
+    make = partial(Layout, n_examples, (0,), 1, False, d_model, examples_per_shard)
+    if fits:
+        layout = make()
+        assert layout.n_shards * layout.shard_nbytes < 2**63
+    else:
+        with pytest.raises(ArgumentError, match=r"below 2\^63"):
+            make()

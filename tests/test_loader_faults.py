@@ -139,7 +139,7 @@ def test_a_shard_that_is_cut_mid_epoch(plain, kind):
 def test_a_shard_that_is_deleted_mid_epoch(plain, kind):
     """An open file lives on; one that is opened afterwards is missing, and named."""
     loader = make(plain, kind)
-    loader._rows._reader.transport.close()
+    loader._rows.reader.transport.close()
     plain.shard(4).unlink()
     with pytest.raises((CorruptShardError, NotFoundError), match=r"acts000004\.bin"):
         check(plain, loader)

@@ -32,7 +32,8 @@ from saev_store.order import (
 )
 from saev_store.order._ahead import RowsAhead
 from saev_store.order._words import shuffled_each
-from saev_store.selection import RowSpace, row_space
+from saev_store.rows import RowSpace
+from saev_store.selection import row_space
 
 T = TypeVar("T")
 

@@ -102,3 +102,36 @@ def test_what_the_store_does_not_hold_is_an_error(
 ) -> None:
     with pytest.raises(error, match=words):
         row_space(LAYOUT, **kwargs)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 8, 9, 10, 11, 30, 31])
+@pytest.mark.parametrize("examples", [None, slice(2, 9), slice(9, 1, -2), slice(1, None, 3), [8, 0, 8, 3]])
+def test_labels_are_counted_in_pieces(chunk: int, examples: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten examples of three content tokens: pieces of one example, of some, of nearly all, of all."""
+    monkeypatch.setattr("saev_store.selection.COUNT_CHUNK_BYTES", chunk)
+    layout = Layout(10, (4, 2), 3, True, 2, 4)
+    labels = np.random.default_rng(0).integers(0, 3, (10, 3), dtype=np.uint8)
+    rows = row_space(layout, examples=examples, ignore_labels=[1], labels=labels)
+    chosen = np.arange(10)[slice(None) if examples is None else examples]
+    expected = [
+        (int(example), layer, token)
+        for example in chosen
+        for layer in (4, 2)
+        for token in (-1, 0, 1, 2)
+        if token < 0 or labels[example, token] != 1
+    ]
+    assert [tuple(map(int, row)) for row in zip(*rows.coordinates(np.arange(len(rows))), strict=True)] == expected
+
+
+@pytest.mark.parametrize(("label", "is_one"), [(-1, False), (0, True), (255, True), (256, False)])
+def test_labels_are_from_0_to_255(label: int, is_one: bool) -> None:
+    layout = Layout(2, (0,), 2, False, 2, 2)
+    labels = np.array([[0, 255], [255, 7]], dtype=np.uint8)
+    if is_one:
+        rows = row_space(layout, ignore_labels=[label], labels=labels)
+        assert len(rows) == np.count_nonzero(labels != label)
+        assert len(row_space(layout, ignore_labels=[0, label], labels=labels)) == 4 - len({0, label}) - (label == 255)
+    else:
+        for wrong in ([label], [7, label], np.array([label])):
+            with pytest.raises(SelectionError, match="integers from 0 to 255"):
+                row_space(layout, ignore_labels=wrong, labels=labels)

@@ -34,6 +34,7 @@ from saev_store.errors import (
     UnknownProtocolError,
 )
 from saev_store.layout import Layout
+from saev_store.names import CLAIM_PATH
 from saev_store.transport import MemoryTransport, ReadCost, Transport
 
 SAMPLES = Path(__file__).parent / "data" / "saev"
@@ -462,6 +463,23 @@ def test_labels_of_a_wrong_size_are_an_error(tmp_path: Path) -> None:
 
 
 # -- finding stores ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        '{"metadata": ' + "[" * 100_000 + "]" * 100_000 + "}", "[" * 100_000, "[]", '{"metadata": 3}', "{}", "",
+        r'{"metadata": "\ud800"}', '{"metadata": "{}"}', "1" * 10_000,
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_a_claim_that_cannot_be_read_is_one_entry_of_the_list(claim: str, tmp_path: Path) -> None:
+    complete = plain_store(LAYOUT).write(tmp_path)
+    hidden = tmp_path / "crashed" / CLAIM_PATH
+    hidden.parent.mkdir(parents=True)
+    hidden.write_text(claim)
+    found = {entry.name: (entry.state, entry.note) for entry in ShardStore.list(tmp_path)}
+    assert found == {complete.name: ("complete", ""), "crashed": ("unfinished", "its claim cannot be read")}
 
 
 def test_a_root_lists_its_stores(tmp_path: Path) -> None:

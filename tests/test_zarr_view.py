@@ -7,10 +7,12 @@ import contextlib
 import itertools
 import json
 import os
+import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import zarr
@@ -24,10 +26,11 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from saev_store import SaevStoreWarning, ShardStore
+from saev_store.chunks import ChunkGrid
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, DocumentError
 from saev_store.layout import Layout
 from saev_store.transport import LatencyTransport, MemoryTransport, ReadCost, Transport
-from saev_store.zarr import ZarrView
+from saev_store.zarr import TensorKeys, ZarrView
 
 SAMPLES = Path(__file__).parent / "data" / "saev"
 VALID = sorted(path.parent for path in SAMPLES.glob("*/expected.json"))
@@ -490,3 +493,40 @@ def test_zarrs_synchronous_pipeline_is_for_mapped_memory(is_far: bool):
             assert _store_supports_sync_io(view) == (not is_far)
             same_bits(read(view)[...], plain.dense)
             same_bits(read(view)[1:5, 2, ::2], plain.dense[1:5, 2, ::2])
+
+
+@pytest.mark.parametrize("tail", ["padded", "cut"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_every_range_of_a_sharded_key(tail: str, mapped: bool):
+    """File, zeros behind its end, index and checksum, against the same bytes put together here."""
+    layout = Layout(5, (0, 1), 1, False, 2, 3)
+    plain = plain_store(layout, tail=tail)
+    memory = MemoryTransport(plain.files, label=plain.name)
+    transport = memory if mapped else LatencyTransport(memory, 0.0, 1e9)
+    view = ZarrView(transport, TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, labelled=False))
+    n_inner = layout.examples_per_shard * 2
+    for shard_idx in range(layout.n_shards):
+        data = plain.dense[shard_idx * 3 : shard_idx * 3 + 3].tobytes()
+        n_present = layout.examples_in(shard_idx) * 2
+        entries = b"".join(struct.pack("<QQ", chunk * 8, 8) for chunk in range(n_present))
+        entries += b"\xff" * (16 * (n_inner - n_present))
+        index = entries + google_crc32c.value(entries).to_bytes(4, "little")
+        value, key = data.ljust(n_inner * 8, b"\0") + index, f"activations/c/{shard_idx}/0/0/0"
+        whole = view.get_sync(key)
+        assert whole is not None
+        assert whole.to_bytes() == value
+        edges = sorted({edge + by for edge in (0, len(data), n_inner * 8, len(value)) for by in (-9, -1, 0, 1, 9)})
+        edges = [edge for edge in edges if 0 <= edge <= len(value)]
+        for start in edges:
+            for end in edges:
+                if end >= start:
+                    part = view.get_sync(key, byte_range=RangeByteRequest(start, end))
+                    assert part is not None
+                    assert part.to_bytes() == value[start:end], (start, end)
+            found = view.get_ranges_sync(
+                key, [OffsetByteRequest(start), SuffixByteRequest(start)], prototype=default_buffer_prototype()
+            )
+            assert [part.to_bytes() for _, part in found if part is not None] == [
+                value[start:],
+                value[len(value) - start :],
+            ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
 from saev_store.cli._output import emit, emit_json
+from saev_store.errors import DocumentError
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
@@ -54,11 +55,8 @@ def describe(store: ShardStore) -> dict[str, object]:
 
 
 def _has_labels(store: ShardStore) -> bool:
-    from saev_store.errors import NotFoundError
-    from saev_store.names import LABELS_NAME
-
+    """Whether labels can be read; `problems` lists those of a wrong size."""
     try:
-        store.transport.size(LABELS_NAME)
-    except NotFoundError:
+        return store.has_labels
+    except DocumentError:
         return False
-    return True

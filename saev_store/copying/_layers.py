@@ -125,7 +125,7 @@ def _identity(store: ShardStore) -> str:
     digests = load_digests(store.transport)
     found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
     if digests is None:
-        for shard_idx in range(store._opened.index.n_listed):
+        for shard_idx in range(store.index.n_listed):
             name = shard_name(shard_idx)
             with contextlib.suppress(NotFoundError):
                 found.append((name, store.transport.size(name)))

@@ -77,7 +77,7 @@ def _files(store: ShardStore, *, pads: bool) -> list[_File]:
     """The files to copy; with `pads` as long as in the source, or padded where the source's back end never pads."""
     layout, files = store.layout, list[_File]()
     source_pads = bool(getattr(store.transport, "pads", False))
-    for shard_idx in range(store._opened.index.n_listed):
+    for shard_idx in range(store.index.n_listed):
         used = layout.used_nbytes(shard_idx)
         size = layout.shard_nbytes if pads else used
         if pads and source_pads:
@@ -321,7 +321,7 @@ def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
         pass
     else:
         folder.put(PROVENANCE_NAME, provenance)
-    folder.put(SHARDS_NAME, store._opened.index.raw)
+    folder.put(SHARDS_NAME, store.index.raw)
     if store.labels is None and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
         folder.delete(LABELS_NAME)
     if not folder.create(METADATA_NAME, store.metadata.raw):

@@ -3,9 +3,8 @@
 Takes bytes and gives checked values, or one exception with all that is wrong; opens nothing.
 """
 
-from saev_store.documents._choose import protocols
+from saev_store.documents._json import loads as parse_json
 from saev_store.documents._oddities import depth_order
-from saev_store.documents._write import writable_versions
 from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
 from saev_store.documents.labels import labels_nbytes, parse_labels_size
 from saev_store.documents.metadata import (
@@ -16,7 +15,7 @@ from saev_store.documents.metadata import (
     parse_metadata,
 )
 from saev_store.documents.shards import COUNT_KEYS, SHARDS_MAX_NBYTES, ShardsIndex, parse_shards, shards_bytes
-from saev_store.documents.versions import written_versions
+from saev_store.documents.versions import PROTOCOLS, VERSIONS, WRITABLE_VERSIONS, WrittenVersion
 
 __all__ = [
     "COUNT_KEYS",
@@ -24,28 +23,20 @@ __all__ = [
     "PROTOCOLS",
     "RECIPES",
     "SHARDS_MAX_NBYTES",
+    "VERSIONS",
+    "WRITABLE_VERSIONS",
     "Metadata",
     "Recipe",
     "ShardsIndex",
+    "WrittenVersion",
     "content_hashes",
     "depth_order",
     "labels_nbytes",
     "match_hash",
     "new_metadata",
+    "parse_json",
     "parse_labels_size",
     "parse_metadata",
     "parse_shards",
-    "protocols",
     "shards_bytes",
-    "writable_versions",
-    "written_versions",
 ]
-
-#: Every protocol version that has been written, oldest first; computed on first use, see `protocols`.
-PROTOCOLS: tuple[str, ...]
-
-
-def __getattr__(name: str) -> object:
-    if name == "PROTOCOLS":
-        return protocols()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Which of the written versions a metadata document follows: told by its keys, then by its `protocol`."""
+"""Tell which of the written versions a metadata document follows: by its keys, then by its `protocol`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,14 @@ import contextlib
 import re
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from saev_store.documents._findings import Findings, key_list, shown
-from saev_store.documents.versions import written_versions
+from saev_store.documents.versions import PROTOCOLS, VERSIONS, Spelling, WrittenVersion
 from saev_store.errors import BreakingProtocolWarning, UnknownProtocolError
-
-if TYPE_CHECKING:
-    from saev_store.documents.versions._base import Spelling, WrittenVersion
 
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.(?:0|[1-9][0-9]{0,8})){1,3}", re.ASCII)
 #: Keys that only documents from before protocol 1.0.0 have.
 _UNVERSIONED_KEYS = frozenset({"n_patches_per_shard", "model", "model_org", "model_ckpt"})
-
-
-def protocols() -> tuple[str, ...]:
-    """Every protocol version that has been written, oldest first.
-
-    >>> protocols()
-    ('1.0.0', '1.1', '2.0', '2.1')
-    """
-    return tuple(dict.fromkeys(version.protocol for version in written_versions()))
 
 
 def major(protocol: str) -> int | None:
@@ -69,11 +56,11 @@ def refuse_breaking(document: Mapping[str, object], findings: Findings) -> None:
         UnknownProtocolError: the bytes beside this document may mean something we do not know.
     """
     protocol, dtype = document.get("protocol"), document.get("dtype")
-    known = sorted({number for name in protocols() if (number := major(name)) is not None})
+    known = sorted({number for name in PROTOCOLS if (number := major(name)) is not None})
     if isinstance(protocol, str) and major(protocol) not in known:
         findings.add(
             "unknown_protocol",
-            f'"protocol" is {shown(protocol)}; this version of saev_store reads {", ".join(protocols())} and other minor '
+            f'"protocol" is {shown(protocol)}; this version of saev_store reads {", ".join(PROTOCOLS)} and other minor '
             f"versions of {' and '.join(map(str, known))}",
             loc=("protocol",),
         )
@@ -95,13 +82,12 @@ def refuse_breaking(document: Mapping[str, object], findings: Findings) -> None:
 
 def choose_version(document: Mapping[str, object], findings: Findings) -> WrittenVersion:
     """The version whose keys a document has. Keys of two spellings, or of another major version, are findings."""
-    versions = written_versions()
-    spellings = tuple(dict.fromkeys(version.spelling for version in versions))
+    spellings = tuple(dict.fromkeys(version.spelling for version in VERSIONS))
     # The later one of equals: its missing keys are what is reported.
     spelling = max(reversed(spellings), key=lambda s: sum(key in document for key in s.keys.values()))
     _find_mixture(document, spelling, spellings, findings)
 
-    own = [version for version in versions if version.spelling == spelling]
+    own = [version for version in VERSIONS if version.spelling == spelling]
     protocol = document.get("protocol")
     number = major(protocol) if isinstance(protocol, str) else None
     if number is not None and number not in spelling.majors:
@@ -116,10 +102,7 @@ def choose_version(document: Mapping[str, object], findings: Findings) -> Writte
 
 
 def _n_missing(document: Mapping[str, object], version: WrittenVersion) -> int:
-    return sum(
-        info.is_required() and version.spelling.key(name) not in document
-        for name, info in version.model.model_fields.items()
-    )
+    return sum(key not in document for key in version.required_keys)
 
 
 def _find_mixture(

@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""JSON from strangers: bounded in size and depth, strict UTF-8, no duplicate keys, only `DocumentError` comes out."""
+"""Parse untrusted JSON: bounded in size and depth, strict UTF-8, no duplicate keys, `DocumentError` only."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _REMEDY_CUT = "It may be a partial copy, or its writer was stopped: copy it agai
 def loads(raw: bytes, *, where: str, max_nbytes: int) -> object:
     """The Python objects that a JSON document stands for.
 
-    A UTF-8 byte order mark is tolerated, and so are NaN and Infinity: Python's own writer emits them, and whoever reads
-    a field decides whether it may hold one.
+    A UTF-8 byte order mark is tolerated, and so are NaN and Infinity: Python's own writer emits them. The reader of a
+    field decides whether it may hold one.
 
     Args:
         raw: The whole file.
@@ -44,7 +44,7 @@ def loads(raw: bytes, *, where: str, max_nbytes: int) -> object:
         raise _error(
             f"it has {len(raw)} bytes; such a document has at most {max_nbytes}",
             where,
-            remedy="This is hardly a document of a store: check what was copied here.",
+            remedy="This is probably no document of a store: check what was copied here.",
         )
     if not raw.strip(b"\0 \t\r\n"):
         what = f"it holds nothing but {len(raw)} zero bytes" if b"\0" in raw else "it is empty"

@@ -1,4 +1,4 @@
-"""What deserves a look in metadata.json although every vector can be read."""
+"""Warnings about a metadata.json whose vectors can all be read."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import warnings
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from saev_store.documents._choose import protocols
 from saev_store.documents._findings import Findings, shown
+from saev_store.documents.versions import PROTOCOLS, WrittenVersion
 from saev_store.errors import SaevStoreWarning
 
 if TYPE_CHECKING:
-    from saev_store.documents.versions._base import Document, WrittenVersion
+    from saev_store.documents._model import Document
 
 
 def depth_order(layers: tuple[int, ...]) -> bool | None:
@@ -36,7 +36,7 @@ def depth_order(layers: tuple[int, ...]) -> bool | None:
 
 def find_oddities(model: Document, version: WrittenVersion, findings: Findings) -> None:
     """Add a warning for each oddity to the findings; a minor version that is not known is also warned of aloud."""
-    if model.protocol not in protocols():
+    if model.protocol not in PROTOCOLS:
         message = (
             f'"protocol" is {shown(model.protocol)}, a minor version that is not known; it is read like {version.protocol}, '
             "which minor versions must allow"
@@ -60,7 +60,7 @@ def find_oddities(model: Document, version: WrittenVersion, findings: Findings) 
             severity="warning",
         )
     _find_layer_order(model.layers, findings)
-    if model.protocol not in protocols():
+    if model.protocol not in PROTOCOLS:
         warnings.warn(f"{findings.where}: {findings.warnings[0].message}", SaevStoreWarning, stacklevel=3)
 
 

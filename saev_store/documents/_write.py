@@ -5,28 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
 from saev_store.documents._findings import key_list, shown
-from saev_store.documents.versions import written_versions
+from saev_store.documents.versions import FIELDS, WRITABLE_VERSIONS, WrittenVersion
 from saev_store.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from saev_store.documents.versions._base import WrittenVersion
 
 #: Fields that say which version a document is of; a change would make another version of it.
 _FIXED = frozenset({"dtype", "protocol"})
-
-
-def writable_versions() -> dict[str, WrittenVersion]:
-    """The versions that new documents can be written in, by protocol.
-
-    >>> list(writable_versions())
-    ['1.0.0', '2.0', '2.1']
-    """
-    return {version.protocol: version for version in written_versions() if version.writes}
 
 
 def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes:
@@ -35,13 +23,13 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
     Raises:
         ArgumentError: the protocol is not one that is written or has no such key, or a value has no JSON form.
     """
-    versions = writable_versions()
     protocol = values["protocol"]
-    if not isinstance(protocol, str) or protocol not in versions:
+    if not isinstance(protocol, str) or protocol not in WRITABLE_VERSIONS:
         raise ArgumentError(
-            f"protocol is {shown(protocol)}; new stores are written as {', '.join(versions)}", where="protocol"
+            f"protocol is {shown(protocol)}; new stores are written as {', '.join(WRITABLE_VERSIONS)}",
+            where="protocol",
         )
-    version = versions[protocol]
+    version = WRITABLE_VERSIONS[protocol]
     document: dict[str, object] = {}
     for name, value in values.items():
         chosen = _value_for(version, name, value)
@@ -63,8 +51,8 @@ def replaced(document: Mapping[str, object], version: WrittenVersion, changes: M
     """
     changed = dict(document)
     for name, value in changes.items():
-        if name not in version.model.model_fields or name in _FIXED:
-            can = [field for field in version.model.model_fields if field not in _FIXED]
+        if name not in FIELDS or name in _FIXED:
+            can = [field for field in FIELDS if field not in _FIXED]
             raise ArgumentError(f"{name!r} cannot be changed; these can: {', '.join(can)}", where=name)
         key = version.spelling.key(name)
         is_new = key not in changed

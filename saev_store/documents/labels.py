@@ -21,7 +21,7 @@ def parse_labels_size(nbytes: int, layout: Layout, *, where: str = "labels.bin")
 
     Args:
         nbytes: Size of the file, in bytes.
-        layout: The layout of the store it lies in.
+        layout: The layout of its store.
         where: The file's name, for messages.
 
     Raises:

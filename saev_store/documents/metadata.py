@@ -14,7 +14,7 @@ from saev_store.documents._choose import choose_version, refuse_breaking, refuse
 from saev_store.documents._findings import Findings, shown
 from saev_store.documents._oddities import find_oddities
 from saev_store.documents.hashing import Recipe, content_hashes, known_names
-from saev_store.documents.versions import written_versions
+from saev_store.documents.versions import FIELDS, WRITABLE_VERSIONS, WrittenVersion
 from saev_store.errors import ArgumentError, DocumentError
 from saev_store.layout import IntArray, Layout
 from saev_store.problems import Problem
@@ -22,7 +22,7 @@ from saev_store.problems import Problem
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from saev_store.documents.versions._base import Document, WrittenVersion
+    from saev_store.documents._model import Document
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
@@ -33,7 +33,8 @@ class Metadata:
     """What a metadata.json says, whatever the version; equal to another one when their bytes are.
 
     Attributes:
-        document: The pydantic model of the version: its fields, and unknown keys in `model_extra`.
+        document: The fields as a pydantic model, and unknown keys in its `model_extra`.
+        version: Which of the written versions this is.
         raw: The exact bytes it was read from, or that are to be written.
         layout: The geometry it implies.
         problems: Warnings; a document with an error is never made.
@@ -46,6 +47,7 @@ class Metadata:
     """
 
     document: Document = field(compare=False, repr=False)
+    version: WrittenVersion = field(compare=False, repr=False)
     raw: bytes = field(repr=False)
     layout: Layout = field(compare=False)
     problems: tuple[Problem, ...] = field(compare=False, default=())
@@ -53,12 +55,12 @@ class Metadata:
 
     @property
     def family(self) -> str:
-        """The family of models, such as "clip"; any string, the texts' lists are older than their writers."""
+        """The family of models, such as "clip"; any string is accepted."""
         return self.document.family
 
     @property
     def ckpt(self) -> str:
-        """The model, as whoever recorded it calls it."""
+        """The model, under the name that its recorder used."""
         return self.document.ckpt
 
     @property
@@ -98,7 +100,7 @@ class Metadata:
 
     @property
     def dataset(self) -> str | None:
-        """Where the data set lay, as the writer saw it; None in documents without it."""
+        """Where the data set was, as the writer saw it; None in documents without it."""
         return self.document.dataset
 
     @property
@@ -120,11 +122,6 @@ class Metadata:
     def extra(self) -> dict[str, object]:
         """Keys that the version does not know, with their values."""
         return dict(self.document.model_extra or {})
-
-    @property
-    def version(self) -> WrittenVersion:
-        """Which of the written versions this is."""
-        return next(version for version in written_versions() if version.model is type(self.document))
 
     @property
     def count_key(self) -> str:
@@ -169,12 +166,12 @@ class Metadata:
         return _checked(replaced(self._contents(), self.version, changes), self.version)
 
     def _contents(self) -> dict[str, object]:
-        # Parsed again rather than kept: `data` is handed out and could have been changed, the bytes cannot.
+        # Parsed again rather than kept: callers can change the value of `data`, but not the bytes.
         return cast("dict[str, object]", _json.loads(self.raw, where=self.where, max_nbytes=METADATA_MAX_NBYTES))
 
 
 def parse_metadata(raw: bytes, *, where: str) -> Metadata:
-    """The metadata that a file holds, whichever of the written versions it follows.
+    """The metadata in a file, in any of the written versions.
 
     Nothing in it is decoded further, unpickled or imported.
 
@@ -205,7 +202,7 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     if model is None or layout is None:  # Not reached: both leave a finding behind.
         raise DocumentError("it cannot be read", where=where)
     find_oddities(model, version, findings)
-    return Metadata(model, raw, layout, findings.warnings, where)
+    return Metadata(model, version, raw, layout, findings.warnings, where)
 
 
 def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
@@ -222,19 +219,28 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
 def _validate(document: dict[str, object], version: WrittenVersion, findings: Findings) -> Document | None:
     from pydantic import ValidationError
 
+    from saev_store.documents._model import Document, DocumentWithDataset
+
+    model = DocumentWithDataset if version.requires_dataset else Document
+    canonical = {version.spelling.key(name): name for name in FIELDS}
+    # A canonical name that this version spells differently is a stray key, not an alias.
+    renamed = {
+        canonical.get(key, key): value for key, value in document.items() if key in canonical or key not in FIELDS
+    }
     try:
-        return version.model.model_validate(document)
+        return model.model_validate(renamed)
     except ValidationError as exc:
         for error in exc.errors(include_url=False):
-            _add_error(error, version, findings)
+            _add_error(error, model, version, findings)
     return None
 
 
-def _add_error(error: ErrorDetails, version: WrittenVersion, findings: Findings) -> None:
+def _add_error(error: ErrorDetails, model: type[Document], version: WrittenVersion, findings: Findings) -> None:
     if not error["loc"]:
         findings.add("wrong_type", "a key is not Unicode text (it holds half a surrogate pair)")
         return
-    key = str(error["loc"][0])
+    name = str(error["loc"][0])
+    key = version.spelling.key(name)
     if error["type"] == "missing":
         why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
         findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
@@ -243,8 +249,8 @@ def _add_error(error: ErrorDetails, version: WrittenVersion, findings: Findings)
         for i, label, rule in bad:
             findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
     else:
-        rules = {version.spelling.key(name): info.description for name, info in version.model.model_fields.items()}
-        findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rules[key]}', loc=(key,))
+        rule = model.model_fields[name].description
+        findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rule}', loc=(key,))
 
 
 def _layout(model: Document, version: WrittenVersion, findings: Findings) -> Layout | None:
@@ -296,7 +302,7 @@ def new_metadata(
             of section 3: about 10 GB per shard for d_model 1024.
         data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 wants a string: an
             object is stored as its compact JSON text, a string as it is. Never pickled.
-        dataset: Where the data set lies, a string or path; "" by default. Not in 1.0.0.
+        dataset: Where the data set is, a string or path; "" by default. Not in 1.0.0.
         pixel_agg: How pixel labels became token labels. "majority" by default in 2.1, left out of 2.0 unless given, not
             in 1.0.0.
         extra: Further keys, appended after those of the protocol. They count in the hash.
@@ -308,7 +314,7 @@ def new_metadata(
     ...              d_model=8, n_examples=7, max_tokens_per_shard=50).keys[:4]
     ('vit_family', 'vit_ckpt', 'layers', 'n_patches_per_img')
     """
-    from saev_store.documents._write import composed, writable_versions
+    from saev_store.documents._write import composed
 
     values: dict[str, object] = {
         "family": family,
@@ -326,7 +332,7 @@ def new_metadata(
         "protocol": protocol,
     }
     raw = composed(values, extra or {})
-    return _checked(raw, writable_versions()[protocol])
+    return _checked(raw, WRITABLE_VERSIONS[protocol])
 
 
 def _checked(raw: bytes, version: WrittenVersion) -> Metadata:
@@ -335,6 +341,6 @@ def _checked(raw: bytes, version: WrittenVersion) -> Metadata:
         return parse_metadata(raw, where="metadata.json")
     except DocumentError as exc:
         message = exc.message
-        for name in version.model.model_fields:  # The caller knows the canonical names.
+        for name in FIELDS:  # The caller knows the canonical names.
             message = re.sub(rf'"{version.spelling.key(name)}"|^{version.spelling.key(name)}\b', name, message)
         raise ArgumentError(message, where="metadata", remedy=exc.remedy) from None

@@ -214,7 +214,7 @@ def _find_bad_name(shard: Mapping[str, object], i: int, findings: Findings) -> N
             f'entry {i}: "name" is {shown(name)}, which leads out of the folder of the store; it must be '
             f'"{shard_name(i)}"',
             where=findings.where,
-            remedy="Do not trust this store: nobody's writer makes such names.",
+            remedy="Do not trust this store: no known writer makes such names.",
         )
     findings.add(
         "wrong_name",

@@ -1,4 +1,4 @@
-"""Content of all exports: for each array its shape, its chunks, and the file and byte range of each chunk.
+"""What all exports say: for each array its shape, its cutting, and which bytes of which file each chunk is.
 
 Readers elsewhere know nothing of padding: a chunk that goes beyond the end of a file has to be given to them as bytes.
 Short chunks are few (the last of a shard that is cut, the last of the labels) and small by default.
@@ -21,17 +21,16 @@ from saev_store.errors import ArgumentError, SaevStoreWarning
 from saev_store.layout import DIMS, IntArray, shard_name
 from saev_store.names import LABELS_NAME
 from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, attributes_of
-from saev_store.zarr._open import _has_labels  # pyright: ignore[reportPrivateUsage]  # becomes public with its package
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
 
 Chunks = Literal["auto"] | Sequence[int]
 
-#: Readers pay a request per chunk, so chunks are chosen as for a remote store.
+#: Readers elsewhere pay a request for each chunk, so exports are cut as if everything were far away.
 _MAX_GAP_BYTES = 1 << 20
 _LABEL_CHUNK_BYTES = 1 << 20
-#: Bytes that an export may contain instead of a reference.
+#: Bytes that an export may hold instead of pointing at.
 _INLINE_MAX_BYTES = 32 << 20
 #: About 100 MB of JSON.
 MANY_REFERENCES = 1_000_000
@@ -39,7 +38,7 @@ MANY_REFERENCES = 1_000_000
 
 @dataclass(frozen=True)
 class ArrayReferences:
-    """One array whose chunks are byte ranges of files.
+    """One array that lies in files.
 
     Attributes:
         name: Its name in the group.
@@ -75,7 +74,7 @@ class ArrayReferences:
 
 @dataclass(frozen=True)
 class References:
-    """Content of an export: arrays in files, coordinates as values, attributes, and the address of the store.
+    """Everything an export needs: arrays in files, coordinates as values, attributes, and where the store lies.
 
     Attributes:
         base: Address of the store's folder, as its readers will find it.
@@ -95,7 +94,7 @@ class References:
 
 
 def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None = None) -> References:
-    """The content of an export of a store.
+    """What an export of a store says.
 
     Args:
         store: An opened store without damage.
@@ -119,7 +118,7 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
         ("token", np.arange(-layout.n_special_tokens, layout.content_tokens_per_example, dtype=np.int64)),
     ]
     arrays = [_activations(store, grid)]
-    if _has_labels(store):
+    if store.has_labels:
         arrays.append(_labels(store))
         coordinates.append((CONTENT, np.arange(layout.content_tokens_per_example, dtype=np.int64)))
     attributes = attributes_of(store.metadata, url=address)
@@ -127,7 +126,7 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
 
 
 def warn_if_many(found: References, *, what: str, remedy: str) -> None:
-    """Warn before an export becomes large."""
+    """Say so before an export becomes large."""
     if found.n_references >= MANY_REFERENCES:
         warnings.warn(
             f"{found.n_references:,} references make {what} of more than 100 bytes each; {remedy}",
@@ -137,7 +136,7 @@ def warn_if_many(found: References, *, what: str, remedy: str) -> None:
 
 
 def usable_base(store: ShardStore, base: str | None) -> str:
-    """The address of the store in an export, without a trailing slash."""
+    """The address that an export names, without a slash at its end."""
     if base is not None:
         if base and ("{{" in base or not base.strip("/")):
             raise ArgumentError(f"{base!r} is no address of a store's folder", where="base")
@@ -147,7 +146,7 @@ def usable_base(store: ShardStore, base: str | None) -> str:
         return f"file://{url}"
     if url.startswith("memory://") or "::" in url or "{{" in url:
         raise ArgumentError(
-            f"{url!r} is not an address that other processes can use",
+            f"{url!r} is an address that nobody else can use",
             where="base",
             remedy="Pass where readers will find the store's folder, such as base='s3://bucket/shards/<HASH>'.",
         )
@@ -166,7 +165,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     layout = grid.layout
 
     def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
-        # By the pivot rule only one axis is divided, and axes left of it have length 1: chunks are contiguous.
+        # The pivot rule leaves one axis that is cut, those left of it with length 1: chunks lie one after the other.
         example, layer, token, column = np.unravel_index(numbers, grid.counts)
         k, layers, tokens, columns = grid.chunk
         files, offsets = layout.locate_many(example * k, layer * layers, token * tokens)
@@ -175,7 +174,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     inline: dict[int, bytes] = {}
     n_examples_left = layout.examples_in(layout.n_shards - 1) % grid.chunk[0]
     if n_examples_left:
-        # Only the last chunk can be short, and only if chunks hold whole examples.
+        # Only chunks of whole examples can be short, and only the very last one.
         end = layout.used_nbytes(layout.n_shards - 1)
         path, start = shard_name(layout.n_shards - 1), end - n_examples_left * layout.example_nbytes
         if store.transport.size(path) < start + grid.chunk_nbytes:
@@ -216,7 +215,7 @@ def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, 
 
 
 class _ShardNames(Sequence[str]):
-    """The names of shards, as a sequence that computes them."""
+    """The names of shards, computed."""
 
     def __init__(self, n_shards: int) -> None:
         self._n_shards = n_shards
@@ -224,7 +223,7 @@ class _ShardNames(Sequence[str]):
     def __len__(self) -> int:
         return self._n_shards
 
-    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec indexes with integers and slices only
+    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]  # what fsspec asks of a sequence of names
         if isinstance(key, slice):
             return [shard_name(n) for n in range(*key.indices(self._n_shards))]
         return shard_name(range(self._n_shards)[key])

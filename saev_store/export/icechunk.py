@@ -28,7 +28,21 @@ def write_icechunk(
     base: str | None = None,
     container: icechunk.VirtualChunkContainer | None = None,
 ) -> str:
-    """See `ShardStore.to_icechunk`."""
+    """Create an Icechunk repository whose chunks are ranges of the shards; returns the commit's id.
+
+    Args:
+        store: The opened store.
+        target: A new folder, an `s3://` or `gs://` URL (credentials from the environment), or an `icechunk.Storage`.
+        chunks: As in `write_kerchunk`.
+        base: As in `write_kerchunk`.
+        container: What lets Icechunk read the shards; default: what suits `base`.
+
+    Raises:
+        ArgumentError: `chunks` is no legal shape, or Icechunk cannot read `base` or write to `target`.
+        CorruptShardError: shards are missing or short.
+        MissingDependencyError: icechunk or virtualizarr is not installed.
+        StoreExistsError: a repository is there already.
+    """
     try:
         import icechunk
         import virtualizarr  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fails early if it is not installed

@@ -43,7 +43,27 @@ def write_kerchunk(
     base: str | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> None:
-    """See `ShardStore.to_kerchunk`."""
+    """Write references that fsspec's `reference://` reads, and so zarr and xarray without this package.
+
+    Args:
+        store: The opened store.
+        path: The JSON document, or the folder of Parquet files (new, or an earlier export); any fsspec URL.
+        format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
+        chunks: As in `saev_store.zarr.open_view`; `"auto"` cuts as for remote stores, with no chunk larger than is worth
+            a request.
+        base: Where readers will find the store's folder; default: its address here. With `""` Parquet files name only
+            the shards, for readers that bring a file system of their own.
+        storage_options: For writing to `path`.
+
+    Raises:
+        ArgumentError: `chunks` is no legal shape, or the store has no address that others could use.
+        CorruptShardError: shards are missing or short.
+        MissingDependencyError: `"parquet"` without fastparquet.
+        StoreExistsError: the folder holds something else.
+
+    Warns:
+        SaevStoreWarning: there are a million references or more.
+    """
     if format not in {"json", "parquet"}:
         raise ArgumentError(f'{format!r} is not one of "json" and "parquet"', where="format")
     if format == "parquet":

@@ -1,4 +1,4 @@
-"""TensorStore specs: plain JSON for `tensorstore.open`.
+"""TensorStore specs: plain JSON that `tensorstore.open` takes, without any library of ours.
 
 TensorStore has no driver for ranges of files, so each shard is one chunk: right for scans of whole shards, too much for
 single vectors. The pieces are its `zarr3` driver with the array's metadata in the spec, over its `kvstack`, which gives
@@ -16,24 +16,37 @@ from saev_store.export._references import usable_base
 from saev_store.layout import DIMS, shard_name
 from saev_store.names import LABELS_NAME
 from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, array_document
-from saev_store.zarr._open import _has_labels  # pyright: ignore[reportPrivateUsage]  # becomes public with its package
 
 if TYPE_CHECKING:
     from saev_store.store import ShardStore
 
 Spec = dict[str, object]
 
-#: Keys that TensorStore's check of metadata rejects; names of axes are kept.
+#: What TensorStore's metadata check does not want to see; names of axes are kept.
 _NOT_IN_SPECS = ("attributes", "storage_transformers")
 
 
 def array_names(store: ShardStore) -> tuple[str, ...]:
-    """Names of the arrays that have a spec."""
-    return (ARRAY, "layer", "token", *((LABELS, CONTENT) if _has_labels(store) else ()))
+    """The arrays that there is a spec for."""
+    return (ARRAY, "layer", "token", *((LABELS, CONTENT) if store.has_labels else ()))
 
 
 def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
-    """See `ShardStore.to_tensorstore_spec`."""
+    """What `tensorstore.open` takes to read one array: plain JSON types, each shard as one chunk.
+
+    Args:
+        store: The opened store.
+        array: `"activations"`, `"layer"`, `"token"`, and where there are labels `"labels"` and `"content_token"`.
+        base: Where readers will find the store's folder: an address, or TensorStore's own JSON for it (a kvstore).
+
+    Raises:
+        ArgumentError: there is no such array, or TensorStore has no driver for the address.
+        CorruptShardError: shards are missing or short.
+
+    >>> from saev_store import ShardStore
+    >>> tensorstore_spec(ShardStore.open(SAMPLE), "token")["array"]
+    [-1, 0, 1, 2, 3]
+    """
     names = array_names(store)
     if array not in names:
         raise ArgumentError(f"{array!r} is not an array of this store; it has {', '.join(names)}", where="array")
@@ -82,16 +95,16 @@ def _zarr3(
         "driver": "zarr3",
         "kvstore": {"driver": "kvstack", "layers": layers},
         "metadata": document,
-        # No zarr.json exists to compare it with.
+        # There is no zarr.json anywhere to compare it with.
         "open": True,
         "assume_metadata": True,
-        # A missing shard is an error instead of NaN.
+        # A shard that disappears is an error, and does not read as NaN.
         "fill_missing_data_reads": False,
     }
 
 
 def _moved_by(n_before: int, shape: Sequence[int]) -> Spec:
-    """The transform from coordinates of the whole tensor to those of the last shard."""
+    """The part of the whole tensor's coordinates that belongs to the last shard, and where they lead in it."""
     output = [{"input_dimension": axis, **({"offset": -n_before} if axis == 0 else {})} for axis in range(len(shape))]
     return {
         "input_inclusive_min": [n_before, 0, 0, 0],
@@ -102,7 +115,7 @@ def _moved_by(n_before: int, shape: Sequence[int]) -> Spec:
 
 
 def _kvstore(base: str | Mapping[str, object]) -> dict[str, object]:
-    """The TensorStore kvstore spec of a folder."""
+    """TensorStore's name for a folder."""
     if not isinstance(base, str):
         if "driver" not in base:
             raise ArgumentError(f"{dict(base)!r} is no kvstore: it names no driver", where="base")

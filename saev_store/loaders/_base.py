@@ -31,8 +31,8 @@ from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
 from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.order import Batching, Blocks
+from saev_store.rows import Labels
 from saev_store.selected import Selection
-from saev_store.selection import Labels
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
@@ -108,7 +108,7 @@ class Loader(ABC):
         self._batching = Batching(len(space), int(batch_size) * self._world, bool(drop_last), self._world)
         if medium is not None and medium not in get_args(Kind):
             raise ArgumentError(f"medium is {medium!r}; it must be one of {', '.join(get_args(Kind))}", where="medium")
-        self._medium = medium_of(rows._reader.transport, space.layout, medium)
+        self._medium = medium_of(rows.reader.transport, space.layout, medium)
         self._keep_pages = keep_pages
         most = max(1, n_cpus() - self._n_busy) if self._medium.kind in _BUSY and self._n_busy else 64
         self._n_threads = int(n_threads or min(_N_THREADS[self._medium.kind], most))
@@ -218,7 +218,7 @@ class Loader(ABC):
             self._batch = first
             tally = self._tally = Tally(self._space.layout.vector_nbytes)
             # A transport around another one may wait for whatever it likes.
-            transport = self._rows._reader.transport
+            transport = self._rows.reader.transport
             copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
             machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally, helps=copies)
             try:
@@ -235,7 +235,7 @@ class Loader(ABC):
             machinery.on_close = advice.close
         self._tell_caches()
         reads = Reads(
-            self._rows._reader,
+            self._rows.reader,
             machinery.tally.reads,
             machinery.stop,
             task_bytes=self._read_bytes,
@@ -265,7 +265,7 @@ class Loader(ABC):
             example = shard * layout.examples_per_shard + in_shard
             return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
 
-        transport: object = self._rows._reader.transport
+        transport: object = self._rows.reader.transport
         while transport is not None:
             if isinstance(transport, CachedTransport):
                 transport.expect(wanted, layout)
@@ -342,7 +342,7 @@ class Loader(ABC):
             extent_bytes=plan.extent_bytes,
             cost=epoch_cost(
                 plan,
-                self._rows._reader,
+                self._rows.reader,
                 self._space,
                 task_bytes=self._read_bytes,
                 world=self._world,
@@ -409,4 +409,4 @@ class Loader(ABC):
     @property
     def transport_name(self) -> str:
         """The engine that reads."""
-        return unwrapped(self._rows._reader.transport).name
+        return unwrapped(self._rows.reader.transport).name

@@ -22,7 +22,7 @@ from saev_store.loaders._slots import n_rows_of
 from saev_store.loaders._workers import Group
 from saev_store.order import Batching, ShuffledOrder
 from saev_store.reader import FloatArray
-from saev_store.selection import RowSpace
+from saev_store.rows import RowSpace
 
 
 def n_window_rows(order: ShuffledOrder, partitions: range, n_ahead: int, *, rows_apart: bool) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from saev_store.layout import IntArray
 from saev_store.loaders._run import Batch
 from saev_store.reader import FloatArray
-from saev_store.selection import Labels, RowSpace
+from saev_store.rows import Labels, RowSpace
 
 #: The label of special tokens, which have none.
 NO_LABEL = 255

@@ -11,7 +11,7 @@ from saev_store.cost import Estimate, estimate, price_of
 from saev_store.loaders._reads import PlannedReads, Runs
 from saev_store.order import Mixing
 from saev_store.reader import Reader
-from saev_store.selection import RowSpace
+from saev_store.rows import RowSpace
 
 #: Parts of an epoch that are planned to tell its cost.
 _N_PLANNED = 64

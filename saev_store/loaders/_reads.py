@@ -12,14 +12,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from saev_store.cost import Planner
+from saev_store.cost import PlanCount
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.indexing import Axis, Progression
 from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
 from saev_store.loaders._memory import Rows, Takes, Target
-from saev_store.reader import FloatArray, Reader, _Piece
+from saev_store.reader import FloatArray, Reader
 from saev_store.transport import Buffer
 
 T = TypeVar("T")
@@ -281,8 +281,7 @@ class Reads:
 
     def _look_again(self, shard: int) -> None:
         """A file is gone: say so in words about the store."""
-        self.reader._unchecked.add(shard)
-        self.reader._check_size(shard)
+        self.reader.check_size(shard)
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
         starts = [start]
@@ -292,7 +291,8 @@ class Reads:
 
     def _touch(self, shard: int, lowest: int, highest: int) -> None:
         """Before bytes of some examples of a shard are read."""
-        self.reader._touch(_Piece(shard, Progression(lowest, 1, highest + 1 - lowest), slice(None)))
+        del lowest
+        self.reader.check(shard, highest)
 
     def _retried(self, read: Callable[[], T]) -> T:
         """Carry out a read, again where the reason of a failure may have passed."""
@@ -320,10 +320,8 @@ class PlannedReads(Reads):
     """
 
     def __init__(self, reader: Reader, *, task_bytes: int, waits: bool = False) -> None:
-        self._planner = Planner(reader)
-        #: Requests that look at the size of a shard, for those whose size is not known yet.
-        self.sizes = self._planner.forget_sizes()
-        super().__init__(self._planner, ReadTally(), threading.Event(), task_bytes=task_bytes, waits=waits)
+        self._count = PlanCount(reader)
+        super().__init__(reader, ReadTally(), threading.Event(), task_bytes=task_bytes, waits=waits)
 
     def count(self, runs: Runs) -> int:
         """Count what reading these runs costs; returns how many vectors they have."""
@@ -338,7 +336,7 @@ class PlannedReads(Reads):
 
     def total(self, share: float, examples: Axis) -> tuple[int, int]:
         """(requests, bytes) of everything, of which `share` was counted, in the shards of these examples."""
-        capacity, planner = self.layout.examples_per_shard, self._planner
+        capacity, count = self.layout.examples_per_shard, self._count
         shards: range | list[int]
         if isinstance(examples, Progression) and abs(examples.step) <= capacity:
             shards = (
@@ -347,14 +345,14 @@ class PlannedReads(Reads):
         else:
             chosen = examples.positions() if isinstance(examples, Progression) else examples
             shards = np.unique(chosen // capacity).tolist()
-        sizes = len(self.sizes.intersection(shards))
+        sizes = sum(map(self.reader.is_unchecked, shards))
         # A shard is mapped once, and where some are, all are in the end; everything else grows with what is read.
-        n_maps, map_bytes = len(planner.mapped), sum(planner.mapped.values())
-        requests, n_bytes = (planner.requests - n_maps) / share, (planner.bytes_read - map_bytes) / share
+        n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
+        requests, n_bytes = (count.requests - n_maps) / share, (count.bytes_read - map_bytes) / share
         if n_maps and share < 1:
             for shard in shards:
-                planner._mapped(shard)
-            n_maps, map_bytes = len(planner.mapped), sum(planner.mapped.values())
+                count.add_map(shard)
+            n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
         return round(requests) + n_maps + sizes, round(n_bytes) + map_bytes
 
     def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
@@ -363,4 +361,11 @@ class PlannedReads(Reads):
 
     def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
         del shard, start
-        self._planner.count(sum(view.nbytes for view in views))
+        self._count.add_range(sum(view.nbytes for view in views))
+
+    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, buffer: FloatArray) -> None:
+        del place, buffer
+        self._count.add([self.reader.plan_rows(example, layer, token)], sizes=False)
+
+    def _touch(self, shard: int, lowest: int, highest: int) -> None:
+        pass

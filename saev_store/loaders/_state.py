@@ -10,7 +10,7 @@ import numpy as np
 
 from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
-from saev_store.selection import RowSpace
+from saev_store.rows import RowSpace
 
 STATE_VERSION = 1
 

@@ -21,8 +21,8 @@ from saev_store.loaders._run import Batch
 from saev_store.loaders._slots import BlockSlots, RowSlots, runs_of_blocks
 from saev_store.loaders._state import whole_number
 from saev_store.order import MAX_ROWS_PER_BLOCK, ORDER_VERSION, Blocks, ShuffledOrder, predict_mixing
+from saev_store.rows import RowSpace
 from saev_store.selected import Selection
-from saev_store.selection import RowSpace
 
 Slots = Literal["batch", "block", "row"]
 
@@ -125,7 +125,7 @@ class ShuffledLoader(Loader):
         self._geometry = _Geometry(group, n_lanes, window)
         self._blocks = blocks
         # Short blocks need more memory in batches than they would as blocks.
-        lends = not rows._reader.transport.reads_into and blocks.cells_per_block >= _MIN_BLOCK_ROWS
+        lends = not rows.reader.transport.reads_into and blocks.cells_per_block >= _MIN_BLOCK_ROWS
         if slots is None and lends and make_window is HostWindow and self._make_buffer is None:
             self._slots = "batch"
 

@@ -11,7 +11,7 @@ import numpy as np
 from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
 from saev_store.layout import IntArray
-from saev_store.selection import RowSpace
+from saev_store.rows import RowSpace
 
 #: A block's permutation is sorted in 24 bits (`_words`), and no read of this many vectors is sensible anyway.
 MAX_ROWS_PER_BLOCK = (1 << 24) - 1

@@ -51,7 +51,30 @@ def store_stats(
     save: bool = True,
     progress: bool | None = None,
 ) -> Stats:
-    """See `ShardStore.stats`."""
+    """Statistics of a store for each layer and token position: those kept beside it, or computed now.
+
+    Computed with dask in float64, holding some tens of MiB for each worker. They are kept beside the store as `stats.json`
+    where that may be written, and read from there the next time.
+
+    Args:
+        store: The opened store.
+        sample: Use so many examples only, drawn without repeats; kept statistics of all examples are preferred.
+        seed: Of the sample.
+        client: A `distributed.Client`, or the address of a scheduler whose workers can read the store. Default: the
+            active client, if there is one, else threads of this process.
+        refresh: Compute anew what is kept.
+        save: Keep the result beside the store.
+        progress: Show a bar on stderr; default: when it is a terminal.
+
+    Raises:
+        ArgumentError: the sample is no positive number.
+        CorruptShardError: a shard is missing or short.
+        MissingDependencyError: dask (or distributed, with `client`) is not installed.
+        TransportError: no scheduler answers.
+
+    Warns:
+        SaevStoreWarning: what is kept is broken or about another store; it is replaced.
+    """
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
     if kept is not None:

@@ -166,7 +166,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         if self._advice is None:
             self._advice = advice_for(self._medium.path, layout, keep_pages=True)
         reads = Reads(
-            self.rows._reader,
+            self.rows.reader,
             ReadTally(),
             threading.Event(),
             task_bytes=_SCATTERED_BYTES[self._medium.kind],

@@ -215,6 +215,25 @@ class MmapTransport(LocalTransport):
         count_ranges(self._tally, starts, ends)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
+    def check_mapped(self, path: str, nbytes: int) -> None:
+        """Compare the file behind a map with its size now, before bytes are copied out of the map.
+
+        Raises:
+            CorruptShardError: the file was cut to less than `nbytes`, or another one has taken its place.
+        """
+        mapped = self._maps.get(path)
+        if mapped is not None:
+            file = DESCRIPTORS.peek(mapped.where)
+            # The shortest way first: it is on the path of every vector.
+            if file is not None and file.inode == mapped.inode and os.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
+                return
+        where = self._where(path)
+        with os_errors(where, "map"):
+            if mapped is None or _size_now(mapped) != mapped.nbytes:
+                mapped = self._map(path)
+        if mapped.nbytes < nbytes:
+            raise too_short(where, size=mapped.nbytes, needed=nbytes)
+
     def _map(self, path: str) -> _Mapped:
         where = self._where(path)
         file = self._open(path, where)

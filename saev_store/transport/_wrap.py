@@ -107,6 +107,12 @@ class Wrapper:
         child.__dict__.update(self.__dict__, _inner=self._inner.at(path))
         return child
 
+    def check_mapped(self, path: str, nbytes: int) -> None:
+        """As `MmapTransport.check_mapped`; nothing where the wrapped transport maps no files."""
+        check = getattr(self._inner, "check_mapped", None)
+        if check is not None:
+            check(path, nbytes)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -50,7 +50,7 @@ def array_document(
         "data_type": data_type,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        # Nothing is ever missing, so nobody should see it; if somebody does, it should not look like an activation.
+        # No chunk is ever missing. If this value is read all the same, it must not look like an activation.
         "fill_value": "NaN" if data_type == "float32" else 0,
         "codecs": codecs,
         "attributes": dict(attributes or {}),
@@ -92,7 +92,7 @@ def group_document(attributes: Document, arrays: Mapping[str, Document]) -> Docu
 
 
 def attributes_of(metadata: Metadata, *, url: str) -> Document:
-    """What the store's document says, under canonical names whatever version wrote it, and where all this is from."""
+    """What the store's document says, under canonical names, and where the store is."""
     optional = {"dataset": metadata.dataset, "pixel_agg": metadata.pixel_agg}
     return {
         "protocol": metadata.protocol,
@@ -117,7 +117,7 @@ def to_json(document: Document) -> bytes:
 
 
 def _strict(value: object) -> object:
-    """A value that strict JSON can hold: Python writes NaN and infinity into JSON, and others stumble over them."""
+    """A value that strict JSON can hold: Python writes NaN and infinity into JSON, which other parsers refuse."""
     try:
         json.dumps(value, allow_nan=False).encode()
     except ValueError:  # also lone surrogates

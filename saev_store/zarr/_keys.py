@@ -1,4 +1,4 @@
-"""Which keys the view has and where their values lie: arithmetic, there is no list of chunks anywhere."""
+"""The keys of the Zarr view and the places of their values, computed; there is no list of chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import google_crc32c
 import numpy as np
@@ -27,14 +27,14 @@ _KEPT_INDEXES = 2
 
 
 class Keys(Protocol):
-    """What a `ZarrView` asks about keys; nothing here reads a file."""
+    """The keys of a `ZarrView` and where their values are; nothing here reads a file."""
 
     def find(self, key: str) -> bytes | Extent | None:
-        """The value, where it lies, or None if there is no such key."""
+        """The value, or its place in a file, or None if there is no such key."""
         ...
 
     def index(self, extent: Extent) -> bytes:
-        """What follows the data of a shard: where its inner chunks are, and a checksum of that."""
+        """The index that follows the data of a shard: places of its inner chunks, and a checksum."""
         ...
 
     def below(self, prefix: str) -> Iterator[str]:
@@ -59,7 +59,7 @@ class TensorKeys:
     grid: ChunkGrid
     attributes: Mapping[str, object]
     labelled: bool
-    _indexes: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)
+    _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -120,7 +120,8 @@ class TensorKeys:
         found = self._indexes.get(n_examples)
         if found is None:
             entries = self.grid.index(extent.shard_idx or 0).tobytes()
-            found = entries + google_crc32c.value(entries).to_bytes(4, "little")
+            checksum = cast("int", google_crc32c.value(entries))  # pyright: ignore[reportUnknownMemberType]  # no types
+            found = entries + checksum.to_bytes(4, "little")
             while len(self._indexes) >= _KEPT_INDEXES:
                 self._indexes.pop(next(iter(self._indexes)), None)
             self._indexes[n_examples] = found
@@ -166,7 +167,7 @@ class TensorKeys:
                 yield from map(str, range(counts[len(fixed)]))
 
     def __getstate__(self) -> dict[str, object]:
-        # What can be computed again is not worth sending.
+        # What can be computed again is not pickled.
         return {"grid": self.grid, "attributes": self.attributes, "labelled": self.labelled, "_indexes": {}}
 
     def __hash__(self) -> int:

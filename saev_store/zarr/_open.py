@@ -1,4 +1,4 @@
-"""From an opened store and a wish for chunks to its Zarr view."""
+"""Make the Zarr view of an opened store."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from zarr.abc.store import Store
 
 from saev_store.chunks import ChunkGrid, Shape, default_chunk
-from saev_store.documents import labels_nbytes
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError
-from saev_store.names import LABELS_NAME
+from saev_store.errors import ArgumentError
 from saev_store.zarr._documents import attributes_of
 from saev_store.zarr._keys import TensorKeys
 from saev_store.zarr._view import ZarrView
@@ -26,7 +24,20 @@ _CAN_READ_SHARDS = hasattr(Store, "get_ranges")
 
 
 def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = "auto") -> ZarrView:
-    """See `ShardStore.as_zarr`."""
+    """A read-only Zarr store over a store's shards: what `ShardStore.as_zarr` gives.
+
+    Args:
+        store: The opened store.
+        chunks: Shape of a chunk over (example, layer, token, d_model). `"auto"` takes what suits the transport: many
+            whole examples of a local store, single layers of single examples elsewhere. Axes left of one pivot axis have
+            length 1, axes right of it are whole, and the length on the pivot divides its axis.
+        sharded: Make each shard one key with `chunks` as its inner chunks, which are then read many at a time. `"auto"`
+            does so for remote stores, if zarr is 3.3 or newer; older versions cannot.
+
+    Raises:
+        ArgumentError: `chunks` is no such shape (the message has the nearest ones), or zarr is too old for `sharded`.
+        DocumentError: `labels.bin` has another size than the documents imply.
+    """
     layout, transport = store.layout, store.transport
     max_gap_bytes = transport.cost.max_gap_bytes
     is_mapped = max_gap_bytes == float("inf")
@@ -48,34 +59,17 @@ def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = 
     keys = TensorKeys(
         ChunkGrid(layout, shape, sharded=is_sharded),
         attributes_of(store.metadata, url=store.url),
-        labelled=_has_labels(store),
+        labelled=store.has_labels,
     )
-    readable = {shard: n * layout.example_nbytes for shard, n in store._opened.readable.items()}
+    readable = {shard: n * layout.example_nbytes for shard, n in store.readable_examples.items()}
     return ZarrView(transport, keys, readable=readable)
 
 
 def _as_shape(chunks: Sequence[int]) -> object:
-    """Plain integers, where that is what was meant; `ChunkGrid` judges the rest."""
+    """Plain integers, where the values are integers; `ChunkGrid` checks the rest."""
     try:
         return tuple(int(n) if hasattr(n, "__index__") and not isinstance(n, bool) else n for n in chunks)
     except TypeError:
         raise ArgumentError(
             f"a {type(chunks).__name__} is no chunk shape: pass four integers", where="chunks"
         ) from None
-
-
-def _has_labels(store: ShardStore) -> bool:
-    """Whether there is a `labels.bin`; far away that is one question for its size, nothing is read."""
-    if store._has_labels is not None:
-        return store._has_labels
-    try:
-        size = store.transport.size(LABELS_NAME)
-    except NotFoundError:
-        return False
-    if size != labels_nbytes(store.layout):
-        raise DocumentError(
-            f"has {size} bytes; one byte for each content token is {labels_nbytes(store.layout)}",
-            where=f"{store.url}/{LABELS_NAME}",
-            remedy="Restore the file, or remove it to read the store without labels.",
-        )
-    return True

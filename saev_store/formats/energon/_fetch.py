@@ -7,11 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
-
 from saev_store.errors import CorruptShardError, SelectionError, brief
+from saev_store.fetch import fetch_ranges
 from saev_store.formats._address import full_url
-from saev_store.formats._ranges import fetch_ranges
 from saev_store.formats.energon._places import PartPlace, Places, SamplePlace
 from saev_store.formats.energon.keys import join_name
 from saev_store.formats.energon.tar_header import BLOCK, disagreement, headers_nbytes
@@ -112,7 +110,7 @@ class Fetcher:
             for part in place.parts or ():
                 starts.append(self._headers_start(place.shard, cast("str", place.key), part))
                 ends.append(part.offset + part.nbytes)
-        fetched = fetch_ranges(self._transport, shard, np.asarray(starts, np.int64), np.asarray(ends, np.int64))
+        fetched = fetch_ranges(self._transport, shard, starts, ends)
         pieces = iter(fetched)
         samples: list[RawSample] = []
         for place in places:

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import ArgumentError, CorruptShardError, SelectionError, brief
+from saev_store.fetch import fetch_ranges
 from saev_store.formats._address import Url, full_url, locate
 from saev_store.formats._digest import describe_digest, digest_files
 from saev_store.formats._identity import file_identity
-from saev_store.formats._ranges import fetch_ranges, is_resident
+from saev_store.formats._ranges import is_resident
 from saev_store.formats._source import DigestScope, NumberedSource, check_index, steps, text_card
 from saev_store.formats.llmbatch.header import HEADER_NBYTES, ITEMSIZE, Header, parse_header
 from saev_store.layout import IntArray
@@ -218,7 +219,9 @@ class BatchFileReader(NumberedSource):
 
     def _fetch(self, starts: IntArray, nbytes: int, out: TokenArray) -> None:
         """Fill `out[i]` from the first of the `nbytes` bytes at `starts[i]`."""
-        for tokens, part in zip(out, fetch_ranges(self._transport, self._path, starts, starts + nbytes), strict=True):
+        for tokens, part in zip(
+            out, fetch_ranges(self._transport, self._path, starts.tolist(), (starts + nbytes).tolist()), strict=True
+        ):
             tokens[...] = np.frombuffer(part, TOKEN, tokens.size).reshape(tokens.shape)
 
     # -- as a source -----------------------------------------------------------------------------------------------------

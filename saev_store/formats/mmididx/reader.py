@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SelectionError, brief
+from saev_store.fetch import fetch_ranges
 from saev_store.formats._address import Url, full_url, locate
 from saev_store.formats._digest import describe_digest, digest_files
 from saev_store.formats._identity import file_identity
-from saev_store.formats._ranges import fetch_ranges, is_resident
+from saev_store.formats._ranges import is_resident
 from saev_store.formats._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
 from saev_store.formats.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.layout import IntArray
@@ -252,7 +253,9 @@ class IndexedDataset(NumberedSource):
         if self._whole is not None:
             whole, begins = self._whole, starts // self._itemsize
             return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
-        parts = fetch_ranges(self._transport, self.bin_path, starts, starts + lengths * self._itemsize)
+        parts = fetch_ranges(
+            self._transport, self.bin_path, starts.tolist(), (starts + lengths * self._itemsize).tolist()
+        )
         return [self._view(part) for part in parts]
 
     def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Sequence[TokenArray]]:

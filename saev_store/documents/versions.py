@@ -1,0 +1,167 @@
+"""Every spelling of metadata.json that has been written, as one table.
+
+A new version of the protocol is one new row of `VERSIONS`. Reading, writing, hashing and the tests go through the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from saev_store.documents.hashing import Recipe
+
+#: The canonical names of all fields, in the order in which writers list them.
+FIELDS = (
+    "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples",
+    "max_tokens_per_shard", "data", "dataset", "pixel_agg", "dtype", "protocol",
+)  # fmt: skip
+#: Fields that a document may lack, unless its version demands `dataset`.
+_OPTIONAL = frozenset({"dataset", "pixel_agg"})
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a family of versions spells the keys whose names have changed.
+
+    Attributes:
+        name: What messages call it.
+        keys: Canonical name to key, for the keys that differ between spellings; the others are spelled alike in all.
+        count_key: The key of the number of examples in the entries of shards.json.
+        majors: Major protocol versions that documents with these keys were written under.
+    """
+
+    name: str
+    keys: Mapping[str, str] = field(hash=False)
+    count_key: str
+    majors: frozenset[int]
+
+    def key(self, canonical: str) -> str:
+        """The key that stands for a canonical name."""
+        return self.keys.get(canonical, canonical)
+
+
+IMAGES = Spelling(
+    "images and patches (protocol 1.x)",
+    {
+        "family": "vit_family",
+        "ckpt": "vit_ckpt",
+        "content_tokens_per_example": "n_patches_per_img",
+        "d_model": "d_vit",
+        "n_examples": "n_imgs",
+        "max_tokens_per_shard": "max_patches_per_shard",
+    },
+    count_key="n_imgs",
+    majors=frozenset({1}),
+)
+EXAMPLES = Spelling(
+    "examples and patches (protocol 2.0, October 2025)",
+    {
+        "family": "family",
+        "ckpt": "ckpt",
+        "content_tokens_per_example": "patches_per_ex",
+        "d_model": "d_model",
+        "n_examples": "n_ex",
+        "max_tokens_per_shard": "patches_per_shard",
+    },
+    count_key="n_ex",
+    majors=frozenset({1, 2}),
+)
+N_CONTENT_TOKENS = Spelling(
+    "examples and n_content_tokens (protocol 2.0, 7 October 2025)",
+    {
+        "family": "family",
+        "ckpt": "ckpt",
+        "content_tokens_per_example": "n_content_tokens_per_example",
+        "d_model": "d_model",
+        "n_examples": "n_examples",
+        "max_tokens_per_shard": "max_tokens_per_shard",
+    },
+    count_key="n_examples",
+    majors=frozenset({2}),
+)
+TOKENS = Spelling(
+    "examples and tokens (protocol 2.x)",
+    {
+        "family": "family",
+        "ckpt": "ckpt",
+        "content_tokens_per_example": "content_tokens_per_example",
+        "d_model": "d_model",
+        "n_examples": "n_examples",
+        "max_tokens_per_shard": "max_tokens_per_shard",
+    },
+    count_key="n_examples",
+    majors=frozenset({2}),
+)
+
+
+@dataclass(frozen=True)
+class WrittenVersion:
+    """One way in which metadata.json has been written.
+
+    Attributes:
+        since: The day of the first writer, year first.
+        protocol: What it writes as `protocol`.
+        spelling: The names of its keys.
+        data: Whether its `data` is an object, a string, or either.
+        requires_dataset: Whether a document without `dataset` is refused.
+        recipe: How its writer named the folder.
+        style: How its writer formatted the file: `json.dump(indent=4)` in ASCII, or two spaces and raw UTF-8.
+        writes: Canonical names of the keys of a new document, in order; empty for a version that is only read.
+    """
+
+    since: str
+    protocol: str
+    spelling: Spelling
+    data: Literal["object", "string", "either"] = "object"
+    requires_dataset: bool = False
+    recipe: Recipe = "sorted-ascii"
+    style: Literal["indent-4-ascii", "indent-2-utf8"] = "indent-4-ascii"
+    writes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """How messages and cards call it.
+
+        >>> VERSIONS[-1].title
+        'protocol 2.1 (as written since 2025-10-13)'
+        """
+        return f"protocol {self.protocol} (as written since {self.since})"
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        """The keys that a document must have."""
+        names = (name for name in FIELDS if name not in _OPTIONAL or (name == "dataset" and self.requires_dataset))
+        return tuple(map(self.spelling.key, names))
+
+
+def _all_but(*left_out: str) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if name not in left_out)
+
+
+#: All versions, oldest first.
+VERSIONS = (
+    # `data` was a string for the first days, an object after that.
+    WrittenVersion("2025-06-19", "1.0.0", IMAGES, data="either", writes=_all_but("dataset", "pixel_agg")),
+    # labels.bin beside it; `pixel_agg` from the second day on.
+    WrittenVersion("2025-09-15", "1.1", IMAGES),
+    # The keys of 2.0, for half a day, before the version was raised.
+    WrittenVersion("2025-10-02", "1.1", EXAMPLES),
+    # The first day of 2.0, without the `dataset` that its text demands.
+    WrittenVersion("2025-10-02", "2.0", EXAMPLES),
+    # 2.0 as its published text has it.
+    WrittenVersion("2025-10-03", "2.0", EXAMPLES, requires_dataset=True, writes=_all_but("pixel_agg")),
+    # One day with another name for the number of content tokens.
+    WrittenVersion("2025-10-07", "2.0", N_CONTENT_TOKENS, requires_dataset=True),
+    # The keys of 2.1. From 2025-10-10 on its writer hashed in field order.
+    WrittenVersion("2025-10-08", "2.0", TOKENS, requires_dataset=True),
+    # `data` is a string (a base64 pickle, from its writers); `pixel_agg` may be null.
+    WrittenVersion(
+        "2025-10-13", "2.1", TOKENS, data="string", requires_dataset=True, recipe="field-order-8",
+        style="indent-2-utf8", writes=FIELDS,
+    ),
+)  # fmt: skip
+#: Every protocol version that has been written, oldest first.
+PROTOCOLS = tuple(dict.fromkeys(version.protocol for version in VERSIONS))
+#: The versions that new documents can be written in, by protocol.
+WRITABLE_VERSIONS: Mapping[str, WrittenVersion] = {version.protocol: version for version in VERSIONS if version.writes}
