@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
 
-import numpy as np
-from waiting import HANG_S, soon
+from waiting import soon
 
 from saev_store import ShardStore
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._metrics import Tally
-from saev_store.loaders._run import BatchIterator, Machinery, Run
 
 
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("saev-", "saev_store-fetch"))]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("saev-")]
 
 
 def plainly(path: str) -> None:
@@ -37,10 +33,10 @@ def tensors(path: str) -> None:
 def collect_all(loader: object, inner: ShuffledLoader) -> None:
     """Once for each lock."""
     locks: list[Callable[[], object]] = [
-        lambda: inner._machinery.readers._lock,
-        lambda: inner._machinery.stop._cond,
-        lambda: inner._run.handoff._changed,
-        lambda: inner._run._thread._started._cond,
+        lambda: inner._runtime.readers._lock,
+        lambda: inner._runtime.stop._cond,
+        lambda: inner._iteration.handoff._changed,
+        lambda: inner._iteration._thread._started._cond,
         lambda: inner._lock,
     ]
     for lock in locks:
@@ -52,24 +48,6 @@ def collect_all(loader: object, inner: ShuffledLoader) -> None:
             gc.collect()
         assert soon(lambda: not our_threads()), our_threads()
     assert sum(len(batch["act"]) for batch in loader) == loader.n_samples
-
-
-def fetching(path: str) -> None:
-    del path
-    from saev_store.transport._http_fetcher import HttpFetcher
-    from saev_store.transport._http_spare import SpareConnections
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = socket.AF_INET, server.getsockname()
-        fetcher = HttpFetcher(address, SpareConnections(), n_threads=2, n_connections=2, in_flight_bytes=1, timeout_s=HANG_S)  # fmt: skip
-        batches = iter([{"act": np.zeros((1, 1))}] * 9)
-        run = Run(Machinery(1, 0, Tally(4), fetcher=fetcher), lambda: batches, 2)
-        cycle = [BatchIterator(run, timeout_s=HANG_S, on_batch=lambda: None, on_end=lambda: None)]
-        cycle.append(cycle)
-        del cycle, run
-        with fetcher._lock:
-            gc.collect()
-        assert soon(lambda: not our_threads()), our_threads()
 
 
 def leaving(path: str) -> None:
@@ -88,5 +66,5 @@ def leaving(path: str) -> None:
 
 if __name__ == "__main__":
     gc.disable()
-    {"plainly": plainly, "tensors": tensors, "fetching": fetching, "leaving": leaving}[sys.argv[1]](sys.argv[2])
+    {"plainly": plainly, "tensors": tensors, "leaving": leaving}[sys.argv[1]](sys.argv[2])
     sys.stdout.write("fine\n")
