@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import resource
 import time
@@ -19,7 +20,15 @@ from plain_stores import Plain, plain_store
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.layout import Layout
-from saev_store.loaders import NO_LABEL, OrderedLoader, ShuffledLoader
+from saev_store.loaders import (
+    NO_LABEL,
+    OrderedLoader,
+    ReadArguments,
+    ReadOptions,
+    ShuffleArguments,
+    ShuffledLoader,
+    ShuffleOptions,
+)
 from saev_store.loaders._base import Loader
 from saev_store.loaders._memory import BufferPool, allocate
 from saev_store.loaders._ring import BatchRing, HostMemory
@@ -459,6 +468,47 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
 def test_bad_options_are_refused(store, options, message):
     with pytest.raises(ArgumentError, match=message):
         ShuffledLoader(store.sel(layer=5, tokens="content"), **options)
+
+
+def test_ranks_come_from_the_environment(store, monkeypatch):
+    """As torchrun and others set it, looked at when an iteration begins; what is given wins."""
+    rows = store.sel(layer=5, tokens="content")
+
+    def examples(loader: Loader) -> list[list[int]]:
+        return [batch["example_idx"].tolist() for batch in loader]
+
+    for kind in (OrderedLoader, ShuffledLoader):
+        loader, given = kind(rows, batch_size=16), kind(rows, batch_size=16, rank=0, world=1)
+        alone = examples(given)
+        expected = [examples(kind(rows, batch_size=16, rank=rank, world=2)) for rank in range(2)]
+        for rank in range(2):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            loader.set_epoch(0)
+            assert examples(loader) == expected[rank]
+            assert (loader.rank, loader.world) == (rank, 2)
+            given.set_epoch(0)
+            assert examples(given) == alone
+            assert kind(rows, world=2).rank == rank
+        with pytest.raises(ArgumentError, match="world is 4.* 2 processes were found"):
+            kind(rows, world=4)
+        monkeypatch.setenv("RANK", "2")
+        with pytest.raises(ArgumentError, match="RANK='2' and WORLD_SIZE='2'"):
+            iter(loader)
+        monkeypatch.delenv("WORLD_SIZE")
+        assert kind(rows).world == 1
+        monkeypatch.undo()
+
+
+def test_options_are_given_once(store):
+    """As an object, as arguments, or both; a torch config is one."""
+    rows = store.sel(layer=5, tokens="content")
+    options = ShuffleOptions(batch_size=8, seed=3)
+    one, two = ShuffledLoader(rows, options), ShuffledLoader(rows, batch_size=8, seed=3)
+    assert one.state_dict() == two.state_dict()
+    assert ShuffledLoader(rows, options, seed=4).state_dict() != one.state_dict()
+    assert ReadArguments.__annotations__.keys() == {field.name for field in dataclasses.fields(ReadOptions)}
+    assert ShuffleArguments.__annotations__.keys() == {field.name for field in dataclasses.fields(ShuffleOptions)}
 
 
 def test_a_plan_can_be_read(store):

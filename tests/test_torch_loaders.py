@@ -391,18 +391,58 @@ def test_on_a_gpu(plain, kind):
     assert same(found, whole)
 
 
-def test_rank_and_world(tmp_path, plain):
-    assert rank_and_world(None, None) == (0, 1)
-    assert rank_and_world(1, 4) == (1, 4)
+def test_rank_and_world(tmp_path, plain, monkeypatch):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        assert rank_and_world(None, None) == (0, 1)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert rank_and_world(None, None) == (0, 1)  # it knows better than the environment
         assert rank_and_world(2, 3) == (2, 3)
     finally:
         torch.distributed.destroy_process_group()
+    monkeypatch.undo()
     parts = [make(plain, "shuffled", batch_size=16, rank=rank, world=2, drop_last=True) for rank in range(2)]
     together = [torch.cat(pair) for pair in zip(acts(parts[0]), acts(parts[1]), strict=True)]
     assert same(together, acts(make(plain, "shuffled", drop_last=True)))
+
+
+@every_loader
+def test_ranks_are_found_when_an_iteration_begins(plain, kind, monkeypatch):
+    """A loader that was made before torch.distributed was initialised hands out its share, and continues a state."""
+    expected = [acts(make(plain, kind, batch_size=16, rank=rank, world=2)) for rank in range(2)]
+    whole = make(plain, kind, batch_size=32)
+    next(iter(whole))
+    state = whole.state_dict()
+    loader = make(plain, kind, batch_size=16)
+    assert len(loader) == 19
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+        loader.set_epoch(0)
+        assert len(loader) == len(expected[rank]) == 10
+        assert same(acts(loader), expected[rank])
+        loader.load_state_dict(state)
+        assert same(acts(loader), expected[rank][1:])
+
+
+@every_loader
+@pytest.mark.parametrize("damaged", [False, True])
+def test_chosen_examples(kind, damaged, tmp_path):
+    """To train on some and to validate on others, or on what is left of a damaged store."""
+    plain = plain_store(tmp_path, n=43, tokens=7, per_shard=5, labels=True, d_model=16)
+    if damaged:
+        plain.shard(1).unlink()
+        with pytest.raises(CorruptShardError):
+            make(plain, kind)
+    left = np.ones(43, dtype=bool)
+    left[5:10] = False
+    for examples in (left, np.flatnonzero(left), np.flatnonzero(left).tolist(), slice(10, None)):
+        loader = make(plain, kind, examples=examples, damaged_ok=damaged)
+        found = [batch["example_idx"].clone() for batch in loader if check(plain, batch) is None]
+        assert sorted(torch.cat(found).tolist()) == sorted(np.arange(43)[examples].tolist() * 7)
+    with pytest.raises(ConfigError, match="examples"):
+        make(plain, kind, examples=["some"])
 
 
 @every_loader
