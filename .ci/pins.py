@@ -49,7 +49,7 @@ def main() -> None:
     target = ROOT / "constraints.txt"
     start = CHOSEN if options.free or not target.exists() else target.read_text()
     old = resolve(options.old, "all,test,lint,notebook", start)
-    new = resolve(options.new, "gcs,fast,test", start)
+    new = resolve(options.new, "gcs,obstore,test", start)
     lines = []
     for name in sorted(old | new):
         if name in old and name in new and old[name] != new[name]:

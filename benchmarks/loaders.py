@@ -192,7 +192,8 @@ def limits(store: ShardStore, *, cold: bool) -> dict[str, Run]:
 class Synthetic:
     """A store of any size: every vector is what its place says."""
 
-    url, name, cost, is_local = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20), False
+    url, name, cost = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20)
+    is_local, local_path, reads_into = False, None, False
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         del path

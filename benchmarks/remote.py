@@ -1,12 +1,14 @@
 """How fast ranges and batches come from, and uploads go to, a bucket on this machine, against bare obstore and plain s3fs.
 
-    python benchmarks/remote.py [--mib 256] [--rounds 9] [--only WORD …] [--json]
+    python benchmarks/remote.py [--mib 256] [--rounds 9] [--only WORD …] [--tls] [--json]
 
 The server (`_far_server.py`) is a process of its own that shares the cores with the client; it sends files by `sendfile` and
-drops uploads in the kernel, which is as fast as nginx or faster. It answers at once, and 30 ms late. Beside each rate stand
-the CPU seconds per GB of the client's process, the server's not included: what is left when the server is another machine.
+drops uploads in the kernel, which is as fast as nginx or faster. It answers at once, and 30 ms late. With `--tls` nginx
+stands before it with a certificate that is made for the run, and which every client trusts; it sends files itself where the
+answer is not to be late. Beside each rate stand the CPU seconds per GB of the client's process, the server's not included:
+what remains when the server is another machine. With `--tls` the connections that each epoch of the loader opened follow.
 
-Who is raced, in turn, medians of the rounds after one that is not counted:
+What is raced, in turn, medians of the rounds after one that is not counted:
 
 * ranges: 64 in flight, each in memory of its own. The bare loop learns every object's version (`get_async`), as we must to
   tell a replaced object; one that does not want to know (`get_range_async`) stands beside it, without a goal.
@@ -16,7 +18,7 @@ Who is raced, in turn, medians of the rounds after one that is not counted:
 * upload: parts of 8 MiB, eight in flight. Our sink takes memory that is lent to it, as the writer does; "copying" is the same
   with memory that the caller wants back. The writer copies what it is given, makes block digests and receipts, and publishes.
 
-Needs `saev-store[s3,fast]`.
+Needs `saev-store[s3,obstore]`; `--tls` also nginx, and cryptography.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ import json
 import os
 import resource
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -72,6 +76,7 @@ class Row:
     against: str
     theirs: Rate
     goal: float | None
+    connections: list[int] | None = None
 
     @property
     def ratio(self) -> float:
@@ -103,22 +108,33 @@ def race(runs: dict[str, Callable[[], object]], nbytes: int, rounds: int) -> dic
 
 
 class Place:
-    """A bucket `b` of one server, and everybody's way to it."""
+    """A bucket `b` of one server, and each client's way to it."""
 
-    def __init__(self, endpoint: str, latency_ms: int) -> None:
+    def __init__(self, endpoint: str, latency_ms: int, authority: Path | None = None) -> None:
         import s3fs
         from obstore.store import S3Store
 
-        self.latency_ms = latency_ms
-        self.options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+        self.latency_ms, self._endpoint, self._authority = latency_ms, endpoint, authority
+        trusted = {} if authority is None else {"verify": str(authority)}
+        self.options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": trusted}
+        root = {} if authority is None else {"root_certificate": authority.read_text()}
         self.store = S3Store(
             "b", access_key_id="k", secret_access_key="s", endpoint=endpoint, region="us-east-1",
             client_options={
-                "allow_http": True, "timeout": timedelta(seconds=120), "pool_max_idle_per_host": str(IN_FLIGHT)
+                "allow_http": True, "timeout": timedelta(seconds=120), "pool_max_idle_per_host": str(IN_FLIGHT),
+                **root,
             },
         )  # fmt: skip
         self.ours = open_transport("s3://b", self.options, engine="obstore")
         self.s3fs = s3fs.S3FileSystem(**self.options)
+
+    def n_connections(self) -> int | None:
+        """Connections that the server has accepted so far; None without TLS, where nobody counts them."""
+        if self._authority is None:
+            return None
+        context = ssl.create_default_context(cafile=self._authority)
+        with urllib.request.urlopen(f"{self._endpoint}/connections", context=context) as answer:
+            return int(answer.read().split()[7])
 
 
 def bare(place: Place, key: str, starts: list[int], size: int, *, versions: bool) -> None:
@@ -191,7 +207,7 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
                 pool.submit(
                     transport.readinto,
                     name,
-                    start=start,
+                    starts=[start],
                     buffers=[memoryview(slot)[: (min(start + extent, size) - start) // 4]],
                 )
                 for name, size in names.items()
@@ -202,15 +218,29 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
             for read in reads:
                 read.result()
 
+    opened: list[int] = []
+
     def epoch() -> None:
+        before = place.n_connections()
         n_rows = sum(len(batch["act"]) for batch in shuffled)
+        after = place.n_connections()
+        if before is not None and after is not None:
+            opened.append(after - before - 1)  # without the one that asks
         if n_rows * layout.vector_nbytes != total:
             raise SystemExit(f"the epoch had {n_rows} rows")
 
     with shuffled:
         found = race({"ours": epoch, "ranges": scan, "two copies": two_copies}, total, rounds)
     return [
-        Row("shuffled loader", place.latency_ms, found["ours"], "our ranges, same files", found["ranges"], 0.9),
+        Row(
+            "shuffled loader",
+            place.latency_ms,
+            found["ours"],
+            "our ranges, same files",
+            found["ranges"],
+            0.85 if opened else 0.6,
+            opened[1:] or None,
+        ),
         Row(
             "shuffled loader",
             place.latency_ms,
@@ -291,6 +321,48 @@ def serve(folder: Path, latency_s: float) -> tuple[subprocess.Popen[bytes], str]
         return subprocess.Popen(command, pass_fds=[fd]), f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+NGINX = """
+daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; client_max_body_size 0;
+  client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
+  uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
+  upstream far {{ server {far}; keepalive 128; }}
+  server {{
+    listen 127.0.0.1:{port} ssl backlog=512; root {root};
+    ssl_certificate {folder}/server.pem; ssl_certificate_key {folder}/key.pem;
+    location = /connections {{ stub_status; }}
+    location / {{ {files} }}
+    location @far {{
+      proxy_pass http://far; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
+      proxy_buffering off; proxy_request_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+def serve_tls(root: Path, upstream: str, certificates: Path, *, late: bool) -> tuple[subprocess.Popen[bytes], str]:
+    """Nginx before the far server; it sends files itself where answers are not late."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    far = upstream.removeprefix("http://")
+    files = "try_files /nothing @far;" if late else "try_files $uri @far;"
+    config = certificates / f"nginx{port}.conf"
+    config.write_text(NGINX.format(folder=certificates, far=far, port=port, root=root, files=files))
+    server = subprocess.Popen(["nginx", "-c", str(config)])
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+            if server.poll() is not None:
+                raise SystemExit("nginx does not start") from None
+        else:
+            return server, f"https://localhost:{port}"
+
+
 def show(rows: list[Row]) -> None:
     print(
         f"{'what':30} {'late':>5} {'MB/s':>6} {'theirs':>6} {'ratio':>6} {'goal':>7} {'CPU s/GB':>9} {'theirs':>6}  against"
@@ -301,6 +373,8 @@ def show(rows: list[Row]) -> None:
             f"{row.what:30} {row.latency_ms:2} ms {row.ours.mb_s:6.0f} {row.theirs.mb_s:6.0f} {row.ratio:6.2f} {goal:>7} "
             f"{row.ours.cpu_s_gb:9.2f} {row.theirs.cpu_s_gb:6.2f}  {row.against}"
         )
+        if row.connections is not None:
+            print(f"{'':30} connections opened by each epoch: {', '.join(map(str, row.connections))}")
     print(
         f"largest spread of one rate: {max(max(row.ours.spread, row.theirs.spread) for row in rows):.0%} of its median"
     )
@@ -314,12 +388,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--late", nargs="*", type=int, choices=(0, 30), default=[0, 30], metavar="MS")
+    parser.add_argument("--tls", action="store_true", help="through nginx, with a certificate made for the run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     nbytes = options.mib << 20
     rows: list[Row] = []
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder, tempfile.TemporaryDirectory() as certificates:
+        authority = None
+        if options.tls:
+            sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+            from tls import make_certificates
+
+            authority = Path(make_certificates(Path(certificates)).authority)
+            os.chmod(folder, 0o755)  # nginx's worker is another user where root starts it
         bucket = Path(folder) / "b"
         bucket.mkdir()
         (bucket / "k").write_bytes(os.urandom(OBJECT_BYTES))
@@ -328,8 +410,11 @@ def main() -> None:
             store, _ = make_store(bucket, n_bytes=4 * nbytes, n_shards=4)
         for latency_ms in options.late:
             server, endpoint = serve(Path(folder), latency_ms / 1000)
+            front: subprocess.Popen[bytes] | None = None
             try:
-                place = Place(endpoint, latency_ms)
+                if authority is not None:
+                    front, endpoint = serve_tls(Path(folder), endpoint, Path(certificates), late=latency_ms > 0)
+                place = Place(endpoint, latency_ms, authority)
                 if "ranges" in options.only:
                     rows += ranges(place, nbytes, options.rounds)
                 if "loader" in options.only:
@@ -337,8 +422,10 @@ def main() -> None:
                 if "uploads" in options.only:
                     rows += uploads(place, 2 * nbytes, options.rounds)
             finally:
-                server.kill()
-                server.wait()
+                for process in (front, server):
+                    if process is not None:
+                        process.terminate()  # nginx ends its worker
+                        process.wait()
     if options.json:
         print(json.dumps([{**asdict(row), "ratio": row.ratio} for row in rows]))
     else:

@@ -86,7 +86,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
             remedy="Record it again; without shards.json nobody knows which examples were written.",
         ) from error
     index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
-    if not getattr(transport, "is_local", False):
+    if not transport.is_local:
         problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
         return Opened(
             transport, name, metadata, index, problems, sizes_checked=False, has_labels=None, damaged_ok=damaged_ok

@@ -23,7 +23,7 @@ from saev_store.coalesce import Spans, coalesce
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.indexing import Axis, Block, Points, Progression, length
 from saev_store.layout import DTYPE, IntArray, Layout, shard_name
-from saev_store.transport import ReadsRuns, Transport
+from saev_store.transport import Transport
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -85,7 +85,7 @@ class Reader:
         self.layout = layout
         self._readable = dict(readable or {})
         self._resident = math.isinf(transport.cost.max_gap_bytes)
-        self._direct = transport if self._resident and isinstance(transport, ReadsRuns) else None
+        self._direct = transport if self._resident and transport.reads_into else None
         self._unchecked = set(range(layout.n_shards)) if check_sizes else set[int]()
         self._damaged_ok = damaged_ok
         self._maps: dict[int, FloatArray] = {}
@@ -272,7 +272,7 @@ class Reader:
             return False
         raw, run_nbytes = target.reshape(-1).view(np.uint8).data, target.nbytes // runs.count
         numbers = range(runs.count)
-        self._direct.read_runs(
+        self._direct.readinto(
             shard_name(shard_idx),
             starts=[(runs.first + run * runs.stride) * self.layout.vector_nbytes for run in numbers],
             buffers=[raw[run * run_nbytes : (run + 1) * run_nbytes] for run in numbers],

@@ -20,7 +20,7 @@ from saev_store.layout import DIMS, Layout
 from saev_store.reader import FloatArray, Reader
 from saev_store.selected import Selection, prepared
 from saev_store.selection import Labels, Layers, Tokens, row_space
-from saev_store.transport import Engine, Transport, child, open_transport
+from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -182,7 +182,7 @@ class ShardStore(Faces):
         metadata = as_metadata(metadata)
         transport = open_transport(root, storage_options)
         finalize_store(transport, metadata)
-        return cls.open(child(transport, metadata.hash))
+        return cls.open(transport.at(metadata.hash))
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def hang_worker(fifo: str, number: int) -> None:
     from saev_store.transport import MmapTransport, PreadTransport
 
     for transport in (MmapTransport, PreadTransport):
-        transport.readinto = transport.read_runs = lambda *_, **__: hang(fifo)
+        transport.readinto = lambda *_, **__: hang(fifo)
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def local(path: str, situation: str, fifo: str) -> object:
 
     class Watched(Wrapper):
         def _around(self, operation: str, nbytes: int, call: Callable[[], object]) -> object:
-            if operation in ("readinto", "read_runs"):
+            if operation == "readinto":
                 tell(fifo)
                 if situation == "slow reads":
                     time.sleep(0.1)

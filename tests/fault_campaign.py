@@ -20,12 +20,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import numpy as np
 from cloud_servers import (
@@ -38,6 +36,7 @@ from cloud_servers import (
     s3_options,
     unfinished_uploads,
 )
+from retrying import Retrying
 from servers import Bucket, new_moto_bucket
 
 from saev_store import ShardStore, new_metadata
@@ -48,19 +47,13 @@ from saev_store.errors import (
     SaevStoreError,
     StoreExistsError,
 )
-from saev_store.transport import RetryTransport, Transport
+from saev_store.transport import Transport
 from saev_store.writer import create_store
-
-if TYPE_CHECKING:
-    from saev_store.transport import Buffer
-    from saev_store.transport._obstore import ObstoreTransport
 
 TRUTH = np.random.default_rng(0).bytes(200_000)
 #: What lies where something is written, before it is.
 OLD = np.random.default_rng(1).bytes(200_000)
 ENGINES = ["obstore", "fsspec"]
-#: Who reads; "fetcher" asks ahead of time, as loaders do, and reads through obstore what does not come.
-READERS = [*ENGINES, "fetcher"]
 TIMEOUT_S, ATTEMPTS = 1.5, 4
 #: Where everything has to succeed, a busy machine may add time-outs of its own.
 ATTEMPTS_TO_HEAL = 8
@@ -288,44 +281,6 @@ class Outcome:
         return found
 
 
-class Fetching:
-    """A transport whose ranges are fetched ahead, and read where that did not work."""
-
-    def __init__(self, inner: ObstoreTransport) -> None:
-        self._inner, self._fetcher, self._lock = inner, None, threading.Lock()
-        self.n_fetched = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        with self._lock:
-            self._fetcher = self._fetcher or self._inner.open_fetcher(in_flight_bytes=1 << 20)
-        fetcher, found = self._fetcher, [bytearray(end - start) for start, end in zip(starts, ends, strict=True)]
-        told: list[SimpleQueue[bool]] = [SimpleQueue() for _ in found]
-        for start, end, memory, ended in zip(starts, ends, found, told, strict=True):
-
-            def take(at: int, some: Buffer, memory: bytearray = memory) -> None:
-                memory[at : at + len(some)] = some
-
-            done = ended.put
-            if fetcher is None or not fetcher.fetch(path, start=start, end=end, item_nbytes=1, take=take, done=done):
-                ended.put(False)
-        if all(ended.get(timeout=60) for ended in told):
-            self.n_fetched += len(found)
-            return found
-        return self._inner.get_ranges(path, starts=starts, ends=ends)
-
-    def close(self) -> None:
-        """The next batch begins with new connections."""
-        with self._lock:
-            if self._fetcher is not None:
-                self._fetcher.close()
-                self._fetcher.join(time.monotonic() + 60)
-            self._fetcher = None
-        self._inner.close()
-
-
 @contextmanager
 def through(upstream: str, bucket: Bucket, engine: str, what: Kind, seed: int) -> Iterator[tuple[Proxy, Transport]]:
     """The proxy of a kind, and a transport that goes through it."""
@@ -348,8 +303,7 @@ def through(upstream: str, bucket: Bucket, engine: str, what: Kind, seed: int) -
         else:
             from saev_store.transport._obstore import ObstoreTransport
 
-            plain = ObstoreTransport(bucket.url, options, timeout_s=TIMEOUT_S)
-            transport = Fetching(plain) if engine == "fetcher" else plain
+            transport = ObstoreTransport(bucket.url, options, timeout_s=TIMEOUT_S)
             try:
                 yield proxy, transport
             finally:
@@ -360,7 +314,7 @@ def patient(transport: Transport, what: Kind) -> tuple[Transport, float]:
     """The transport with retries, and the longest that an operation may take."""
     attempts = 1 if what.always else ATTEMPTS_TO_HEAL if what.heals else ATTEMPTS
     allowed_s = attempts * (2 * TIMEOUT_S + 1.1) + SLACK_S
-    return RetryTransport(transport, attempts=attempts, max_wait_s=0.1, total_timeout_s=60), allowed_s
+    return Retrying(transport, attempts=attempts, max_wait_s=0.1), allowed_s
 
 
 def arm(proxy: Proxy, what: Kind, bucket: Bucket | None = None) -> None:
@@ -553,7 +507,7 @@ def direct(bucket: Bucket, engine: str = "obstore") -> Transport:
     from saev_store.transport import open_transport
 
     engine = "fsspec" if is_json(bucket) else engine
-    return RetryTransport(open_transport(bucket.url, bucket.options, engine=engine))
+    return Retrying(open_transport(bucket.url, bucket.options, engine=engine))
 
 
 def uploads(bucket: Bucket) -> int:
@@ -610,8 +564,8 @@ def main() -> int:
             for name in kinds:
                 if options.kind not in name:
                     continue
-                for engine in READERS if what == "read" and server != "gcs" else ENGINES:
-                    bucket = buckets["obstore" if engine == "fetcher" else engine]
+                for engine in ENGINES:
+                    bucket = buckets[engine]
                     if is_json(bucket) and any(fault.path for fault in kinds[name].faults):
                         continue
                     start, endpoint = time.monotonic(), bucket.options[endpoint_option(bucket)]

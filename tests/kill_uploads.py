@@ -38,7 +38,7 @@ import saev_store.transport._fsspec
 import saev_store.transport._obstore  # noqa: F401 (warms the children)
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.store import ShardStore
-from saev_store.transport import _parts, child, open_transport
+from saev_store.transport import _parts, open_transport
 from saev_store.writer import create_store
 
 BLOCK_BYTES = 16 << 10
@@ -90,7 +90,7 @@ def check_now(url: str, options: dict, engine: str, this: Case) -> None:
 
 def check_done(url: str, options: dict, engine: str, this: Case) -> None:
     """The store is there, bit for bit."""
-    folder = child(open_transport(url, options, engine=engine), this.name)
+    folder = open_transport(url, options, engine=engine).at(this.name)
     names = [entry.path for entry in folder.list() if not entry.is_dir]
     this.check({name: folder.read(name) for name in names})
 

@@ -143,9 +143,9 @@ class Placed(Wrapper):
         self._send()
         return self._inner.get_ranges(path, starts=starts, ends=ends)
 
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         self._send()
-        self._inner.readinto(path, start=start, buffers=buffers)
+        self._inner.readinto(path, starts=starts, buffers=buffers)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         self._send()

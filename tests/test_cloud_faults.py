@@ -42,9 +42,7 @@ def in_turn(kinds):
     return pytest.mark.parametrize(("kind", "engine"), [(kind, ENGINES[n % 2]) for n, kind in enumerate(kinds)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "engine"), [(k, engine) for n, k in enumerate(READING) for engine in (ENGINES[n % 2], "fetcher")]
-)
+@in_turn(READING)
 def test_right_bytes_or_a_named_error_in_time(s3_bucket, kind, engine):
     found = read_through(s3_endpoint(), s3_bucket, engine, kind, operations=6)
     assert not found.problems

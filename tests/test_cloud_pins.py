@@ -42,7 +42,7 @@ def test_a_replaced_object_is_an_error_and_never_a_mixture(place: tuple[Bucket, 
         reader.get_ranges("acts.bin", starts=[0, 5000], ends=[100, 6000])
     memory = bytearray(100)
     with pytest.raises(TransportError, match="replaced while it was being read"):
-        reader.readinto("acts.bin", start=100, buffers=[memoryview(memory)])
+        reader.readinto("acts.bin", starts=[100], buffers=[memoryview(memory)])
     # A copy in another process reads the same object or none.
     travelled = pickle.loads(pickle.dumps(reader))
     with pytest.raises(TransportError, match="replaced while it was being read"):

@@ -400,9 +400,9 @@ def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):
             read.extend((path, end - start) for start, end in zip(starts, ends, strict=True))
             return super().get_ranges(path, starts=starts, ends=ends)
 
-        def readinto(self, path, *, start, buffers):
+        def readinto(self, path, *, starts, buffers):
             read.append((path, sum(buffer.nbytes for buffer in buffers)))
-            super().readinto(path, start=start, buffers=buffers)
+            super().readinto(path, starts=starts, buffers=buffers)
 
         cost = type(MmapTransport.cost)(0, 1 << 30)
 

@@ -14,7 +14,7 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from saev_store import ShardStore
 from saev_store.copying import copy_store
 from saev_store.errors import ArgumentError, CorruptShardError
-from saev_store.transport import CopiesWithin, LimitTransport, MemoryTransport, Rate, child, open_transport
+from saev_store.transport import CopiesWithin, LimitTransport, MemoryTransport, Rate, open_transport
 from saev_store.transport import _limit as limit_module
 from saev_store.writer import create_store
 
@@ -92,7 +92,7 @@ def test_the_service_copies_by_itself(place):
     if place.url.startswith("s3"):
         assert (of_source, of_copy) == (set(), {"GET"})  # only to compare the copy with the digests
     found = content(open_transport(url, place.options))
-    assert found == content(child(open_transport(f"{place.url}/from", place.options), this.name))
+    assert found == content(open_transport(f"{place.url}/from", place.options).at(this.name))
     assert ShardStore.open(url, place.options).validate(deep=True).ok
 
 

@@ -20,7 +20,7 @@ from saev_store._open import open_documents
 from saev_store.copying import _layers, _whole, copy_store
 from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
-from saev_store.transport import MemoryTransport, _fd_sink, child, open_transport
+from saev_store.transport import MemoryTransport, _fd_sink, open_transport
 from saev_store.writer import create_store
 
 
@@ -126,7 +126,7 @@ def test_who_was_overtaken_where_there_are_no_locks_touches_nothing(source, monk
     go_on.set()
     thread.join(HANG_S)
     assert outcome == ["done"]
-    store = ShardStore(open_documents(child(place, source.path.name)))
+    store = ShardStore(open_documents(place.at(source.path.name)))
     assert store[...].tobytes() == source.acts.tobytes()
 
 

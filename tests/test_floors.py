@@ -88,7 +88,6 @@ HEAVY = {
     "s3fs": ("transport/_fsspec",),
     "skimage": ("record/",),
     "starlette": ("serve/",),
-    "tenacity": ("transport/_retry.py",),
     "tensorstore": ("export/",),
     "torch": ("torch/", "formats/llmbatch/_torch.py", "record/", "testing/"),
     "tqdm": ("writer/_progress.py", "inspect/", "cli/"),

@@ -13,7 +13,7 @@ SAMPLE = ROOT / "tests/data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259
 
 HEAVY = {
     "aiobotocore", "aiohttp", "boto3", "botocore", "dask", "fsspec", "gcsfs", "IPython", "matplotlib", "obstore",
-    "pandas", "PIL", "rich", "s3fs", "skimage", "tenacity", "torch", "tqdm", "transformers", "typer", "xarray", "zarr",
+    "pandas", "PIL", "rich", "s3fs", "skimage", "torch", "tqdm", "transformers", "typer", "xarray", "zarr",
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_a_store_over_a_cache_travels(plain, tmp_path, monkeypatch):
 def head(near: CachedTransport, end: int = 64) -> bytes:
     (found,) = near.get_ranges(NAME, starts=[0], ends=[end])
     into = bytearray(end)
-    near.readinto(NAME, start=0, buffers=[memoryview(into)])
+    near.readinto(NAME, starts=[0], buffers=[memoryview(into)])
     assert bytes(into) == bytes(found)
     return bytes(into)
 
@@ -212,5 +212,5 @@ def test_empty_ranges_are_not_kept(plain, tmp_path):
     near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
     assert [len(part) for part in near.get_ranges(NAME, starts=[5, 0, 7], ends=[5, 8, 7])] == [0, 8, 0]
     assert [len(part) for part in near.get_ranges(NAME, starts=[5], ends=[5])] == [0]
-    near.readinto(NAME, start=3, buffers=[])
+    near.readinto(NAME, starts=[], buffers=[])
     assert (near.hits, near.misses, near.kept_bytes) == (0, 1, 24)

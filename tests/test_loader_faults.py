@@ -161,7 +161,7 @@ class Hanging(Wrapper):
         self.hang, self.release = threading.Event(), threading.Event()
 
     def _around(self, operation, nbytes, call):
-        if self.hang.is_set() and operation in ("readinto", "read_runs", "get_ranges"):
+        if self.hang.is_set() and operation in ("readinto", "get_ranges"):
             self.release.wait(20)
         return call()
 
@@ -422,7 +422,7 @@ def test_every_error_is_ours(plain):
         error: BaseException = ValueError("a bug")
 
         def _around(self, operation, nbytes, call):
-            if operation in ("readinto", "read_runs"):
+            if operation == "readinto":
                 raise self.error
             return call()
 
@@ -466,6 +466,6 @@ def test_blocks_far_apart_are_asked_for_together(plain):
         rows, batch_size=8, n_threads=1, examples_per_block=2, window_blocks=2, n_partitions=4
     ) as loader:
         assert sum(len(batch["act"]) for batch in loader) == len(rows)
-        reads = [nbytes for operation, nbytes in seen if operation in ("readinto", "read_runs")]
+        reads = [nbytes for operation, nbytes in seen if operation == "readinto"]
         assert len(reads) < loader.metrics().n_requests
         assert sum(reads) == len(rows) * 640 * 4

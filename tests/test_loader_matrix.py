@@ -17,11 +17,11 @@ from range_server import serving
 from saev_store import ShardStore
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader
 from saev_store.transport import (
+    CountingTransport,
     MemoryTransport,
     MmapTransport,
     PreadTransport,
     ReadCost,
-    RetryTransport,
     Transport,
     open_transport,
 )
@@ -52,12 +52,12 @@ class Fetched(Wrapper):
 
 
 class RangesOnly:
-    """What every transport can, and no more: it cannot fill memory."""
+    """A transport that does not write into the caller's memory."""
 
-    cost = ReadCost(100, 2000)
+    cost, is_local, local_path, reads_into = ReadCost(100, 2000), False, None, False
 
     def __init__(self, inner: Transport) -> None:
-        for name in ("url", "name", "counters", "read", "size", "get_ranges", "close"):
+        for name in ("url", "name", "counters", "read", "size", "get_ranges", "close", "at", "readinto"):
             setattr(self, name, getattr(inner, name))
 
 
@@ -92,7 +92,7 @@ TRANSPORTS: dict[str, Callable[[Plain, ExitStack, object], Transport]] = {
     "late": lambda plain, stack, tmp_path: Shaken(PreadTransport(plain.path)),
     "small requests": lambda plain, stack, tmp_path: Fetched(in_memory(plain)),
     "ranges only": lambda plain, stack, tmp_path: RangesOnly(in_memory(plain)),
-    "retried": lambda plain, stack, tmp_path: RetryTransport(PreadTransport(plain.path)),
+    "counted": lambda plain, stack, tmp_path: CountingTransport(PreadTransport(plain.path)),
     "cached": lambda plain, stack, tmp_path: CachedTransport(in_memory(plain), tmp_path / "cache", 1 << 20),
     "fsspec, memory": in_fsspec_memory,
     "fsspec, http": over_http("fsspec"),

@@ -339,7 +339,8 @@ def effective(values: np.ndarray) -> float:
 class Synthetic:
     """A store of any size: every vector says where it lies."""
 
-    url, name, cost, is_local = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20), False
+    url, name, cost = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20)
+    is_local, local_path, reads_into = False, None, False
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         shard = int(path[4:10])

@@ -121,7 +121,7 @@ def test_gaps_are_kept_as_they_are(plain, tmp_path):
     _, near, _ = cached(plain, tmp_path / "cache")
     truth = plain.shard(0).read_bytes()[100:400]
     first, last, junk = (memoryview(bytearray(100)) for _ in range(3))
-    near.readinto("acts000000.bin", start=100, buffers=[first, junk, last])
+    near.readinto("acts000000.bin", starts=[100, 200, 300], buffers=[first, junk, last])
     junk[:] = bytes(100)
     (whole,) = near.get_ranges("acts000000.bin", starts=[100], ends=[400])
     assert near.hits == 1

@@ -22,7 +22,7 @@ from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
 
 from saev_store.errors import IncompleteStoreError, SaevStoreError, StoreExistsError, WriterConflictError
-from saev_store.transport import child, open_transport
+from saev_store.transport import open_transport
 from saev_store.writer import create_store, finalize_store
 
 pytest.importorskip("obstore")
@@ -78,7 +78,7 @@ def check_outcomes(outcomes, *, atomic):
 
 
 def check_store(url, options, engine, this):
-    folder = child(open_transport(url, options, engine=engine), this.name)
+    folder = open_transport(url, options, engine=engine).at(this.name)
     this.check({entry.path: folder.read(entry.path) for entry in folder.list() if not entry.is_dir})
 
 

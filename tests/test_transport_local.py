@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.testing._reading import follow
 from saev_store.transport import MmapTransport, PreadTransport, _libc, _local_write, open_transport
 from saev_store.transport._checks import from_os_error
 from saev_store.transport._descriptors import DESCRIPTORS
@@ -68,7 +70,7 @@ def test_a_file_that_got_shorter_raises(tmp_path, engine):
         with pytest.raises(CorruptShardError, match=r"5,000 bytes.*byte 10,000"):
             one(transport, "a.bin", 4_000, 10_000)
         with pytest.raises(CorruptShardError, match="5,000 bytes"):
-            transport.readinto("a.bin", start=4_990, buffers=[memoryview(bytearray(20))])
+            transport.readinto("a.bin", starts=[4_990], buffers=[memoryview(bytearray(20))])
     assert bytes(one(transport, "a.bin", 4_000, 5_000)) == b"x" * 1000
 
 
@@ -105,10 +107,32 @@ def test_a_replaced_file_is_an_error_until_it_is_opened_again(tmp_path, engine):
     with pytest.raises(CorruptShardError, match="taken the place"):
         one(transport, "a.bin", 0, 4)
     with pytest.raises(CorruptShardError, match="taken the place"):
-        transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(4))])
+        transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(4))])
     transport.close()
     assert bytes(one(transport, "a.bin", 0, 4)) == b"new!"
     assert bytes(view) == b"old!"
+
+
+@engines
+@pytest.mark.parametrize("same_time", [False, True])
+def test_a_file_with_the_inode_number_of_the_old_one_is_another_file(tmp_path, engine, same_time):
+    """File systems give the number of a deleted file to the next one; overwriting in place has the same effect."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old!")
+    transport, before = engine(tmp_path), os.stat(path)
+    view = bytes(one(transport, "a.bin", 0, 4))
+    DESCRIPTORS.forget(str(tmp_path))  # as if others had needed the place
+    if isinstance(transport, MmapTransport):
+        transport._maps.clear()
+    time.sleep(0.02)  # longer than a tick of the clock that file systems use
+    path.write_bytes(b"new!")
+    if same_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (os.stat(path).st_ino, os.stat(path).st_size) == (before.st_ino, before.st_size)
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        one(transport, "a.bin", 0, 4)
+    transport.close()
+    assert (view, bytes(one(transport, "a.bin", 0, 4))) == (b"old!", b"new!")
 
 
 @engines
@@ -138,7 +162,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
     transport = PreadTransport(tmp_path)
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
     with pytest.raises(CorruptShardError, match="0 bytes but byte 50"):
-        transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(50))])
+        transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(50))])
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
@@ -149,7 +173,8 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 7), offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:11]], offset))
     buffers = [bytearray(n) for n in (1, 12, 0, 100, 11, 3)]
-    transport.readinto("a.bin", start=3, buffers=[memoryview(buffer) for buffer in buffers])
+    views = [memoryview(buffer) for buffer in buffers]
+    transport.readinto("a.bin", starts=follow(3, views), buffers=views)
     assert b"".join(buffers) == truth[3 : 3 + 127]
     assert bytes(one(transport, "a.bin", 1, 4999)) == truth[1:4999]
     assert transport.read("a.bin") == truth
@@ -172,7 +197,7 @@ def test_refuses_what_is_no_regular_file_without_waiting(tmp_path, engine):
             lambda path=path: transport.read(path, max_bytes=10),
             lambda path=path: transport.size(path),
             lambda path=path: one(transport, path, 0, 1),
-            lambda path=path: transport.readinto(path, start=0, buffers=[memoryview(bytearray(1))]),
+            lambda path=path: transport.readinto(path, starts=[0], buffers=[memoryview(bytearray(1))]),
         ):
             with pytest.raises(TransportError, match=f"this is {kind}"):
                 call()
@@ -226,7 +251,7 @@ def test_errors_of_the_system_keep_their_name(tmp_path, monkeypatch, engine, cod
         lambda: transport.read("a.bin"),
         lambda: transport.size("a.bin"),
         lambda: one(transport, "a.bin", 0, 1),
-        lambda: transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(1))]),
+        lambda: transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(1))]),
         transport.list,
     ):
         with pytest.raises(kind, match=errno.errorcode[code]) as caught:
@@ -248,7 +273,7 @@ def test_errors_while_reading(tmp_path, monkeypatch):
     for call in (
         lambda: transport.read("a.bin"),
         lambda: one(transport, "a.bin", 0, 1),
-        lambda: transport.readinto("a.bin", start=0, buffers=[memoryview(bytearray(1))]),
+        lambda: transport.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(1))]),
     ):
         with pytest.raises(TransportError, match="EIO") as caught:
             call()
@@ -348,7 +373,7 @@ def test_thousands_of_shards_under_a_low_limit(tmp_path):
             for index in range(4096):
                 views += transport.get_ranges(f"{index}.bin", starts=[0], ends=[8])
                 buffer = bytearray(4)
-                transport.readinto(f"{index}.bin", start=4, buffers=[memoryview(buffer)])
+                transport.readinto(f"{index}.bin", starts=[4], buffers=[memoryview(buffer)])
                 assert buffer == (b"%08d" % index)[4:]
         assert [bytes(view) for view in views] == [b"%08d" % index for index in range(4096)] * 2
         print("fine")
@@ -397,7 +422,7 @@ def test_works_in_other_processes(tmp_path, engine, method):
 
 def read_in_child(transport, start):
     buffer = bytearray(2)
-    transport.readinto("a.bin", start=start, buffers=[memoryview(buffer)])
+    transport.readinto("a.bin", starts=[start], buffers=[memoryview(buffer)])
     return bytes(one(transport, "a.bin", start, start + 2)) + buffer
 
 
@@ -816,3 +841,52 @@ def test_a_lock_held_by_another_thread_is_free_in_a_forked_child():
             with lock:
                 os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+_WITHOUT = """
+import ctypes, os, sys
+
+# Loaded before the functions are gone: these are not what is tested.
+import concurrent.futures, multiprocessing, socket, subprocess, tempfile, uuid
+import numpy, pydantic
+
+for name in (
+    "register_at_fork", "pread", "preadv", "pwrite", "pwritev", "statvfs", "fdatasync", "posix_fallocate",
+    "posix_fadvise", "sched_getaffinity", "O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_NOFOLLOW", "RWF_NOWAIT",
+):
+    if hasattr(os, name):
+        delattr(os, name)
+sys.modules["fcntl"] = None
+real = ctypes.CDLL
+
+def refuse(name, *_, **__):
+    if name is None:
+        raise TypeError("LoadLibrary() argument 1 must be str, not None")
+    return real(name)
+
+ctypes.CDLL = refuse
+
+from saev_store.transport import open_transport
+
+for engine in ("mmap", "pread"):
+    transport = open_transport(sys.argv[1], engine=engine)
+    assert transport.read("a.bin") == bytes(range(100))
+    assert [bytes(part) for part in transport.get_ranges("a.bin", starts=[3, 90], ends=[7, 100])] == [
+        bytes(range(3, 7)), bytes(range(90, 100)),
+    ]
+    memory = bytearray(20)
+    views = [memoryview(memory)[:5], memoryview(memory)[5:12], memoryview(memory)[12:]]
+    transport.readinto("a.bin", starts=[10, 15, 60], buffers=views)
+    assert memory == bytes(range(10, 22)) + bytes(range(60, 68))
+    transport.close()
+print("fine")
+"""
+
+
+def test_reading_needs_nothing_that_only_linux_has(tmp_path):
+    """Windows and macOS, as far as taking their missing functions away shows it."""
+    (tmp_path / "a.bin").write_bytes(bytes(range(100)))
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")

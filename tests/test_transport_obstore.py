@@ -32,12 +32,12 @@ from saev_store.errors import (
     SaevStoreError,
     TransportError,
 )
+from saev_store.testing._reading import follow
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Transport, open_transport
 from saev_store.transport._obstore import ObstoreTransport
 from saev_store.transport._obstore_client import bucket_region
 from saev_store.transport._obstore_options import place_of
-from saev_store.transport._obstore_threads import Callers
 
 obstore = pytest.importorskip("obstore")
 # In this process threads are running when it forks: that is the very thing to be tested.
@@ -130,7 +130,6 @@ def test_options_mean_what_they_mean_to_fsspec(url, options, config, monkeypatch
     [
         ("s3://b", {"profile": "hush-hush"}, "profile"),
         ("s3://b", {"s3_additional_kwargs": {}, "session": 1}, "s3_additional_kwargs, session"),
-        ("s3://b", {"client_kwargs": {"verify": False}}, "client_kwargs.verify"),
         ("s3://b", {"config_kwargs": {"s3": {"payload": "hush-hush"}}}, "config_kwargs.s3.payload"),
         ("s3://b", {"config_kwargs": {"signature_version": "s3"}}, "signature_version"),
         ("s3://b", {"version_aware": True}, "version_aware"),
@@ -175,7 +174,8 @@ def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
     transport.put("a.bin", truth)
     assert bytes(one(transport, "a.bin", 3, 10_500)) == truth[3:]
     buffers = [bytearray(n) for n in (1, 999, 1000, 1001, 0, 4000)]
-    transport.readinto("a.bin", start=17, buffers=[memoryview(buffer) for buffer in buffers])
+    views = [memoryview(buffer) for buffer in buffers]
+    transport.readinto("a.bin", starts=follow(17, views), buffers=views)
     assert b"".join(buffers) == truth[17 : 17 + 7001]
     assert transport.counters.operations["get_ranges"] == 11 + 8
     with pytest.raises(CorruptShardError, match="10,500 bytes but byte 10,501 is needed"):
@@ -190,7 +190,7 @@ def test_an_object_that_is_replaced_is_an_error_never_a_mixture(s3_bucket, new):
     other.put("a/b.bin", new)
     for read in (
         lambda: one(transport, "a/b.bin", 4, 8),
-        lambda: transport.at("a").readinto("b.bin", start=0, buffers=[memoryview(bytearray(4))]),
+        lambda: transport.at("a").readinto("b.bin", starts=[0], buffers=[memoryview(bytearray(4))]),
     ):
         with pytest.raises(
             TransportError, match=r"a/b\.bin: the object was replaced while it was being read"
@@ -459,10 +459,12 @@ def test_works_where_a_loop_is_running(s3_bucket):
         ("gs://b/x", {"token": "anon"}, {}, "obstore:gs"),
         ("gs://b/x", {"token": "anon"}, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "fsspec:gs"),
         ("gs://b/x", {"token": "anon", "endpoint_url": "http://127.0.0.1:9"}, {}, "fsspec:gs"),
-        ("http://127.0.0.1:9/x", {}, {}, "fsspec:http"),
+        ("http://127.0.0.1:9/x", {}, {}, "fsspec:http"),  # obstore cannot list what web servers show
+        ("az://b/x", {"account_name": "a", "account_key": "a2V5"}, {}, "obstore:az"),
+        ("abfs://b/x", {"account_name": "a", "anon": True}, {}, "obstore:az"),
     ],
 )
-def test_auto_takes_obstore_where_nobody_would_notice(url, options, environment, name, monkeypatch):
+def test_auto_takes_obstore_where_it_can_do_everything(url, options, environment, name, monkeypatch):
     for variable in [variable for variable in os.environ if variable.startswith(("AWS_", "GOOGLE_", "STORAGE_"))]:
         monkeypatch.delenv(variable)
     for variable, value in environment.items():
@@ -472,102 +474,65 @@ def test_auto_takes_obstore_where_nobody_would_notice(url, options, environment,
     assert open_transport(url, options).name == name
 
 
-# Calls that wait inside obstore
+def test_auto_takes_obstore_where_fsspec_has_no_client(monkeypatch):
+    for variable in [variable for variable in os.environ if variable.startswith("AWS_")]:
+        monkeypatch.delenv(variable)
+    found = "saev_store.transport._open.find_spec"
+    monkeypatch.setattr(found, lambda name: None if name == "s3fs" else object())
+    assert open_transport("s3://b/x").name == "obstore:s3"
 
 
-def test_calls_share_a_few_threads():
-    callers, together, most, lock = Callers(3), [0], [0], threading.Lock()
-
-    def call(n):
-        with lock:
-            together[0] += 1
-            most[0] = max(most[0], together[0])
-        with lock:
-            together[0] -= 1
-        if n == 7:
-            raise ArgumentError("seven", where="n")
-        return n
-
-    futures = [callers.begin(partial(call, n)) for n in range(20)]
-    assert [future.result(HANG_S) for n, future in enumerate(futures) if n != 7] == [*range(7), *range(8, 20)]
-    with pytest.raises(ArgumentError, match="seven"):
-        futures[7].result(HANG_S)
-    assert most[0] <= 3
+# Reading into memory
 
 
-def test_what_arrives_too_late_changes_nothing(s3_bucket, monkeypatch):
+@pytest.mark.parametrize("ends_by", ["time-out", "Ctrl-C"])
+def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, monkeypatch, ends_by):
     import obstore
 
     open_s3(s3_bucket).put("a.bin", b"x" * 100)
     transport = open_s3(s3_bucket)
-    transport._client.timeout_s = 0.2
-    held, arrived, get = threading.Event(), threading.Event(), obstore.get
+    began, may_go_on, get = threading.Event(), threading.Event(), obstore.get_async
 
-    def late(*args, **kwargs):
-        held.wait(HANG_S)
-        try:
-            return get(*args, **kwargs)
-        finally:
-            arrived.set()
+    async def late(*args, **kwargs):
+        began.set()
+        await asyncio.get_running_loop().run_in_executor(None, may_go_on.wait, HANG_S)
+        return await get(*args, **kwargs)
 
-    monkeypatch.setattr(obstore, "get", late)
+    monkeypatch.setattr(obstore, "get_async", late)
     memory = bytearray(50)
-    with pytest.raises(DeadlineError) as caught:
-        transport.read_runs("a.bin", starts=[0, 70], buffers=[memoryview(memory)[:30], memoryview(memory)[30:]])
-    assert caught.value.transient
-    monkeypatch.setattr(obstore, "get", get)
+    buffers = [memoryview(memory)[:30], memoryview(memory)[30:]]
+    if ends_by == "time-out":
+        transport._client.timeout_s = 0.2
+        with pytest.raises(DeadlineError) as caught:
+            transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
+        assert caught.value.transient
+    else:
+
+        def interrupt(*_: object) -> None:
+            assert began.wait(HANG_S)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+            changed.setattr("saev_store.transport._obstore_client.awaited", interrupt)
+            transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
+    monkeypatch.setattr(obstore, "get_async", get)
     transport._client.timeout_s = HANG_S
-    # Those that wait hold nobody up.
-    transport.readinto("a.bin", start=0, buffers=[memoryview(memory)[:10]])
-    held.set()
-    assert arrived.wait(HANG_S)
+    may_go_on.set()
+    # What is asked later does not wait for what was given up, and comes after it.
+    transport.readinto("a.bin", starts=[0], buffers=[memoryview(memory)[:10]])
     assert memory == b"x" * 10 + bytes(40)
 
 
-def test_nothing_is_lent_any_more_once_it_was_given_up(s3_bucket, monkeypatch):
-    """Whoever takes copies to memory that is somebody else's afterwards; what is being taken is waited for."""
-    import obstore
-
-    open_s3(s3_bucket).put("a.bin", b"x" * 100)
-    transport = open_s3(s3_bucket)
-    transport._client.timeout_s = 0.2
-    held, arrived, taking, taken, get = threading.Event(), threading.Event(), threading.Event(), [], obstore.get
-
-    def late(*args, **kwargs):
-        if kwargs["options"]["range"][0]:
-            held.wait(HANG_S)
-        try:
-            return get(*args, **kwargs)
-        finally:
-            if kwargs["options"]["range"][0]:
-                arrived.set()
-
-    def take(number, found):
-        taking.set()
-        time.sleep(0.5)  # longer than there is time for
-        taken.append((number, bytes(found)))
-
-    monkeypatch.setattr(obstore, "get", late)
-    with pytest.raises(DeadlineError):
-        transport.lend_runs("a.bin", starts=[0, 70], ends=[30, 90], take=take)
-    before = list(taken)
-    assert len(before) == taking.is_set()  # all or nothing
-    held.set()
-    assert arrived.wait(HANG_S)
-    time.sleep(0.1)
-    assert taken == before
-
-
-def test_runs_are_pieces_of_one_object(s3_bucket, monkeypatch):
+def test_ranges_of_readinto_are_pieces_of_one_object(s3_bucket, monkeypatch):
     monkeypatch.setattr("saev_store.transport._obstore_ranges.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     memory = bytearray(2600)
     buffers = [memoryview(memory)[:2500], memoryview(memory)[2500:2500], memoryview(memory)[2500:]]
-    transport.read_runs("a.bin", starts=[17, 3, 10_400], buffers=buffers)
+    transport.readinto("a.bin", starts=[17, 3, 10_400], buffers=buffers)
     assert memory == truth[17:2517] + truth[10_400:]
     assert transport.counters.operations["get_ranges"] == 4
     with pytest.raises(CorruptShardError, match="10,500 bytes but byte 10,501 is needed"):
-        transport.read_runs("a.bin", starts=[0, 10_401], buffers=buffers[::2])
+        transport.readinto("a.bin", starts=[0, 10_401], buffers=buffers[::2])
     with pytest.raises(ArgumentError, match="2 starts but 1 buffers"):
-        transport.read_runs("a.bin", starts=[0, 1], buffers=buffers[:1])
+        transport.readinto("a.bin", starts=[0, 1], buffers=buffers[:1])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from saev_store.errors import ArgumentError, NotFoundError, TransportError, UnsafeContentError
-from saev_store.transport import MemoryTransport, Nests, child, open_transport
+from saev_store.transport import MemoryTransport, open_transport
 
 
 @pytest.mark.parametrize(
@@ -84,19 +84,11 @@ def test_options_that_nobody_reads(options, tmp_path):
     assert open_transport(tmp_path, {}).name == "mmap"
 
 
-def test_child():
+def test_folders_are_roots():
     transport = MemoryTransport({"a/b/c": b"1"})
-    assert child(transport, "a/b").read("c") == b"1"
+    assert transport.at("a/b").read("c") == b"1"
     with pytest.raises(UnsafeContentError):
-        child(transport, "../a")
-
-    class Flat:
-        name, url, cost = "flat", "flat://", None
-        read = size = get_ranges = close = None
-
-    assert not isinstance(Flat(), Nests)
-    with pytest.raises(ArgumentError, match="'flat' has no folders"):
-        child(Flat(), "a")
+        transport.at("../a")
 
 
 # In memory

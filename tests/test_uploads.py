@@ -38,7 +38,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     TransportError,
 )
-from saev_store.transport import Borrows, RetryTransport, Uploads, _obstore_client, child, open_transport
+from saev_store.transport import Borrows, CountingTransport, Uploads, _obstore_client, open_transport
 from saev_store.transport._parts import Bookmark
 from saev_store.writer import _shard_file, create_store, discard_unfinished
 
@@ -106,7 +106,7 @@ def on_s3(place):
 
 
 def content(place, this):
-    folder = child(place.open("/shards"), this.name)
+    folder = place.open("/shards").at(this.name)
     return {entry.path: folder.read(entry.path) for entry in folder.list()}
 
 
@@ -276,7 +276,7 @@ def test_only_uploads_below_a_folder_are_dropped(place):
 
 
 def test_wrapped_uploads_continue(place):
-    transport = RetryTransport(place.open())
+    transport = CountingTransport(place.open())
     assert isinstance(transport, Uploads)
     sink = transport.open_upload("a.bin", used_nbytes=len(TRUTH), file_nbytes=len(TRUTH), block_bytes=PART)
     sink.write(0, [memoryview(TRUTH)[: 3 * PART + 5]])
@@ -326,7 +326,7 @@ def test_without_a_listing_a_shard_starts_over(request, fixture, monkeypatch):
     with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
         assert writer.next_example == 20
         writer.append(*this.rows(20, 40))
-    folder = child(transport, this.name)
+    folder = transport.at(this.name)
     this.check({entry.path: folder.read(entry.path) for entry in folder.list()})
 
 

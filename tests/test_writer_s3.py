@@ -15,14 +15,14 @@ from test_writer_parts import race, write_part
 from waiting import HANG_S, soon
 
 from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConflictError
-from saev_store.transport import Transport, _obstore_client, child, open_transport
+from saev_store.transport import Transport, _obstore_client, open_transport
 from saev_store.writer import create_store, open_repair
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow"}
 
 
 def content(transport: Transport, this: Case) -> dict[str, bytes]:
-    folder = child(transport, this.name)
+    folder = transport.at(this.name)
     return {entry.path: folder.read(entry.path) for entry in folder.list() if not entry.is_dir}
 
 
@@ -54,8 +54,8 @@ def test_parts_race_and_repair(s3_bucket: Bucket) -> None:
     assert results.count(True) == 1, results
     assert all(result in (True, False) or isinstance(result, WriterConflictError) for result in results), results
     this.check(content(transport, this))
-    child(transport, this.name).delete("acts000001.bin")
-    with open_repair(child(transport, this.name), this.metadata, on_nonfinite="allow") as writer:
+    transport.at(this.name).delete("acts000001.bin")
+    with open_repair(transport.at(this.name), this.metadata, on_nonfinite="allow") as writer:
         assert writer.missing == [(2, 4)]
         writer.append(this.acts[2:4], this.labels[2:4])
     assert writer.repaired[0].identical

@@ -28,8 +28,9 @@ from saev_store.chunks import Extent
 from saev_store.transport import (
     CountingTransport,
     LatencyTransport,
+    LimitTransport,
     MemoryTransport,
-    RetryTransport,
+    Rate,
     Transport,
     Writes,
     open_transport,
@@ -102,7 +103,7 @@ def made(kind: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
     transport.put(BLOB, files[BLOB])
     if kind == "far":
         return LatencyTransport(transport, 0.0, 1e9)
-    return RetryTransport(CountingTransport(transport)) if kind == "wrapped" else transport
+    return LimitTransport(CountingTransport(transport), Rate()) if kind == "wrapped" else transport
 
 
 def runs_coroutines(cls: type[T]) -> type[T]:

@@ -19,7 +19,7 @@ from saev_store.indexing import Progression
 from saev_store.layout import shard_name
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.selection import row_space
-from saev_store.transport import Transport, child
+from saev_store.transport import Transport
 from saev_store.transport._local import LocalTransport
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._folder import Folder
@@ -80,7 +80,7 @@ def copy_layers(
         progress=progress,
     )
     if writer.complete:
-        ShardStore(open_documents(child(root, metadata.hash))).validate(progress=progress).raise_if_bad()
+        ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
         return
     writer._verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)

@@ -20,7 +20,7 @@ from saev_store.errors import (
 )
 from saev_store.layout import shard_name
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Buffer, CopiesWithin, Transport, child
+from saev_store.transport import Buffer, CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._blocks import block_ranges, digest
 from saev_store.writer._folder import Folder, receipt_path
@@ -107,7 +107,7 @@ def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
 
 def _check_digests(folder: Folder, store: ShardStore) -> None:
     """Equal documents do not make equal vectors: what both say of their files has to agree."""
-    ours, theirs = load_digests(store.transport), load_digests(child(folder.transport, folder.name))
+    ours, theirs = load_digests(store.transport), load_digests(folder.transport.at(folder.name))
     if ours is None or theirs is None or ours.block_bytes != theirs.block_bytes:
         return
     for name in ours.files.keys() & theirs.files.keys():

@@ -22,7 +22,7 @@ from saev_store.inspect._scan import is_zero, merge_runs, scan_piece
 from saev_store.inspect._survey import local_folder
 from saev_store.layout import ITEMSIZE, IntArray, Layout, shard_name
 from saev_store.names import LABELS_NAME
-from saev_store.transport import ReadsInto, Transport
+from saev_store.transport import Transport
 
 #: Local pieces stay in a core's cache; remote ones are one request each.
 _LOCAL_PIECE_BYTES = 1 << 20
@@ -190,13 +190,13 @@ class _Reader:
         return _Seen(digest.hexdigest(), merged, n_nonfinite, zero, "")
 
     def _piece(self, path: str, start: int, end: int) -> memoryview:
-        if not isinstance(self._transport, ReadsInto):
+        if not self._transport.reads_into:
             return memoryview(self._transport.get_ranges(path, starts=[start], ends=[end])[0])
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = memoryview(bytearray(self._piece_bytes))
         piece = buffer[: end - start]
-        self._transport.readinto(path, start=start, buffers=[piece])
+        self._transport.readinto(path, starts=[start], buffers=[piece])
         return piece
 
 

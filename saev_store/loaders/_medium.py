@@ -59,7 +59,7 @@ def medium_of(transport: Transport, layout: Layout, said: Kind | None = None) ->
 
 def _looked_up(transport: Transport, layout: Layout) -> Medium:
     innermost = unwrapped(transport)
-    if not getattr(innermost, "is_local", False):
+    if not innermost.is_local:
         return Medium("remote", f"{innermost.name} is a client of something else")
     path = innermost.url
     if not os.path.isdir(path):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, TypeAlias, TypeVar, cast
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from saev_store.loaders._medium import unwrapped
 from saev_store.loaders._metrics import ReadTotals
 from saev_store.loaders._runs import Runs, cut
 from saev_store.reader import FloatArray, Reader, _Piece
-from saev_store.transport import Buffer, ReadsRuns, Transport
+from saev_store.transport import Buffer
 
 T = TypeVar("T")
 
@@ -69,17 +69,6 @@ class ArrayTarget:
         self._array[place] = np.frombuffer(source, np.float32).reshape(-1, self._array.shape[1])
 
 
-def reads_into(transport: Transport) -> bool:
-    """Whether a transport reads straight into the caller's memory; else bytes arrive in memory of its client."""
-    is_local = getattr(unwrapped(transport), "is_local", False)
-    return getattr(transport, "reads_into", is_local and isinstance(transport, ReadsRuns))
-
-
-def read_into(transport: Transport, path: str, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-    """Fill each buffer from the bytes of a file that begin at its start."""
-    cast("ReadsRuns", transport).read_runs(path, starts=starts, buffers=buffers)
-
-
 class Reads:
     """Brings runs of vectors to targets, by whichever way the transport is best at.
 
@@ -104,7 +93,7 @@ class Reads:
     ) -> None:
         self._reader, self._layout, self._transport = reader, reader.layout, reader.transport
         self._totals, self._stop, self._advice = totals, stop, advice
-        self._reads_into = reads_into(self._transport)
+        self._reads_into = self._transport.reads_into
         self._one_by_one = waits and self._reads_into
         max_gap_bytes, max_request_bytes = self._transport.cost.max_gap_bytes, self._transport.cost.max_request_bytes
         # Where the source is memory, only a token's worth of a gap pays.
@@ -249,7 +238,7 @@ class Reads:
 
     def _fill(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
         try:
-            read_into(self._transport, shard_name(shard), starts, buffers)
+            self._transport.readinto(shard_name(shard), starts=starts, buffers=buffers)
         except NotFoundError:
             self._look_again(shard)
             raise
@@ -268,7 +257,7 @@ class Reads:
                 self._count_retry(error)
                 if self._stop.wait(wait_s):
                     raise
-                if getattr(unwrapped(self._transport), "is_local", False):
+                if unwrapped(self._transport).is_local:
                     # A stale handle of a network file system only goes away with a new descriptor.
                     self._transport.close()
         return read()

@@ -18,8 +18,8 @@ import xxhash
 
 from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray, Layout
-from saev_store.transport import Buffer, Counters, ReadCost, ReadsInto, Transport
-from saev_store.transport._checks import os_errors
+from saev_store.transport import Buffer, Counters, ReadCost, Transport
+from saev_store.transport._checks import joined_runs, os_errors, run_end, scatter
 from saev_store.transport._local import LocalTransport
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._pins import Pins
@@ -59,6 +59,8 @@ class CachedTransport:
     """
 
     is_local = False
+    local_path = None
+    reads_into = False
 
     def __init__(self, inner: Transport, folder: str | os.PathLike[str], max_bytes: int, key: bytes = b"") -> None:
         self._inner, self._max_bytes = inner, max_bytes
@@ -181,28 +183,17 @@ class CachedTransport:
                 self._keep(path, version, starts[number], [memoryview(buffer)])
         return [buffer for buffer in found if buffer is not None]
 
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, from the folder where the extent is there."""
-        views = [view.cast("B") for view in buffers]
-        end = start + sum(view.nbytes for view in views)
-        version = self._version(path, end) if end > start else None
-        found = self._kept(path, version, start, end)
-        if found is None:
-            # Into memory of our own: callers may let several reads throw away gaps into the same place.
-            found = self._fetched(path, start, end)
-            self._keep(path, self._version_read(path, version), start, [memoryview(found)])
-        source, at = memoryview(found), 0
-        for view in views:
-            view[:] = source[at : at + view.nbytes]
-            at += view.nbytes
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, from the folder where an extent is there."""
+        # Each range into memory of its own: callers may let several reads throw away gaps into the same place.
+        runs = joined_runs(path, starts, buffers)
+        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
+        for source, (_, views) in zip(found, runs, strict=True):
+            scatter(source, views)
 
-    def _fetched(self, path: str, start: int, end: int) -> Buffer:
-        if isinstance(self._inner, ReadsInto):
-            whole = memoryview(np.empty(end - start, dtype=np.uint8))
-            self._inner.readinto(path, start=start, buffers=[whole])
-            return whole
-        (found,) = self._inner.get_ranges(path, starts=[start], ends=[end])
-        return found
+    def at(self, path: str) -> Transport:
+        """The inner transport's folder, without a cache: what is cached are the shards of one store."""
+        return self._inner.at(path) if path else self
 
     def _version(self, path: str, end: int) -> str | None:
         """The version of a file that would be read now; None where reading it is what tells, and there is nothing of it here.

@@ -61,7 +61,7 @@ def stage(
         target = target_of(store, folder, wanted, tokens)
     root = open_transport(target.root)
     # A copy on a disk has locks, which end with their process.
-    is_local = getattr(root, "is_local", False)
+    is_local = root.is_local
     lease = nullcontext(True) if is_local else Lease(root, f"{TEMPORARY}stage-{target.name}")
     deadline = time.monotonic() + timeout_s
     while True:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from saev_store.errors import (
     TransportError,
     UnsafeContentError,
 )
-from saev_store.transport import Buffer, LendsRuns, Lists, Moves, Nests, ReadsInto, ReadsRuns, Transport, Writes
+from saev_store.transport import Lists, Moves, Transport, Writes
 
 #: What lies in the transport that a contract is tried on.
 FILES = {
@@ -40,6 +41,11 @@ UNSAFE = (
     ".",
     "\ud800",
 )
+
+
+def follow(start: int, buffers: Sequence[memoryview]) -> list[int]:
+    """Where each of several buffers begins in a file, if they follow each other there."""
+    return list(accumulate((buffer.nbytes for buffer in buffers), initial=start))[:-1]
 
 
 class ReadContract:
@@ -139,80 +145,44 @@ class ReadContract:
             lambda: transport.size(path),
             lambda: transport.get_ranges(path, starts=[0], ends=[1]),
         ]
-        if isinstance(transport, ReadsInto):
-            calls.append(lambda: transport.readinto(path, start=0, buffers=[memoryview(bytearray(1))]))
+        calls.append(lambda: transport.readinto(path, starts=[0], buffers=[memoryview(bytearray(1))]))
         for call in calls:
             with pytest.raises(UnsafeContentError):
                 call()
 
     def test_fills_memory(self, transport: Transport) -> None:
-        if not isinstance(transport, ReadsInto):
-            pytest.skip("does not fill memory")
         floats, rest = np.zeros((10, 3), "<f4"), bytearray(70_001)
         buffers = [memoryview(floats), memoryview(b""), memoryview(bytearray(0)), memoryview(rest)]
-        transport.readinto("acts000000.bin", start=7, buffers=buffers)
+        transport.readinto("acts000000.bin", starts=follow(7, buffers), buffers=buffers)
         assert floats.tobytes() + rest == FILES["acts000000.bin"][7 : 7 + 120 + 70_001]
-        transport.readinto("empty.bin", start=0, buffers=[])
+        transport.readinto("empty.bin", starts=[], buffers=[])
 
     def test_fills_thousands_of_buffers(self, transport: Transport) -> None:
-        if not isinstance(transport, ReadsInto):
-            pytest.skip("does not fill memory")
         rows = np.zeros((3000, 33), np.uint8)
-        transport.readinto("acts000000.bin", start=3, buffers=[memoryview(row) for row in rows])
+        buffers = [memoryview(row) for row in rows]
+        transport.readinto("acts000000.bin", starts=follow(3, buffers), buffers=buffers)
         assert rows.tobytes() == FILES["acts000000.bin"][3 : 3 + rows.nbytes]
 
     def test_fills_memory_from_many_places(self, transport: Transport) -> None:
-        if not isinstance(transport, ReadsRuns):
-            pytest.skip("does not read runs")
         starts, data = [900, 3, 3, 50_000, 100_000], FILES["acts000000.bin"]
         rows = [np.zeros(nbytes, np.uint8) for nbytes in (400, 1, 77_000, 50_000, 0)]
-        transport.read_runs("acts000000.bin", starts=starts, buffers=[memoryview(row) for row in rows])
+        transport.readinto("acts000000.bin", starts=starts, buffers=[memoryview(row) for row in rows])
         for start, row in zip(starts, rows, strict=True):
             assert row.tobytes() == data[start : start + len(row)]
-        transport.read_runs("empty.bin", starts=[], buffers=[])
+        transport.readinto("empty.bin", starts=[], buffers=[])
         with pytest.raises(CorruptShardError):
-            transport.read_runs("acts000000.bin", starts=[0, 100_002], buffers=[memoryview(bytearray(2))] * 2)
+            transport.readinto("acts000000.bin", starts=[0, 100_002], buffers=[memoryview(bytearray(2))] * 2)
         with pytest.raises(ArgumentError, match="negative"):
-            transport.read_runs("acts000000.bin", starts=[0, -1], buffers=[memoryview(bytearray(2))] * 2)
+            transport.readinto("acts000000.bin", starts=[0, -1], buffers=[memoryview(bytearray(2))] * 2)
         with pytest.raises(ArgumentError, match="each range needs both"):
-            transport.read_runs("acts000000.bin", starts=[0], buffers=[])
-
-    def test_lends_what_arrived_from_many_places(self, transport: Transport) -> None:
-        if not isinstance(transport, LendsRuns):
-            pytest.skip("does not lend")
-        starts, sizes, data = [900, 3, 3, 50_000, 100_000], [400, 1, 77_000, 50_000, 0], FILES["acts000000.bin"]
-        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        lent: dict[int, bytes] = {}
-
-        def take(number: int, found: Buffer) -> None:
-            assert number not in lent
-            lent[number] = bytes(found)
-
-        transport.lend_runs("acts000000.bin", starts=starts, ends=ends, take=take)
-        assert {number: found for number, found in lent.items() if found} == {
-            number: data[start:end] for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
-        }
-        transport.lend_runs("empty.bin", starts=[], ends=[], take=take)
-        with pytest.raises(CorruptShardError):
-            transport.lend_runs("acts000000.bin", starts=[100_002], ends=[100_004], take=take)
-        for starts, ends, rule in (([0], [-1], "backwards"), ([0, 1], [1], "each range needs both")):
-            with pytest.raises(ArgumentError, match=rule):
-                transport.lend_runs("acts000000.bin", starts=starts, ends=ends, take=take)
-
-        def refuse(number: int, _: Buffer) -> None:
-            raise KeyError(number)
-
-        with pytest.raises(KeyError):
-            transport.lend_runs("acts000000.bin", starts=[0], ends=[9], take=refuse)
+            transport.readinto("acts000000.bin", starts=[0], buffers=[])
 
     def test_refuses_memory_it_cannot_fill(self, transport: Transport) -> None:
-        if not isinstance(transport, ReadsInto):
-            pytest.skip("does not fill memory")
         for buffer in (memoryview(b"12345"), memoryview(np.zeros((4, 4), np.uint8)[:, ::2])):
             with pytest.raises(ArgumentError, match=r"read-only|plain memory"):
-                transport.readinto("acts000000.bin", start=0, buffers=[buffer])
+                transport.readinto("acts000000.bin", starts=[0], buffers=[buffer])
         with pytest.raises(CorruptShardError):
-            transport.readinto("acts000000.bin", start=100_000, buffers=[memoryview(bytearray(4))])
+            transport.readinto("acts000000.bin", starts=[100_000], buffers=[memoryview(bytearray(4))])
 
     def test_lists_one_level(self, transport: Transport) -> None:
         if not isinstance(transport, Lists):
@@ -229,14 +199,11 @@ class ReadContract:
             transport.list("..")
 
     def test_folders_are_roots(self, transport: Transport) -> None:
-        if not isinstance(transport, Nests):
-            pytest.skip("has no folders")
         part = transport.at("part")
         assert part.url == f"{transport.url.rstrip('/')}/part"
         assert part.name == transport.name
         note = FILES["part/deeper/note.txt"]
         assert part.read("deeper/note.txt") == note
-        assert isinstance(part, Nests)
         assert part.at("deeper").read("note.txt") == note
         assert transport.at("").read("metadata.json") == FILES["metadata.json"]
         with pytest.raises(UnsafeContentError):
@@ -244,20 +211,18 @@ class ReadContract:
         if isinstance(part, Lists):
             assert [entry.path for entry in part.list()] == ["deeper"]
             assert [entry.path for entry in part.list("deeper")] == ["deeper/note.txt"]
-        if isinstance(part, ReadsInto):
-            buffer = bytearray(3)
-            part.readinto("deeper/note.txt", start=1, buffers=[memoryview(buffer)])
-            assert bytes(buffer) == note[1:4]
+        buffer = bytearray(3)
+        part.readinto("deeper/note.txt", starts=[1], buffers=[memoryview(buffer)])
+        assert bytes(buffer) == note[1:4]
 
     def test_pickles(self, transport: Transport) -> None:
         again: Transport = pickle.loads(pickle.dumps(transport))  # noqa: S301  # what was pickled a moment ago
         assert (again.url, again.name, again.cost) == (transport.url, transport.name, transport.cost)
         assert again.read("acts000001.bin") == FILES["acts000001.bin"]
-        for kind in (ReadsInto, ReadsRuns, LendsRuns, Lists, Writes, Moves, Nests):
+        for kind in (Lists, Writes, Moves):
             assert isinstance(again, kind) == isinstance(transport, kind)
-        if isinstance(transport, Nests):
-            part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301  # what was pickled a moment ago
-            assert part.read("deeper/note.txt") == FILES["part/deeper/note.txt"]
+        part: Transport = pickle.loads(pickle.dumps(transport.at("part")))  # noqa: S301  # what was pickled a moment ago
+        assert part.read("deeper/note.txt") == FILES["part/deeper/note.txt"]
 
     def test_many_threads_read_at_once(self, transport: Transport) -> None:
         truth, errors = FILES["acts000000.bin"], list[BaseException]()
@@ -271,10 +236,9 @@ class ReadContract:
                     start = int(rng.integers(0, 90_000))
                     (part,) = transport.get_ranges("acts000000.bin", starts=[start], ends=[start + 5000])
                     assert bytes(part) == truth[start : start + 5000]
-                    if isinstance(transport, ReadsInto):
-                        buffer = bytearray(3000)
-                        transport.readinto("acts000000.bin", start=start, buffers=[memoryview(buffer)])
-                        assert buffer == truth[start : start + 3000]
+                    buffer = bytearray(3000)
+                    transport.readinto("acts000000.bin", starts=[start], buffers=[memoryview(buffer)])
+                    assert buffer == truth[start : start + 3000]
             except BaseException as error:
                 errors.append(error)
 

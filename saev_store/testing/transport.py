@@ -35,7 +35,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.testing._reading import FILES, UNSAFE, ReadContract
-from saev_store.transport import Lists, Moves, ReadsInto, Transport, Writes
+from saev_store.transport import Lists, Moves, Transport, Writes
 
 __all__ = ["FILES", "ReadContract", "WriteContract"]
 
@@ -70,10 +70,9 @@ class WriteContract(ReadContract):
         assert bytes(transport.get_ranges("acts000001.bin", starts=[2], ends=[6])[0]) == b"2345"
         with pytest.raises(CorruptShardError):
             transport.get_ranges("acts000001.bin", starts=[0], ends=[4096])
-        if isinstance(transport, ReadsInto):
-            buffer = bytearray(4)
-            transport.readinto("acts000001.bin", start=2, buffers=[memoryview(buffer)])
-            assert buffer == b"2345"
+        buffer = bytearray(4)
+        transport.readinto("acts000001.bin", starts=[2], buffers=[memoryview(buffer)])
+        assert buffer == b"2345"
 
     def test_create_refuses_taken_names(self, transport: Transport, writes: Writes) -> None:
         writes.create("store/metadata.json", b"{}")

@@ -1,6 +1,7 @@
-"""Where bytes come from and go to: one small seam, many back ends.
+"""Transports read and write bytes on disks, in memory and in object stores, behind one seam.
 
-`open_transport` finds the right one for an address; wrappers add retries, counting or latency to any of them.
+`open_transport` chooses the back end for an address. `LimitTransport` limits the rate of any of them; `CountingTransport`
+and `LatencyTransport` are for tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -12,13 +13,9 @@ from saev_store.transport._base import (
     CopiesWithin,
     Counters,
     Entry,
-    LendsRuns,
     Lists,
     Moves,
-    Nests,
     ReadCost,
-    ReadsInto,
-    ReadsRuns,
     Sink,
     Transport,
     Upload,
@@ -30,8 +27,7 @@ from saev_store.transport._latency import LatencyTransport
 from saev_store.transport._limit import LimitTransport, Rate
 from saev_store.transport._local import MmapTransport, PreadTransport
 from saev_store.transport._memory import MemoryTransport
-from saev_store.transport._open import Engine, child, open_transport
-from saev_store.transport._retry import RetryTransport
+from saev_store.transport._open import Engine, open_transport
 
 __all__ = [
     "FREE",
@@ -43,24 +39,18 @@ __all__ = [
     "Engine",
     "Entry",
     "LatencyTransport",
-    "LendsRuns",
     "LimitTransport",
     "Lists",
     "MemoryTransport",
     "MmapTransport",
     "Moves",
-    "Nests",
     "PreadTransport",
     "Rate",
     "ReadCost",
-    "ReadsInto",
-    "ReadsRuns",
-    "RetryTransport",
     "Sink",
     "Transport",
     "Upload",
     "Uploads",
     "Writes",
-    "child",
     "open_transport",
 ]

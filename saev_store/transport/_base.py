@@ -1,8 +1,8 @@
-"""The one seam between us and bytes: small protocols that a back end satisfies by shape alone.
+"""The seam between this package and bytes: protocols that a back end satisfies by its shape alone.
 
-A *path* is always relative to the transport's root, uses `/`, and was computed by us or checked: it never comes
-unchecked from a file. Reading is the only capability everybody has; filling the caller's memory, listing and
-writing are separate protocols that a consumer asks for with `isinstance`.
+A *path* is relative to the transport's root and uses `/`. It was computed by this package or checked: it never comes
+unchecked from a file. Every back end reads; listing, writing and moving are separate protocols that a caller looks for
+with `isinstance`.
 
 Every implementation raises only errors of `saev_store.errors`: `NotFoundError`, `AccessError`, `TransportError`
 (`DeadlineError` for time-outs), `ForkError`, and `CorruptShardError` when a file ends before a range does.
@@ -21,12 +21,12 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """When two neighbouring ranges are better read as one.
+    """When two neighbouring ranges are cheaper to read as one.
 
     Attributes:
         max_gap_bytes: Reading this many unneeded bytes costs no more than another request.
         max_request_bytes: A merged range never grows past this.
-        piece_bytes: A longer range travels as several requests of this size, side by side.
+        piece_bytes: A longer range is fetched in concurrent requests of this size.
     """
 
     max_gap_bytes: float
@@ -34,21 +34,21 @@ class ReadCost:
     piece_bytes: float = math.inf
 
 
-#: Ranges are views of memory that is mapped already: one span per shard, gaps are never touched.
+#: The cost of mapped memory: ranges are views, gaps are never touched.
 FREE = ReadCost(math.inf, math.inf)
 
-#: What clients of object stores reckon with: 30 ms to the first byte, 64 requests on their way together, 1 Gbit/s for all.
+#: The network that `far_cost` assumes: 30 ms to the first byte, 64 requests in flight, 1 Gbit/s in total.
 _LATENCY_S, IN_FLIGHT, _BYTES_PER_S = 0.03, 64, 125e6
 
 
 def far_cost(*, cpu_s: float, piece_bytes: float = math.inf) -> ReadCost:
-    """What reading costs over a network: a gap is read along as long as its bytes take less time than a request of its own.
+    """The cost of a network: reading a gap is cheaper than another request while its bytes take less time.
 
-    With many requests on their way together a request holds the others up by its share of the latency, and by the work
-    that this machine has with it.
+    With many requests in flight, one more request delays the others by its share of the latency and by the CPU time it
+    costs on this machine.
 
     Args:
-        cpu_s: Seconds of this machine for one request.
+        cpu_s: CPU seconds of this machine for one request.
         piece_bytes: As in `ReadCost`.
 
     >>> far_cost(cpu_s=0.0).max_gap_bytes
@@ -59,13 +59,13 @@ def far_cost(*, cpu_s: float, piece_bytes: float = math.inf) -> ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a transport has done so far; what a client tries again by itself is not counted.
+    """What a transport has done so far; retries inside a client are not counted.
 
     Attributes:
-        requests: Requests to a server, system calls on files: a range that is fetched in pieces is one for each piece, one
-            that is empty is none.
-        bytes_read: Bytes handed out (of a mapped file: made visible).
-        bytes_written: Bytes taken in.
+        requests: Requests to a server, or system calls on files. A range that is fetched in pieces counts once per piece,
+            an empty one not at all.
+        bytes_read: Bytes returned (of a mapped file: made visible).
+        bytes_written: Bytes accepted for writing.
         operations: Requests by kind, such as `{"read": 2, "get_ranges": 1, "sink.write": 3}`.
     """
 
@@ -86,23 +86,37 @@ class Entry:
 
 @runtime_checkable
 class Transport(Protocol):
-    """Reads whole small files and ranges of big ones, below one root.
+    """Reads whole small files and ranges of large ones, below one root.
 
     Attributes:
-        url: Where the root is, safe to show: no credentials, no trailing slash.
-        cost: What the read planner needs to know.
+        url: The root, safe to show: no credentials, no trailing slash.
         name: The engine, such as `"mmap"` or `"fsspec:s3"`, shown on the card.
-        counters: What was done so far, by this transport and those that share its client.
+        cost: What the read planner needs to know.
+        counters: Requests and bytes so far, of this transport and those that share its client.
+        is_local: True where a request costs microseconds: files of this machine, memory of this process.
+        local_path: The folder on this machine that is the root; None elsewhere.
+        reads_into: True where `readinto` writes straight into the caller's memory. False where the bytes arrive in the
+            client's memory and `readinto` copies them: `get_ranges` then saves a copy.
     """
 
     @property
     def url(self) -> str: ...
     @property
-    def cost(self) -> ReadCost: ...
-    @property
     def name(self) -> str: ...
     @property
+    def cost(self) -> ReadCost: ...
+    @property
     def counters(self) -> Counters: ...
+    @property
+    def is_local(self) -> bool: ...
+    @property
+    def local_path(self) -> str | None: ...
+    @property
+    def reads_into(self) -> bool: ...
+
+    def at(self, path: str) -> Transport:
+        """The transport whose root is the folder `path`, which need not exist; `""` is the same root."""
+        ...
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file; a file longer than `max_bytes` is a `TransportError`, before it is loaded where possible."""
@@ -119,93 +133,21 @@ class Transport(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Release descriptors and maps that nobody views any more; using the transport afterwards reopens them."""
-        ...
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer from the bytes that begin at its start; never returns short.
 
-
-@runtime_checkable
-class ReadsInto(Protocol):
-    """Fills memory that the caller owns (`preadv` locally, one copy elsewhere)."""
-
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all `buffers`, one after the other, from the bytes that begin at `start`; never returns short."""
-        ...
-
-
-@runtime_checkable
-class ReadsRuns(Protocol):
-    """Fills memory from many places of one file in one call, where a call for each would cost as much as its bytes."""
-
-    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fill each buffer from the bytes that begin at its start; never returns short."""
-        ...
-
-
-@runtime_checkable
-class LendsRuns(Protocol):
-    """Shows the bytes of many places of one file where they arrived, to whoever copies them elsewhere anyway."""
-
-    def lend_runs(
-        self, path: str, *, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]
-    ) -> None:
-        """Call `take(number, bytes)` for each range, in this thread, whole, in any order; they may be gone when it returns.
-
-        After an error some may have been taken.
-        """
-        ...
-
-
-class Fetcher(Protocol):
-    """Fetches ranges ahead of time, in threads of its own."""
-
-    def fetch(
-        self, path: str, *, start: int, end: int, item_nbytes: int, take: Callable[[int, Buffer], None],
-        done: Callable[[bool], None],
-    ) -> bool:  # fmt: skip
-        """Ask for a range and return; False, and nothing is done, where the range had better be read in another way.
-
-        `take(at, bytes)` is called in one of the fetcher's threads, with whole items of `item_nbytes` in their order; what it
-        is shown may be gone when it returns. `done` is called once, last: with False where not all was taken, for whatever
-        reason. The range is to be read in another way then, which has errors with names.
+        Buffers that follow each other in the file, in the order given, are read as one range.
         """
         ...
 
     def close(self) -> None:
-        """Ask for nothing more. `done` is called for all that is under way, before `is_alive` ends."""
-        ...
-
-    def join(self, deadline: float) -> None:
-        """Wait for the threads until `time.monotonic()` is `deadline`."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether `take` may still be called."""
-        ...
-
-
-@runtime_checkable
-class FetchesAhead(Protocol):
-    """Can be asked for ranges before anybody waits for them, where the way to the server is simple enough."""
-
-    def open_fetcher(self, *, in_flight_bytes: int) -> Fetcher | None:
-        """A fetcher, which belongs to whoever opened it and has no more bytes under way; None where there can be none."""
-        ...
-
-
-@runtime_checkable
-class Nests(Protocol):
-    """Has folders that can be roots of their own, through the same client."""
-
-    def at(self, path: str) -> Transport:
-        """The transport whose root is the folder `path`, which need not exist; `""` is the same root."""
+        """Release descriptors and maps that are not in use; using the transport afterwards reopens them."""
         ...
 
 
 @runtime_checkable
 class Lists(Protocol):
-    """Lists one level of names: only for finding stores below a root, never for reading one."""
+    """Lists one level of names: to find stores below a root, never to read one."""
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names directly in the folder `path`, in any order."""

@@ -1,10 +1,13 @@
-"""What every transport checks before it moves a byte, and how the operating system's errors become ours."""
+"""Checks of paths, ranges and buffers, and the translation of the operating system's errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
 
 from saev_store.errors import (
     AccessError,
@@ -17,6 +20,10 @@ from saev_store.errors import (
     TransportError,
     UnsafeContentError,
 )
+from saev_store.transport._base import Buffer
+
+#: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
+Run: TypeAlias = tuple[int, list[memoryview]]
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TRANSIENT = {
@@ -93,6 +100,45 @@ def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryv
     return views
 
 
+def joined_runs(where: str, starts: Sequence[int], buffers: Sequence[memoryview]) -> list[Run]:
+    """Which memory to fill from which place of a file; what follows in the file is joined, empty buffers are left out.
+
+    Raises:
+        ArgumentError: the lengths differ, a start is negative, or a buffer cannot be filled.
+
+    >>> runs = joined_runs("a.bin", [5, 7, 40], [memoryview(bytearray(n)) for n in (2, 3, 1)])
+    >>> [(start, [len(view) for view in views]) for start, views in runs]
+    [(5, [2, 3]), (40, [1])]
+    """
+    if len(starts) != len(buffers):
+        raise ArgumentError(f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=where)
+    runs: list[Run] = []
+    end = -1
+    for start, buffer in zip(starts, buffers, strict=True):
+        if start < 0:
+            raise ArgumentError(f"the range {start}:{start + buffer.nbytes} is negative or backwards", where=where)
+        views = byte_views((buffer,), writable=True)
+        if views and start == end:
+            runs[-1][1].extend(views)
+        elif views:
+            runs.append((start, views))
+        end = start + buffer.nbytes if views else end
+    return runs
+
+
+def run_end(run: Run) -> int:
+    """The byte of the file after a run's last."""
+    return run[0] + sum(view.nbytes for view in run[1])
+
+
+def scatter(source: Buffer, targets: Sequence[memoryview]) -> None:
+    """Copy bytes into consecutive pieces of memory; NumPy releases the interpreter's lock meanwhile."""
+    found, at = np.frombuffer(source, np.uint8), 0
+    for target in targets:
+        np.copyto(np.frombuffer(target, np.uint8), found[at : at + len(target)])
+        at += len(target)
+
+
 def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:
     """The error for a file that ends before a range does."""
     return CorruptShardError(
@@ -103,7 +149,7 @@ def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:
 
 
 def too_big(where: str, *, size: int | None, max_bytes: int) -> TransportError:
-    """The error for a document that is larger than anybody has reason to write."""
+    """The error for a document that is larger than any valid one."""
     length = "more" if size is None else f"{size:,} bytes"
     return TransportError(f"the file has {length}, but at most {max_bytes:,} bytes are read at once", where=where)
 

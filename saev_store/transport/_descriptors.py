@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from saev_store.errors import TransportError
 from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport._positions import file_size
 
-# Without O_NONBLOCK, opening a FIFO that nobody writes to would wait for ever.
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+# Without O_NONBLOCK, opening a FIFO without a writer would wait for ever. Windows has other flags, and reads text without one.
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -33,10 +34,19 @@ def check_regular(mode: int, *, where: str) -> None:
     raise TransportError(f"this is {kind}, but a regular file is needed", where=where)
 
 
+#: Device, inode number, size, and the times (ns) of the last change of content and of inode.
+Identity = tuple[int, int, int, int, int]
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Tells a file from another one of its name, also from one that was given the inode number of a deleted file."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 class OpenFile:
     """A regular file open for reading; closed when the last reference goes, so never under a thread that reads it."""
 
-    __slots__ = ("fd", "identity")
+    __slots__ = ("fd", "identity", "inode")
 
     def __init__(self, where: str) -> None:
         self.fd = -1
@@ -48,11 +58,12 @@ class OpenFile:
             raise TransportError("this is a socket, but a regular file is needed", where=where) from error
         status = os.fstat(self.fd)
         check_regular(status.st_mode, where=where)
-        self.identity = (status.st_dev, status.st_ino)
+        self.inode = (status.st_dev, status.st_ino)
+        self.identity = identity_of(status)
 
     def size(self) -> int:
-        """The size of the file now, in bytes; a third of the price of `fstat`. Nobody uses the file position."""
-        return os.lseek(self.fd, 0, os.SEEK_END)
+        """The size of the file now, in bytes."""
+        return file_size(self.fd)
 
     # Bound here because the interpreter may have emptied `os` by the time it ends the last open file.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -80,7 +91,8 @@ class DescriptorCache:
         file = self._files.get(where)
         if file is not None:
             status = os.stat(where)
-            if (status.st_dev, status.st_ino) == file.identity:
+            # The open descriptor keeps the inode from being given to another file.
+            if (status.st_dev, status.st_ino) == file.inode:
                 return file
             self.forget(where)  # another file has the name by now
         try:

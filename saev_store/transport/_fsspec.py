@@ -8,7 +8,15 @@ from typing import BinaryIO, cast
 
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._base import Buffer, Counters, Entry, ReadCost, Transport, far_cost
-from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._checks import (
+    check_path,
+    check_ranges,
+    joined_runs,
+    run_end,
+    scatter,
+    too_big,
+    too_short,
+)  # fmt: skip
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_ranges import getter, ranges
 from saev_store.transport._fsspec_sink import SpooledSink
@@ -49,6 +57,9 @@ class FsspecTransport:
     """
 
     pads = False
+    is_local = False
+    local_path = None
+    reads_into = False
 
     def __init__(
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
@@ -146,14 +157,12 @@ class FsspecTransport:
                 parts[index] = part
         return parts
 
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fetch one range and copy it into the buffers."""
-        views = byte_views(buffers, writable=True)
-        (data,) = self.get_ranges(path, starts=(start,), ends=(start + sum(view.nbytes for view in views),))
-        source = memoryview(data)
-        for view in views:
-            view[:] = source[: view.nbytes]
-            source = source[view.nbytes :]
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fetch the ranges and copy them into the buffers."""
+        runs = joined_runs(self._where(self._below(path)), starts, buffers)
+        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
+        for source, (_, views) in zip(found, runs, strict=True):
+            scatter(source, views)
 
     def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
         """Each range, with the version of the object that it is of where the file system can be made to tell."""

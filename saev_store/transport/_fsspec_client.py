@@ -29,6 +29,7 @@ from saev_store.transport._fsspec_options import tuned
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
+from saev_store.transport._tls import refused_certificate
 from saev_store.transport._waits import awaited
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
@@ -228,6 +229,10 @@ class Client:
         reason = error.__cause__
         if isinstance(error, FileNotFoundError) and isinstance(reason, Exception) and not _is_absence(reason):
             error = reason  # fsspec's web client calls every failure so, refused connections included
+        told = " ".join(str(link) for link in _chain(error))
+        endpoint = str(self.options.all.get("endpoint_url") or self.safe_url.rpartition("::")[2])
+        if (refused := refused_certificate(told, where=where, endpoint=endpoint)) is not None:
+            return refused
         text = self.redact(str(error)).strip()
         message = f"could not {doing}: {type(error).__name__}{f': {text}' if text else ''}"
         status = _status(error)

@@ -15,17 +15,27 @@ import weakref
 
 import numpy as np
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+def _libc() -> ctypes.CDLL | None:
+    """The C library; None on Windows."""
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except TypeError:
+        return None
+
+
+_LIBC = _libc()
+if _LIBC is not None:
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
@@ -40,6 +50,8 @@ def map_file(fd: int, nbytes: int) -> memoryview:
     """
     if nbytes == 0:  # the system refuses empty maps
         return memoryview(b"")
+    if _LIBC is None:
+        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ))
     address: int | None = _LIBC.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:
         code = ctypes.get_errno()
@@ -60,7 +72,10 @@ def preallocate(fd: int, nbytes: int) -> None:
     """
     if nbytes == 0:
         return
-    # Asked first, for a reservation that fails half-way has taken all space from everybody for a moment.
+    if not hasattr(os, "statvfs"):  # Windows
+        os.ftruncate(fd, max(nbytes, os.fstat(fd).st_size))
+        return
+    # A reservation that fails half-way would take all space from other processes for a moment, so compare first.
     status, space = os.fstat(fd), os.statvfs(fd)
     if space.f_blocks and nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

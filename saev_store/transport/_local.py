@@ -17,10 +17,19 @@ from typing import TypeVar, cast
 
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
 from saev_store.transport._base import FREE, Buffer, Counters, Entry, ReadCost
-from saev_store.transport._checks import byte_views, check_ranges, from_os_error, os_errors, too_big, too_short
+from saev_store.transport._checks import (
+    check_ranges,
+    from_os_error,
+    joined_runs,
+    os_errors,
+    run_end,
+    too_big,
+    too_short,
+)
 from saev_store.transport._descriptors import DESCRIPTORS, OpenFile, check_regular
 from saev_store.transport._libc import map_file
 from saev_store.transport._local_write import LocalWrites
+from saev_store.transport._positions import pread
 from saev_store.transport._spread import SpreadReader, preadv_all
 from saev_store.transport._tally import Tally, count_ranges
 
@@ -52,8 +61,8 @@ def local_root(root: str | os.PathLike[str]) -> str:
 class LocalTransport(LocalWrites):
     """What both local engines share; `MmapTransport` and `PreadTransport` differ in `get_ranges` alone."""
 
-    #: Asking for a file's size costs microseconds here, so a store's sizes are checked when it is opened.
     is_local = True
+    reads_into = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = local_root(root)
@@ -68,6 +77,11 @@ class LocalTransport(LocalWrites):
 
     @property
     def url(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    @property
+    def local_path(self) -> str:
         """The absolute path of the root."""
         return self._root
 
@@ -86,7 +100,7 @@ class LocalTransport(LocalWrites):
                 raise too_big(where, size=size, max_bytes=max_bytes)
             # The size of a file can change, and some virtual ones report 0: read to the end, within the bound.
             data = bytearray()
-            while chunk := os.pread(file.fd, _READ_CHUNK, len(data)):
+            while chunk := pread(file.fd, _READ_CHUNK, len(data)):
                 data += chunk
                 if max_bytes is not None and len(data) > max_bytes:
                     raise too_big(where, size=None, max_bytes=max_bytes)
@@ -102,45 +116,26 @@ class LocalTransport(LocalWrites):
         check_regular(status.st_mode, where=where)
         return status.st_size
 
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers with `preadv`, straight from the page cache, large ones with a thread for each core."""
-        views = byte_views(buffers, writable=True)
-        nbytes = sum(view.nbytes for view in views)
-        self._fill(path, [(start, views)], nbytes, (start,), (start + nbytes,))
-
-    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fill each buffer from its own place in the file, as `readinto` would one after the other."""
-        if len(starts) != len(buffers):
-            raise ArgumentError(f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=path)
-        runs = [(start, byte_views((buffer,), writable=True)) for start, buffer in zip(starts, buffers, strict=True)]
-        ends = [start + buffer.nbytes for start, buffer in zip(starts, buffers, strict=True)]
-        self._fill(path, runs, sum(ends) - sum(starts), starts, ends)
-
-    def _fill(
-        self,
-        path: str,
-        runs: Sequence[tuple[int, list[memoryview]]],
-        nbytes: int,
-        starts: Sequence[int],
-        ends: Sequence[int],
-    ) -> None:
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers with `preadv`, straight from the page cache, large ones with one thread per core."""
         where = self._where(path)
+        runs = joined_runs(where, starts, buffers)
+        nbytes, end = sum(run_end(run) - run[0] for run in runs), max(map(run_end, runs), default=0)
         with os_errors(where, "read"):
             file = self._open(path, where)
-            end = check_ranges(where, starts, ends)
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
             self._spread.fill(file.fd, runs, nbytes=nbytes, where=where, end=end)
-        self._tally.add(
-            "readinto", read=nbytes, requests=sum(end > start for start, end in zip(starts, ends, strict=True))
-        )
+        self._tally.add("readinto", read=nbytes, requests=len(runs))
 
     def _open(self, path: str, where: str) -> OpenFile:
-        """The same file as the last time: one that took its place since is an error, never half of an answer."""
+        """The same file as the last time; a file that took its place since is an error (decision 6)."""
         file = DESCRIPTORS.open(where)
-        if self._pins.setdefault(path, file.identity) != file.identity:
+        pinned = self._pins.setdefault(path, file.identity)
+        if pinned != file.identity:
             raise CorruptShardError(
-                "another file has taken the place of the one that was read here before",
+                "another file has taken the place of the one that was read here before, or it was changed: it had "
+                f"{pinned[2]:,} bytes and has {file.identity[2]:,} bytes",
                 where=where,
                 remedy="Open it again to read the new one.",
             )
@@ -172,16 +167,16 @@ class _Mapped:
     where: str
     view: memoryview
     nbytes: int
-    identity: tuple[int, int]
+    inode: tuple[int, int]
 
 
 def _size_now(mapped: _Mapped) -> int:
     """The size of the file behind a map, or -1 if another file has its name by now."""
     file = DESCRIPTORS.peek(mapped.where)
-    if file is not None and file.identity == mapped.identity:
+    if file is not None and file.inode == mapped.inode:
         return file.size()
     status = os.stat(mapped.where)
-    return status.st_size if (status.st_dev, status.st_ino) == mapped.identity else -1
+    return status.st_size if (status.st_dev, status.st_ino) == mapped.inode else -1
 
 
 class MmapTransport(LocalTransport):
@@ -227,7 +222,7 @@ class MmapTransport(LocalTransport):
             ) from error
         if len(self._maps) >= _MAX_MAPS:
             self._maps = {}
-        mapped = self._maps[path] = _Mapped(where, view, size, file.identity)
+        mapped = self._maps[path] = _Mapped(where, view, size, file.inode)
         return mapped
 
     def at(self, path: str) -> MmapTransport:
@@ -265,7 +260,7 @@ class PreadTransport(LocalTransport):
 
 
 def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:
-    data = os.pread(fd, end - start, start)
+    data = pread(fd, end - start, start)
     if len(data) == end - start:
         return data
     # The system reads at most 2 GiB at a time; signals and network disks cut reads short as well.

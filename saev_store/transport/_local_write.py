@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -13,17 +12,25 @@ import warnings
 import weakref
 from collections.abc import Generator
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictError
 from saev_store.transport._base import Buffer
 from saev_store.transport._checks import check_path, os_errors
-from saev_store.transport._descriptors import DESCRIPTORS
+from saev_store.transport._descriptors import DESCRIPTORS, Identity
 from saev_store.transport._fd_sink import write_all
 from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders
+from saev_store.transport._locks import after_fork_in_child
 from saev_store.transport._tally import Tally
 
 #: Temporary files start with this; one that outlives its process is garbage that anybody may delete.
 TEMP_PREFIX = ".saev_store.tmp-"
 
+# Absent on Windows.
+_CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -32,8 +39,8 @@ class LocalWrites:
     """The write half of both local engines."""
 
     _root: str
-    #: Which file (device, inode) each name meant when a range of it was first read.
-    _pins: dict[str, tuple[int, int]]
+    #: Which file each name meant when a range of it was first read.
+    _pins: dict[str, Identity]
     _tally: Tally
 
     @property
@@ -132,7 +139,7 @@ class _LockFile:
     """The descriptor that carries a lock; a forked child closes its copy, or the lock would outlive its owner."""
 
     def __init__(self, where: str) -> None:
-        self.fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self.fd = os.open(where, os.O_RDWR | os.O_CREAT | _CLOEXEC | _NOFOLLOW, 0o666)
         _LOCKS.add(self)
 
     def close(self) -> None:
@@ -149,7 +156,7 @@ def _close_in_child() -> None:
         lock.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+after_fork_in_child(_close_in_child)
 
 
 def _locked_in_folder(where: str) -> _LockFile:
@@ -165,7 +172,7 @@ def _locked(where: str) -> _LockFile:
     while True:
         lock = _LockFile(where)
         try:
-            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(lock.fd)
             if not _is_same(lock.fd, where):  # the holder before us has deleted it: what we locked has no name
                 lock.close()
                 continue
@@ -190,6 +197,12 @@ def _locked(where: str) -> _LockFile:
         return lock
 
 
+def _flock(fd: int) -> None:
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, "this system has no flock")
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _is_same(fd: int, where: str) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(where))
@@ -203,7 +216,7 @@ def _temporary(where: str, data: Buffer) -> Generator[str]:
     folder = os.path.dirname(where)
     make_folders(folder)
     temporary = f"{folder}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
     try:
         try:
             write_all(fd, [memoryview(data)], 0)
@@ -218,7 +231,7 @@ def _temporary(where: str, data: Buffer) -> Generator[str]:
 
 def _create_without_links(where: str, data: Buffer) -> None:
     """Exclusive all the same, but a reader may meet the file before its content: for file systems without links."""
-    fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
     try:
         write_all(fd, [memoryview(data)], 0)
         os.fsync(fd)

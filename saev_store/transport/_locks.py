@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
+
+
+def after_fork_in_child(call: Callable[[], object]) -> None:
+    """Call `call()` in every child that is forked from now on; nothing where the system cannot fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
 
 
 class ForkSafeLock:
-    """A mutex that is free in a forked child, whoever held it in the parent: that thread does not exist there.
+    """A mutex that is free in a forked child: the thread that held it in the parent does not exist there.
 
-    Right where what it guards is never left half changed for long, such as one step on a dict.
+    For state that is never left half changed for long, such as one step on a dict.
     """
 
     def __init__(self) -> None:
@@ -36,4 +43,4 @@ def _renew_all() -> None:
         lock.renew()
 
 
-os.register_at_fork(after_in_child=_renew_all)
+after_fork_in_child(_renew_all)

@@ -7,7 +7,16 @@ from collections.abc import Generator, Mapping, Sequence
 
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._base import FREE, Buffer, Counters, Entry
-from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big, too_short
+from saev_store.transport._checks import (
+    byte_views,
+    check_path,
+    check_ranges,
+    joined_runs,
+    run_end,
+    scatter,
+    too_big,
+    too_short,
+)  # fmt: skip
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._tally import Tally, count_ranges
 from saev_store.transport._written import Written
@@ -44,6 +53,8 @@ class MemoryTransport:
     cost = FREE
     pads = False
     is_local = True
+    local_path = None
+    reads_into = True
 
     def __init__(self, files: Mapping[str, Buffer] | None = None, *, label: str = "") -> None:
         self._files = _Files(files or {})
@@ -111,13 +122,12 @@ class MemoryTransport:
         count_ranges(self._files.tally, starts, ends)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Copy into the buffers."""
-        views = byte_views(buffers, writable=True)
-        (source,) = self.get_ranges(path, starts=(start,), ends=(start + sum(view.nbytes for view in views),))
-        for view in views:
-            view[:] = source[: view.nbytes]
-            source = source[view.nbytes :]
+        runs = joined_runs(path, starts, buffers)
+        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
+        for source, (_, views) in zip(found, runs, strict=True):
+            scatter(source, views)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""

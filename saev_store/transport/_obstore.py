@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError
-from saev_store.transport._base import Buffer, Counters, Entry, Fetcher, Transport, Upload, far_cost
-from saev_store.transport._checks import byte_views, check_path, check_ranges, too_big
+from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
+from saev_store.transport._checks import check_path, check_ranges, joined_runs, too_big
 from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._obstore_client import Client, is_forked
 from saev_store.transport._obstore_documents import create, delete, put
-from saev_store.transport._obstore_fetcher import open_fetcher
 from saev_store.transport._obstore_options import own_names
 from saev_store.transport._obstore_ranges import PIECE_BYTES, Object
 from saev_store.transport._obstore_sink import StreamedSink
@@ -50,6 +49,9 @@ class ObstoreTransport:
     """
 
     pads = False
+    is_local = False
+    local_path = None
+    reads_into = False
     cost = _FAR
 
     def __init__(
@@ -137,48 +139,14 @@ class ObstoreTransport:
             nbytes=sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0,
         )
 
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fetch the bytes in pieces, side by side, and copy each where it belongs."""
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fetch the ranges in pieces, side by side, and copy each into its place as it arrives."""
         below = self._below(path)
-        views = byte_views(buffers, writable=True)
-        nbytes = sum(view.nbytes for view in views)
-        check_ranges(self._where(below), (start,), (start + nbytes,))
+        runs = joined_runs(self._where(below), starts, buffers)
         if is_forked():
-            self._forked().readinto(path, start=start, buffers=buffers)
-        elif nbytes:
-            self._object(below).readinto(start, views, nbytes=nbytes)
-
-    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fetch all runs side by side and copy each where it belongs."""
-        below = self._below(path)
-        if len(starts) != len(buffers):
-            raise ArgumentError(
-                f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=self._where(below)
-            )
-        targets = [byte_views((buffer,), writable=True) for buffer in buffers]
-        ends = [start + buffer.nbytes for start, buffer in zip(starts, buffers, strict=True)]
-        check_ranges(self._where(below), starts, ends)
-        if is_forked():
-            for start, views in zip(starts, targets, strict=True):
-                self._forked().readinto(path, start=start, buffers=views)
-        else:
-            self._object(below).read_runs(starts, targets, nbytes=sum(ends) - sum(starts))
-
-    def lend_runs(
-        self, path: str, *, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]
-    ) -> None:
-        """Fetch all ranges side by side, each in one request, and show each as it came."""
-        below = self._below(path)
-        check_ranges(self._where(below), starts, ends)
-        if is_forked():
-            for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                take(number, self._forked().get_ranges(path, starts=[start], ends=[end])[0])
-        else:
-            self._object(below).lend_runs(starts, ends, take)
-
-    def open_fetcher(self, *, in_flight_bytes: int) -> Fetcher | None:
-        """Receives ranges of objects that were read before, from a server without TLS; see `HttpFetcher`."""
-        return open_fetcher(self._client, self._pins, self._below, self._key, in_flight_bytes)
+            self._forked().readinto(path, starts=starts, buffers=buffers)
+        elif runs:
+            self._object(below).readinto(runs)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""

@@ -8,10 +8,8 @@ import contextlib
 import os
 import re
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,13 +23,12 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._http_spare import SpareConnections
 from saev_store.transport._locks import ForkSafeLock
 from saev_store.transport._obstore_options import Place, place_of
-from saev_store.transport._obstore_threads import Callers, Gate
 from saev_store.transport._parts import Buffers
 from saev_store.transport._secrets import LeftBehind, Options
 from saev_store.transport._tally import Tally
+from saev_store.transport._tls import read_authorities, refused_certificate
 from saev_store.transport._waits import awaited
 
 if TYPE_CHECKING:
@@ -47,6 +44,10 @@ IN_FLIGHT = 64
 SLOWEST_BYTES_PER_S = 1 << 20
 _CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 10.0
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+#: A loop that is this late is stuck.
+_STUCK_S = 10.0
+#: A first answer that takes longer may never come: the certificate is looked at.
+_QUICK_S = 0.05
 _RETRIES, _FIRST_WAIT_S, _LONGEST_WAIT_S = 6, 0.1, 3.0
 
 
@@ -88,13 +89,6 @@ def _running() -> _Loop:
         return _loop
 
 
-class _NotOurs(Exception):
-    """Carries what a callback raised past those who translate errors."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class Client:
     """The store behind an address, shared by all transports below it; thread-safe.
 
@@ -113,16 +107,14 @@ class Client:
         self.place = place_of(url, options.all)
         self.tally = Tally()
         self.buffers = Buffers()
-        self.spare = SpareConnections()
-        # Of each client its own: calls that hang must not hold up those to another service.
-        self._callers = Callers(IN_FLIGHT)
         self._lock = ForkSafeLock()
         self._store: ObjectStore | None = None
+        self._has_answered = self.place.endpoint.lower().startswith("http://")
         self._slots: asyncio.Semaphore | None = None
         self._uploader: list[Uploader | None] = []
         if find_spec("obstore") is None:
             raise MissingDependencyError(
-                "the engine obstore is not installed", where=self.url, remedy="pip install 'saev_store[fast]'"
+                "the engine obstore is not installed", where=self.url, remedy="pip install 'saev_store[obstore]'"
             )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -160,12 +152,12 @@ class Client:
 
         async def within() -> T:
             async with asyncio.timeout(timeout_s):
-                return await work()
+                return await (work() if self._has_answered else self._first(work, where))
 
         future = asyncio.run_coroutine_threadsafe(within(), running.loop)
         try:
             # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-            return awaited(future, timeout_s + 10)
+            return awaited(future, timeout_s + _STUCK_S)
         except SaevStoreError:
             raise
         except TimeoutError:
@@ -174,45 +166,47 @@ class Client:
             # Not `from error`: its text holds whole answers of the server, addresses and headers.
             raise self.translate(error, doing=doing, where=where) from None
 
-    def blocking(
-        self, doing: str, where: str, works: Sequence[Callable[[], T]], done: Callable[[int, T], None], *, nbytes: int
-    ) -> None:
-        """As `call`, for work that waits inside obstore instead of in our loop: cheaper, for few large requests.
+    async def _first(self, work: Callable[[], Coroutine[object, object, T]], where: str) -> T:
+        """What `work()` gives; an error at once if the server's certificate is refused.
 
-        All is under way together. `done(number, result)` is called in the thread that waited, which has the result in its
-        core's cache; never after this has returned. What is still under way when the time is over cannot be cancelled: what it
-        brings is forgotten, and its thread goes on when obstore's own limits end it.
-
-        Raises:
-            ForkError, DeadlineError, SaevStoreError: as `call`.
+        obstore tries again whatever the reason. So a request that is not answered quickly is accompanied by one that is not
+        repeated, whose error says why.
         """
-        _running()  # obstore's threads are there from now on, and not in a forked child
-        timeout_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
-        deadline, gate = time.monotonic() + timeout_s, Gate()
-
-        def whole(number: int, work: Callable[[], T]) -> None:
-            result = work()
-            try:
-                gate.enter(lambda: done(number, result))
-            except Exception as error:
-                raise _NotOurs(error) from None
-
-        futures = [self._callers.begin(partial(whole, number, work)) for number, work in enumerate(works)]
+        task = asyncio.ensure_future(work())
         try:
-            for future in futures:
-                awaited(future, deadline - time.monotonic())
-        except SaevStoreError:
-            raise
-        except _NotOurs as error:
-            raise error.error from None
-        except TimeoutError:
-            raise DeadlineError(f"could not {doing} within {timeout_s:g} s", where=where, transient=True) from None
-        except Exception as error:
-            raise self.translate(error, doing=doing, where=where) from None
+            done, _ = await asyncio.wait({task}, timeout=_QUICK_S)
+            if not done:
+                refusal = asyncio.ensure_future(self._refusal(where))
+                await asyncio.wait({task, refusal}, return_when=asyncio.FIRST_COMPLETED)
+                if refusal.done() and (error := refusal.result()) is not None:
+                    raise error
+                refusal.cancel()
+            found = await task
         finally:
-            gate.close()
-            for future in futures:
-                future.cancel()
+            task.cancel()
+        self._has_answered = True
+        return found
+
+    async def _refusal(self, where: str) -> SaevStoreError | None:
+        """The error of a refused certificate; None if the server's is accepted, or another error came first."""
+        import obstore
+
+        try:
+            store = _open(self.place, timeout_s=self.timeout_s, retries=0)
+            await obstore.head_async(store, self.place.prefix or "metadata.json")
+        except Exception as error:
+            return refused_certificate(str(error), where=where, endpoint=self._server)
+        return None
+
+    @property
+    def _server(self) -> str:
+        return self.place.endpoint or self.url
+
+    def in_loop(self, step: Callable[[], object]) -> None:
+        """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
+        done = threading.Event()
+        _running().loop.call_soon_threadsafe(lambda: (step(), done.set()))
+        done.wait(_STUCK_S)
 
     async def slot(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work()` gives, once fewer than `IN_FLIGHT` others are under way."""
@@ -225,6 +219,8 @@ class Client:
         """Our error for one of obstore's."""
         kind, text = type(error).__name__, str(error)
         code, status = _code(text), _status(text)
+        if (refused := refused_certificate(text, where=where, endpoint=self._server)) is not None:
+            return refused
         message = self.options.redact(f"could not {doing}: {_brief(text, code, status)}")
         if isinstance(error, FileNotFoundError) or status == 404:
             return NotFoundError(message, where=where)
@@ -257,7 +253,7 @@ def is_busy(error: Exception) -> bool:
     return _status(str(error)) == 409
 
 
-def _open(place: Place, *, timeout_s: float) -> ObjectStore:
+def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectStore:
     from obstore import store as stores
 
     client_options: dict[str, object] = {
@@ -266,12 +262,18 @@ def _open(place: Place, *, timeout_s: float) -> ObjectStore:
         "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, timeout_s)),
         # For the whole request, body included: the deadline of `Client.call` is what counts.
         "timeout": timedelta(seconds=timeout_s + (1 << 30) / SLOWEST_BYTES_PER_S),
-        "pool_max_idle_per_host": str(IN_FLIGHT),
+        # A request that begins before the connection of the last one is back opens another; with room for them all, the
+        # connections of an epoch are those of its first seconds.
+        "pool_max_idle_per_host": str(2 * IN_FLIGHT),
     }
+    if isinstance(place.verify, str):
+        client_options["root_certificate"] = read_authorities(place.verify)
+    elif not place.verify:
+        client_options["allow_invalid_certificates"] = True
     if place.headers:
         client_options["default_headers"] = dict(place.headers)
     retry: dict[str, object] = {
-        "max_retries": _RETRIES,
+        "max_retries": retries,
         "retry_timeout": timedelta(seconds=timeout_s),
         "backoff": {
             "init_backoff": timedelta(seconds=_FIRST_WAIT_S),

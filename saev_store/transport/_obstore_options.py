@@ -1,6 +1,6 @@
 """What `storage_options` mean to obstore: the names that fsspec's file systems use, and obstore's own.
 
-Pure: nothing is opened, and nobody is asked.
+Pure: nothing is opened, and no server is contacted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from saev_store.errors import ArgumentError
+from saev_store.transport._tls import authorities
 
 Kind = Literal["s3", "gs", "az", "http"]
 
@@ -73,6 +74,8 @@ class Place:
         config: Arguments of the store.
         allow_http: Connections without TLS are allowed.
         headers: Sent with every request.
+        verify: A PEM file of authorities that are trusted besides the system's, True for the system's alone, False to
+            accept any certificate.
     """
 
     kind: Kind
@@ -81,6 +84,14 @@ class Place:
     config: Mapping[str, object] = field(repr=False)
     allow_http: bool
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    verify: str | bool = True
+
+    @property
+    def endpoint(self) -> str:
+        """The server's address where the options name one, else ""."""
+        if self.kind == "http":
+            return self.bucket
+        return str(self.config.get("endpoint") or self.config.get("base_url") or "")
 
 
 def place_of(url: str, options: Mapping[str, object]) -> Place:
@@ -105,11 +116,21 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
         )
     if not parts.netloc:
         raise ArgumentError("this address names no bucket", where="url")
-    config, allow_http, headers = _READ[kind](dict(options))
+    rest = dict(options)
+    verify = authorities(scheme, _verify(rest))
+    config, allow_http, headers = _READ[kind](rest)
     prefix = url.partition("://")[2].partition("/")[2].strip("/")
     if kind == "http":
-        return Place(kind, f"{scheme}://{parts.netloc}", prefix, config, allow_http=scheme == "http", headers=headers)
-    return Place(kind, parts.netloc, prefix, config, allow_http=allow_http, headers=headers)
+        return Place(
+            kind,
+            f"{scheme}://{parts.netloc}",
+            prefix,
+            config,
+            allow_http=scheme == "http",
+            headers=headers,
+            verify=verify,
+        )
+    return Place(kind, parts.netloc, prefix, config, allow_http=allow_http, headers=headers, verify=verify)
 
 
 def finds_credentials(place: Place) -> bool:
@@ -121,7 +142,9 @@ def finds_credentials(place: Place) -> bool:
         return "service_account_key" in given or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
     if place.kind == "s3":
         return {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(os.environ) and "AWS_PROFILE" not in os.environ
-    return place.kind == "http"
+    if place.kind == "az":
+        return bool({"account_key", "sas_key", "client_secret"} & set(given)) and "account_name" in given
+    return True
 
 
 Read = tuple[dict[str, object], bool, dict[str, str]]
@@ -211,6 +234,18 @@ def _http(options: dict[str, object]) -> Read:
 
 
 _READ: dict[Kind, Callable[[dict[str, object]], Read]] = {"s3": _s3, "gs": _gs, "az": _az, "http": _http}
+
+
+def _verify(options: dict[str, object]) -> object:
+    """Take `verify` out of the options, or out of `client_kwargs`, where s3fs has it."""
+    found = options.pop("verify", None)
+    client = options.get("client_kwargs")
+    if isinstance(client, Mapping) and "verify" in client:
+        rest = _mapping(cast("object", client), "client_kwargs")
+        inner = rest.pop("verify")
+        options["client_kwargs"] = rest
+        return inner if found is None else found
+    return found
 
 
 def _take(source: dict[str, object], theirs: str, config: dict[str, object], ours: str) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from saev_store.errors import SaevStoreError, TransportError
 from saev_store.transport._base import Buffer
-from saev_store.transport._checks import too_short
+from saev_store.transport._checks import Run, run_end, scatter, too_short
 from saev_store.transport._obstore_client import Client, is_beyond_the_end
 from saev_store.transport._pins import Pins, Version
 
@@ -78,56 +75,16 @@ class Object:
             raise
         return self._counted(data, start, end)
 
-    def readinto(self, start: int, views: Sequence[memoryview], *, nbytes: int) -> None:
-        """Fill memory with `nbytes` bytes; waits in the caller's thread."""
-        if nbytes > PIECE_BYTES:
-            self.client.call("read", self.where, lambda: self.fill(start, views), nbytes=nbytes)
-            return
-        self.read_runs([start], [views], nbytes=nbytes)
-
-    def read_runs(self, starts: Sequence[int], targets: Sequence[Sequence[memoryview]], *, nbytes: int) -> None:
-        """Fill memory from several places, side by side; waits in the caller's thread."""
-        pieces = [piece for start, views in zip(starts, targets, strict=True) for piece in _pieces(start, views)]
-        self.client.blocking(
-            "read",
-            self.where,
-            [partial(self._now, start, start + sum(map(len, views))) for start, views in pieces],
-            lambda number, data: scatter(data, pieces[number][1]),
-            nbytes=nbytes,
-        )
-
-    def lend_runs(self, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]) -> None:
-        """Show the bytes of several places, fetched side by side; waits in the caller's thread."""
-        ranges = [
-            (number, start, end) for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
-        ]
-        self.client.blocking(
-            "read",
-            self.where,
-            [partial(self._now, start, end) for _, start, end in ranges],
-            lambda at, data: take(ranges[at][0], memoryview(data)),
-            nbytes=sum(ends) - sum(starts),
-        )
-
-    def _now(self, start: int, end: int) -> Bytes:
-        """As `piece`, in a thread that waits."""
-        import obstore
-
-        client = self.client
+    def readinto(self, runs: Sequence[Run]) -> None:
+        """Fill memory from several places; waits in the caller's thread, and never writes after it has returned."""
+        pieces = _pieces(runs)
+        nbytes = sum(run_end(piece) - piece[0] for piece in pieces)
         try:
-            answer = obstore.get(client.store, self.key, options={"range": (start, end)})
-            self._check(answer.meta, needed=end)
-            data = answer.bytes()
-        except SaevStoreError:
+            self.client.call("read", self.where, lambda: self.fill(pieces), nbytes=nbytes)
+        except BaseException:
+            # The wait may have ended before the reads did: no piece that arrives later may be copied.
+            self.client.in_loop(pieces.clear)
             raise
-        except Exception as error:
-            if is_beyond_the_end(error):
-                client.tally.add("size")
-                size = obstore.head(client.store, self.key)["size"]
-                if size < end:
-                    raise too_short(self.where, size=size, needed=end) from None
-            raise
-        return self._counted(data, start, end)
 
     def _check(self, meta: ObjectMeta, *, needed: int) -> None:
         """That an answer is of the object that was read before, and that it is long enough."""
@@ -144,15 +101,18 @@ class Object:
         self.client.tally.add("get_ranges", read=len(data))
         return data
 
-    async def fill(self, start: int, views: Sequence[memoryview]) -> None:
-        """Fetch consecutive bytes in pieces, side by side, and copy each where it belongs."""
+    async def fill(self, pieces: list[Run]) -> None:
+        """Fetch pieces side by side and copy each into its place; `pieces` is cleared to stop the copying."""
 
-        async def fill(begin: int, targets: list[memoryview]) -> None:
-            scatter(await self.piece(begin, begin + sum(map(len, targets))), targets)
+        async def fill(number: int) -> None:
+            start, end = pieces[number][0], run_end(pieces[number])
+            found = await self.piece(start, end)
+            if pieces:
+                scatter(memoryview(found), pieces[number][1])
 
         async with _together() as group:
-            for begin, targets in _pieces(start, views):
-                group.create_task(fill(begin, targets))
+            for number in range(len(pieces)):
+                group.create_task(fill(number))
 
     async def head(self) -> ObjectMeta:
         """What the service says about it, asked anew each time."""
@@ -170,17 +130,9 @@ class Object:
         if size < end:
             raise too_short(self.where, size=size, needed=end)
         whole = bytearray(end - start)
-        scatter(first, [memoryview(whole)[: len(first)]])
-        await self.fill(start + len(first), [memoryview(whole)[len(first) :]])
+        scatter(memoryview(first), [memoryview(whole)[: len(first)]])
+        await self.fill(_pieces([(start + len(first), [memoryview(whole)[len(first) :]])]))
         return memoryview(whole).toreadonly()
-
-
-def scatter(source: Bytes, targets: Sequence[memoryview]) -> None:
-    """Copy bytes to memory, one piece after the other; NumPy lets other threads run meanwhile."""
-    found, at = np.frombuffer(source, np.uint8), 0
-    for target in targets:
-        np.copyto(np.frombuffer(target, np.uint8), found[at : at + len(target)])
-        at += len(target)
 
 
 @contextlib.asynccontextmanager
@@ -193,19 +145,20 @@ async def _together():  # noqa: ANN202  # TaskGroup is what every reader of `yie
         raise errors.exceptions[0] from None
 
 
-def _pieces(start: int, views: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
-    """Cut consecutive memory into pieces that are fetched side by side: (first byte, the memory it fills)."""
-    pieces: list[tuple[int, list[memoryview]]] = []
-    room = 0
-    for view in views:
-        rest = view
-        while len(rest):
-            if room == 0:
-                pieces.append((start, []))
-                room = PIECE_BYTES
-            part = rest[:room]
-            pieces[-1][1].append(part)
-            start, room, rest = start + len(part), room - len(part), rest[len(part) :]
+def _pieces(runs: Sequence[Run]) -> list[Run]:
+    """The same runs, cut into pieces of at most `PIECE_BYTES`."""
+    pieces: list[Run] = []
+    for begin, views in runs:
+        start, room = begin, 0
+        for view in views:
+            rest = view
+            while len(rest):
+                if room == 0:
+                    pieces.append((start, []))
+                    room = PIECE_BYTES
+                part = rest[:room]
+                pieces[-1][1].append(part)
+                start, room, rest = start + len(part), room - len(part), rest[len(part) :]
     return pieces
 
 

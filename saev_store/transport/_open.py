@@ -9,13 +9,14 @@ from typing import Literal, cast, get_args
 from urllib.parse import unquote
 
 from saev_store.errors import ArgumentError, brief
-from saev_store.transport._base import Nests, Transport
+from saev_store.transport._base import Transport
 from saev_store.transport._local import MmapTransport, PreadTransport, local_root
 from saev_store.transport._memory import MemoryTransport
 
 Engine = Literal["auto", "mmap", "pread", "fsspec", "memory", "obstore"]
 _LOCAL = ("file://", "local://")
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs"}
+#: Object stores, and the package through which fsspec reaches each.
+_OBJECT_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
 def open_transport(
@@ -26,9 +27,9 @@ def open_transport(
     Args:
         url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
         storage_options: What fsspec's file systems want to know: credentials, end points, …
-        engine: `"auto"` maps local files, reads `s3://` and `gs://` through obstore where it is installed and knows all the
-            options (and would find the same credentials), and uses fsspec for the rest; `"mmap"`, `"pread"`, `"fsspec"` and `"obstore"`
-            insist; `"memory"` gives an empty `MemoryTransport` with `url` as its label.
+        engine: `"auto"` maps local files, uses obstore for `s3://`, `gs://` and `az://` where it is installed, knows all the
+            options and would find the same credentials, and fsspec for the rest. `"mmap"`, `"pread"`, `"fsspec"` and
+            `"obstore"` insist. `"memory"` gives an empty `MemoryTransport` with `url` as its label.
 
     Raises:
         ArgumentError: `url` is no address, `engine` is unknown, or a local engine is asked for a remote address.
@@ -71,20 +72,8 @@ def open_transport(
     return PreadTransport(path) if engine == "pread" else MmapTransport(path)
 
 
-def child(transport: Transport, path: str) -> Transport:
-    """The transport whose root is the folder `path` below another one, through the same client.
-
-    Raises:
-        ArgumentError: this kind of transport has no folders.
-        UnsafeContentError: `path` would leave the root.
-    """
-    if not isinstance(transport, Nests):
-        raise ArgumentError(f"a transport of kind {transport.name!r} has no folders to go into", where=path)
-    return transport.at(path)
-
-
 def _obstore_fits(url: str, options: Mapping[str, object]) -> bool:
-    """Whether obstore can take fsspec's place without anybody noticing anything but speed."""
+    """Whether obstore can do all that fsspec's client would, with the same options and credentials."""
     scheme = url.partition("://")[0].lower()
     if scheme not in _OBJECT_STORES or find_spec("obstore") is None:
         return False
@@ -93,7 +82,7 @@ def _obstore_fits(url: str, options: Mapping[str, object]) -> bool:
     from saev_store.transport._obstore_options import finds_credentials, place_of
 
     try:
-        return finds_credentials(place_of(url, options))
+        return finds_credentials(place_of(url, options)) or find_spec(_OBJECT_STORES[scheme]) is None
     except ArgumentError:
         return False
 

@@ -19,7 +19,7 @@ from saev_store.errors import AccessError
 _HARMLESS = {
     "anon", "endpoint_url", "region", "region_name", "use_ssl", "requester_pays", "use_listings_cache", "project",
     "default_cache_type", "default_fill_cache", "default_block_size", "max_concurrency", "version_aware",
-    "skip_signature", "endpoint", "base_url", "cache_storage", "target_protocol", "max_pool_connections",
+    "skip_signature", "endpoint", "base_url", "cache_storage", "target_protocol", "max_pool_connections", "verify",
 }  # fmt: skip
 #: Values of `token` that say where gcsfs looks for credentials.
 _WORDS = {"anon", "browser", "cache", "cloud", "google_default"}

@@ -10,13 +10,10 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from saev_store._threads import n_threads, share
-from saev_store.transport._checks import too_short
-
-#: Where a run begins in the file, and the pieces of memory (bytes, none empty) that it fills in order.
-Run: TypeAlias = tuple[int, list[memoryview]]
+from saev_store.transport._checks import Run, too_short
+from saev_store.transport._positions import preadv
 
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 #: What a read must have for each thread.
@@ -86,7 +83,7 @@ def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end:
     """Fill `views` in this thread, however short the system's answers are."""
     position = start
     while views:
-        n_read = os.preadv(fd, views[:_IOV_MAX], position)
+        n_read = preadv(fd, views[:_IOV_MAX], position)
         if n_read == 0:
             raise too_short(where, size=position, needed=end)
         position += n_read
@@ -99,7 +96,7 @@ def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[
         position, left = start, views
         while left:
             try:
-                n_read = os.preadv(fd, left[:_IOV_MAX], position, _NOWAIT)
+                n_read = preadv(fd, left[:_IOV_MAX], position, _NOWAIT)
             except BlockingIOError:
                 n_read = 0
             except OSError:  # a file system that cannot tell; other errors come again, and are raised

@@ -1,4 +1,4 @@
-"""What all wrappers share: they can exactly what the wrapped transport can, and see every operation pass."""
+"""The base of wrappers: a transport around another one, with the same abilities."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from saev_store.transport._base import (
     CopiesWithin,
     Counters,
     Entry,
-    LendsRuns,
     Lists,
     Moves,
-    Nests,
     ReadCost,
-    ReadsInto,
-    ReadsRuns,
     Sink,
     Transport,
     Upload,
@@ -32,9 +28,12 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, ReadsInto)` (or `ReadsRuns`, `LendsRuns`, `Lists`, `Writes`, `Uploads`, `CopiesWithin`, `Moves`, `Nests`) is true exactly if it is for `inner`. Subclasses
-    override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
+    `isinstance(wrapper, Lists)` (or `Writes`, `Uploads`, `CopiesWithin`, `Moves`) is true exactly if it is for `inner`.
+    Subclasses override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
+
+    #: A wrapper may wait as long as it likes.
+    is_local = False
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -60,6 +59,14 @@ class Wrapper:
         return f"{type(self).__name__.removesuffix('Transport').lower()}({self._inner.name})"
 
     @property
+    def local_path(self) -> str | None:
+        return self._inner.local_path
+
+    @property
+    def reads_into(self) -> bool:
+        return self._inner.reads_into
+
+    @property
     def counters(self) -> Counters:
         """What the wrapped transport counts."""
         return self._inner.counters
@@ -79,10 +86,6 @@ class Wrapper:
         """Carry out one operation, named like its method; `nbytes` is None where only the answer tells how many moved."""
         return call()
 
-    def _create(self, writes: Writes, path: str, data: Buffer) -> Callable[[], None]:
-        """What `create` carries out."""
-        return lambda: writes.create(path, data)
-
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         return self._around("read", None, lambda: self._inner.read(path, max_bytes=max_bytes))
 
@@ -92,43 +95,23 @@ class Wrapper:
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         return self._around("get_ranges", None, lambda: self._inner.get_ranges(path, starts=starts, ends=ends))
 
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        self._around("readinto", nbytes, lambda: self._inner.readinto(path, starts=starts, buffers=buffers))
+
+    def at(self, path: str) -> Self:
+        child = object.__new__(type(self))
+        child.__dict__.update(self.__dict__, _inner=self._inner.at(path))
+        return child
+
     def close(self) -> None:
         self._inner.close()
-
-
-class _ReadingInto(Wrapper):
-    def readinto(self, path: str, *, start: int, buffers: Sequence[memoryview]) -> None:
-        inner = cast("ReadsInto", self._inner)
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._around("readinto", nbytes, lambda: inner.readinto(path, start=start, buffers=buffers))
-
-
-class _ReadingRuns(Wrapper):
-    def read_runs(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        inner = cast("ReadsRuns", self._inner)
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._around("read_runs", nbytes, lambda: inner.read_runs(path, starts=starts, buffers=buffers))
-
-
-class _LendingRuns(Wrapper):
-    def lend_runs(
-        self, path: str, *, starts: Sequence[int], ends: Sequence[int], take: Callable[[int, Buffer], None]
-    ) -> None:
-        inner, nbytes = cast("LendsRuns", self._inner), sum(ends) - sum(starts)
-        self._around("lend_runs", nbytes, lambda: inner.lend_runs(path, starts=starts, ends=ends, take=take))
 
 
 class _Listing(Wrapper):
     def list(self, path: str = "") -> Sequence[Entry]:
         inner = cast("Lists", self._inner)
         return self._around("list", 0, lambda: inner.list(path))
-
-
-class _Nesting(Wrapper):
-    def at(self, path: str) -> Transport:
-        child = object.__new__(type(self))
-        child.__dict__.update(self.__dict__, _inner=cast("Nests", self._inner).at(path))
-        return child
 
 
 class _Writing(Wrapper):
@@ -141,7 +124,8 @@ class _Writing(Wrapper):
         self._around("put", len(data), lambda: inner.put(path, data))
 
     def create(self, path: str, data: Buffer) -> None:
-        self._around("create", len(data), self._create(cast("Writes", self._inner), path, data))
+        inner = cast("Writes", self._inner)
+        self._around("create", len(data), lambda: inner.create(path, data))
 
     def delete(self, path: str) -> None:
         inner = cast("Writes", self._inner)
@@ -236,11 +220,7 @@ class _WrappedUpload(_WrappedSink):
 
 
 _ABILITIES: dict[type, type[Wrapper]] = {
-    ReadsInto: _ReadingInto,
-    ReadsRuns: _ReadingRuns,
-    LendsRuns: _LendingRuns,
     Lists: _Listing,
-    Nests: _Nesting,
     Writes: _Writing,
     Uploads: _Uploading,
     CopiesWithin: _Copying,

@@ -191,7 +191,7 @@ class Folder:
             items: What to ask about.
             most_nbytes: The longest answer, where that matters.
         """
-        if getattr(self.transport, "is_local", False):
+        if self.transport.is_local:
             return ahead(ask, items, 1)
         return ahead(ask, items, max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, most_nbytes))))
 

@@ -92,7 +92,7 @@ class Fetcher:
 
     def _map(self, groups: list[list[SamplePlace]]) -> Iterator[list[RawSample]]:
         """One read per shard, at once where each costs a round trip."""
-        if len(groups) < 2 or getattr(self._transport, "is_local", False):
+        if len(groups) < 2 or self._transport.is_local:
             yield from map(self.read, groups)
             return
         with ThreadPoolExecutor(min(_N_THREADS, len(groups))) as pool:

@@ -46,7 +46,7 @@ def scan_all(
         done(sizes[shard])
 
     if not isinstance(transport, MmapTransport | PreadTransport):
-        far = not getattr(transport, "is_local", False)
+        far = not transport.is_local
         with ThreadPoolExecutor(min(num_workers or (16 if far else 1), MAX_WORKERS, max(1, len(todo)))) as pool:
             list(pool.map(one, todo))
         return errors

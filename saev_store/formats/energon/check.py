@@ -33,7 +33,7 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
     """
     problems: list[Problem] = []
     index, info = dataset.places.index, dataset.documents.info
-    local = bool(getattr(dataset.transport, "is_local", False))
+    local = dataset.transport.is_local
     eager = local and len(info.shards) <= _EAGER_SHARDS
     small = index is not None and index.size_hint() <= EAGER_ROWS and int(info.counts.sum()) <= EAGER_ROWS
     if index is not None and index.has_parts:

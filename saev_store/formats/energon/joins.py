@@ -151,7 +151,7 @@ class JoinedDataset:
         wanted = [{name: self.names(sample, name) for name in self.auxiliary} for sample in samples]
         todo = [(name, file) for each in wanted for name, files in each.items() for file in files]
         todo = list(dict.fromkeys(todo))
-        far = not getattr(self.primary.transport, "is_local", False)
+        far = not self.primary.transport.is_local
         if far and len(todo) > 1:
             with ThreadPoolExecutor(min(_N_THREADS, len(todo))) as pool:
                 contents = dict(zip(todo, pool.map(self._file, todo), strict=True))

@@ -17,7 +17,7 @@ from saev_store.formats.energon.field_map import IMAGES, Images, resolve
 from saev_store.formats.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
 from saev_store.formats.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
 from saev_store.formats.energon.tar_scan import parse_sample
-from saev_store.transport import Engine, Transport, child, open_transport
+from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -71,7 +71,7 @@ class EnergonDataset:
         elif storage_options is not None:
             raise ArgumentError("a transport has its options already", where="storage_options")
         else:
-            self._transport = child(transport, str(url)) if str(url) else transport
+            self._transport = transport.at(str(url))
         self.images: Images = images
         self._options = (split_config, dataset_config, damaged_ok)
         self._documents: Documents = read_documents(
