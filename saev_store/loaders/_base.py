@@ -60,7 +60,8 @@ class Loader(ABC):
         if labels is not None and space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
             labels = None  # special tokens only: they have no labels
         self._rows, self._space, self._labels, self._options = rows, space, labels, options
-        self._medium = medium_of(rows._reader.transport, space.layout, options.medium)
+        self._reader = rows._reader
+        self._medium = medium_of(self._reader.transport, space.layout, options.medium)
         most = max(1, n_cpus() - self._n_busy) if self._medium.kind in _BUSY and self._n_busy else 64
         self._n_threads = int(options.n_threads or min(_N_THREADS[self._medium.kind], most))
         self._read_bytes = int(options.read_bytes or _TASK_BYTES[self._medium.kind])
@@ -185,7 +186,7 @@ class Loader(ABC):
             self._batch = first
             totals = self._totals = Totals(self._space.layout.vector_nbytes)
             # A transport around another one may wait for whatever it likes.
-            transport = self._rows._reader.transport
+            transport = self._reader.transport
             copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
             runtime = self._runtime = LoaderRuntime(self._n_threads, totals, helps=copies)
             try:
@@ -196,13 +197,13 @@ class Loader(ABC):
                 raise
 
     def _begin(self, epoch: int, first: int, runtime: LoaderRuntime) -> BatchIterator:
-        layout, reader = self._space.layout, self._rows._reader
+        layout = self._space.layout
         advice = advice_for(self._medium.path, layout, self._options.keep_pages) if self._is_strided else None
         if advice is not None:
             runtime.on_close = advice.close
         self._tell_caches()
         reads = Reads(
-            reader,
+            self._reader,
             runtime.totals.reads,
             runtime.stop,
             task_bytes=self._read_bytes,
@@ -230,7 +231,7 @@ class Loader(ABC):
             example = shard * layout.examples_per_shard + in_shard
             return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
 
-        transport: object = self._rows._reader.transport
+        transport: object = self._reader.transport
         while transport is not None:
             if isinstance(transport, CachedTransport):
                 transport.expect(wanted, layout)
@@ -312,7 +313,7 @@ class Loader(ABC):
             extent_bytes=plan.extent_bytes,
             cost=epoch_cost(
                 plan,
-                self._rows._reader,
+                self._reader,
                 self._space,
                 task_bytes=self._read_bytes,
                 world=self._world,
@@ -385,4 +386,4 @@ class Loader(ABC):
     @property
     def transport_name(self) -> str:
         """The engine that reads."""
-        return unwrapped(self._rows._reader.transport).name
+        return unwrapped(self._reader.transport).name

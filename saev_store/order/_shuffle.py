@@ -160,55 +160,38 @@ class ShuffledOrder:
         return -(-self.n_rows // self.n_partitions)
 
 
-@dataclass(frozen=True, eq=False)
 class Partition:
     """One stream of a `ShuffledOrder`: an equal share of the permuted rows, give or take one.
 
     The share's first and last block may belong to a neighbour in part; both then read it.
+
+    Attributes:
+        order: The order.
+        number: Which of its partitions, from 0.
+        first_row, end_row, n_rows: The share, counted in permuted rows.
+        first_position, n_blocks: Its blocks, counted in the permutation.
+        blocks_per_tick: Blocks of a full cohort.
+        window_ticks: How many cohorts are in the window (w).
+        n_ticks: Ticks that hand out all rows.
+        n_cohorts: Cohorts of all blocks.
     """
 
-    order: ShuffledOrder
-    number: int
-
-    @cached_property
-    def first_row(self) -> int:
-        return self.number * self.order.n_rows // self.order.n_partitions
-
-    @cached_property
-    def end_row(self) -> int:
-        return (self.number + 1) * self.order.n_rows // self.order.n_partitions
-
-    @property
-    def n_rows(self) -> int:
-        return self.end_row - self.first_row
-
-    @cached_property
-    def first_position(self) -> int:
-        return self.order.position_of(self.first_row) if self.n_rows else 0
-
-    @cached_property
-    def n_blocks(self) -> int:
-        return self.order.position_of(self.end_row - 1) + 1 - self.first_position if self.n_rows else 0
-
-    @cached_property
-    def blocks_per_tick(self) -> int:
-        if self.n_blocks <= self.order.window_blocks:
-            return max(self.n_blocks, 1)
-        wanted = round(self.order.rows_per_tick * self.n_blocks / self.n_rows)
-        return min(max(wanted, 1), self.order.window_blocks)
-
-    @cached_property
-    def window_ticks(self) -> int:
-        """How many cohorts are in the window (w)."""
-        return 1 if self.n_blocks <= self.order.window_blocks else self.order.window_blocks // self.blocks_per_tick
-
-    @cached_property
-    def n_ticks(self) -> int:
-        return -(-self.n_blocks // self.blocks_per_tick)
-
-    @cached_property
-    def n_cohorts(self) -> int:
-        return self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
+    def __init__(self, order: ShuffledOrder, number: int) -> None:
+        self.order, self.number = order, number
+        self.first_row = number * order.n_rows // order.n_partitions
+        self.end_row = (number + 1) * order.n_rows // order.n_partitions
+        self.n_rows, self.first_position, self.n_blocks = self.end_row - self.first_row, 0, 0
+        if self.n_rows:
+            self.first_position = order.position_of(self.first_row)
+            self.n_blocks = order.position_of(self.end_row - 1) + 1 - self.first_position
+        if self.n_blocks <= order.window_blocks:
+            self.blocks_per_tick, self.window_ticks = max(self.n_blocks, 1), 1
+        else:
+            wanted = round(order.rows_per_tick * self.n_blocks / self.n_rows)
+            self.blocks_per_tick = min(max(wanted, 1), order.window_blocks)
+            self.window_ticks = order.window_blocks // self.blocks_per_tick
+        self.n_ticks = -(-self.n_blocks // self.blocks_per_tick)
+        self.n_cohorts = self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
 
     def window_rows(self, n_ahead: int) -> int:
         """Rows of the blocks of a window, with those of `n_ahead` cohorts read ahead."""
