@@ -138,7 +138,6 @@ def ours(store: ShardStore, args: argparse.Namespace) -> dict[str, Run]:
 
     return {
         "shuffled": shuffled("shuffled"),
-        "shuffled, row slots": shuffled("shuffled, row slots", slots="row"),
         "ordered": lambda: passes(OrderedLoader, {"ordered": 1 if args.cold else 8}),
     }
 

@@ -210,7 +210,7 @@ def main(situation: str, path: str, fifo: str, *, any_thread: bool) -> None:
             store.sel(layer=5, tokens="content").rows(range(8))
         kind, more = (OrderedLoader, {}) if situation == "ordered" else (ShuffledLoader, {"window_blocks": 2})
         if situation.startswith("fetched"):
-            more |= {"slots": "batch", "examples_per_block": 1, "n_partitions": 1}
+            more |= {"examples_per_block": 1, "n_partitions": 1}
         loader = kind(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=4, batch_timeout_s=600, **more)
         if situation == "training":
             trains = threading.Event()

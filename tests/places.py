@@ -52,7 +52,6 @@ LOCAL_ONLY = {
     "test_loader_faults.py::test_the_system_is_told_and_told_otherwise": "of the page cache",
     "test_loader_faults.py::test_a_shard_that_is_cut_mid_epoch": "a replaced object is an error of its own: test_cloud_pins.py",
     "test_loader_medium.py::test_by_what_the_system_says": "of kinds of local disks",
-    "test_loader_rows.py::test_slots_are_chosen_by_what_saves_a_copy": "other slots, and other memory, are chosen here",
     "test_loader_rows.py::test_pages_are_kept_where_that_was_chosen": "a bucket has no pages",
     "test_torch_loaders.py::test_a_disk_is_told_of_many_vectors_at_once": "of the page cache",
     "test_torch_loaders.py::test_indexed_batches_from_a_disk": "of a kind of local disk, pretended",

@@ -162,24 +162,24 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_opti
     assert price_of(transport) == (PRICES[scheme] if scheme else Price())
 
 
-@pytest.mark.parametrize("slots", [None, "batch", "block", "row"])
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
 @pytest.mark.parametrize("layer", [7, "all"])
 @pytest.mark.parametrize("tokens", ["content", "special"])
-def test_an_epoch_costs_what_the_loader_says(slots: str | None, layer: object, tokens: str):
+def test_an_epoch_costs_what_the_loader_says(kind: type, layer: object, tokens: str):
     cost = ReadCost(300, 1 << 20)
     store = opened(Far(plain_store(LAYOUT, tail="cut", labelled=True).files, cost))
     rows = store.sel(layer=layer, tokens=tokens)
-    if slots is None:
+    if kind is OrderedLoader:
         loader = OrderedLoader(rows, batch_size=43)
     else:
-        loader = ShuffledLoader(rows, batch_size=16, slots=slots, window_blocks=16)
+        loader = ShuffledLoader(rows, batch_size=16, window_blocks=16)
     with loader:
         for _ in range(2):  # sizes of shards are looked at once
             expected, before = loader.explain().cost, store.transport.counters
             assert sum(len(batch["act"]) for batch in loader) == len(rows)
             after = store.transport.counters
             requests, nbytes = after.requests - before.requests, after.bytes_read - before.bytes_read
-            if tokens == "content" and slots != "row":
+            if tokens == "content":
                 assert (expected.requests, expected.bytes_read) == (requests, nbytes)
             else:  # which rows share a request is settled while reading
                 assert expected.requests == pytest.approx(requests, rel=0.3)
@@ -211,8 +211,7 @@ def test_a_shard_is_mapped_once_however_long_the_epoch(
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
-@pytest.mark.parametrize("slots", ["batch", "block", "row"])
-def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str, slots: str):
+def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str):
     """Also where many runs are read in one call."""
     layout = Layout(
         n_examples=300,
@@ -225,15 +224,14 @@ def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str, slots
     for name, data in plain_store(layout).files.items():
         (tmp_path / name).write_bytes(data)
     store = opened(open_transport(str(tmp_path), engine=engine))
-    with ShuffledLoader(store.sel(layer=3), batch_size=64, slots=slots, window_blocks=20) as loader:
+    with ShuffledLoader(store.sel(layer=3), batch_size=64, window_blocks=20) as loader:
         list(loader)  # sizes are known from now on
         before = store.transport.counters
         expected = loader.explain().cost
         assert store.transport.counters == before
         list(loader)
-        if slots != "row":  # there, which rows share a request is settled while reading
-            assert expected.requests == pytest.approx(loader.metrics().n_requests, rel=0.01)
-            assert expected.bytes_read == pytest.approx(loader.metrics().bytes_read, rel=0.01)
+        assert expected.requests == pytest.approx(loader.metrics().n_requests, rel=0.01)
+        assert expected.bytes_read == pytest.approx(loader.metrics().bytes_read, rel=0.01)
 
 
 def test_of_a_long_epoch_some_is_planned():

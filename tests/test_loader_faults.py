@@ -30,10 +30,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.loaders._metrics import Tally
-from saev_store.loaders._run import Machinery
-from saev_store.loaders._slots import RowSlots
 from saev_store.loaders._workers import Group, Handoff, StoppedError, Workers
+from saev_store.order import Partition
 from saev_store.transport import PreadTransport
 from saev_store.transport._obstore_client import IN_FLIGHT
 from saev_store.transport._wrap import Wrapper
@@ -51,8 +49,6 @@ def our_threads() -> list[str]:
 KINDS = {
     "ordered": (OrderedLoader, {}),
     "block": (ShuffledLoader, {"window_blocks": 3}),
-    "batch": (ShuffledLoader, {"window_blocks": 3, "slots": "batch"}),
-    "row": (ShuffledLoader, {"window_blocks": 3, "slots": "row"}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -179,7 +175,7 @@ def test_a_read_that_hangs_is_a_time_out(plain, kind):
     check_layer(plain, list(loader))
     transport.hang.set()
     try:
-        with pytest.raises(DeadlineError, match=r"no batch within 0.3 s.*acts00000\d\.bin"):
+        with pytest.raises(DeadlineError, match=r"no batch and nothing read within 0.3 s.*acts00000\d\.bin"):
             next(iter(loader))
         strays = [thread for thread in threading.enumerate() if thread.name.startswith("saev-read")]
         assert strays, "closing waited for a read that hangs"
@@ -225,18 +221,10 @@ def test_whoever_waits_can_help():
     assert "third" not in done
 
 
-def test_of_many_files_that_are_fetched_ahead_some_are_named():
-    machinery = Machinery(1, 0, Tally(4))
-    assert machinery.busy_with() == "nothing"
-    machinery._fetching = {n: f"acts{n // 2:06}.bin" for n in range(20)}
-    assert machinery.busy_with().startswith("nothing; being fetched ahead: acts000000.bin, acts000001.bin, ")
-    assert machinery.busy_with().endswith(", acts000007.bin and 2 more")
-
-
 def test_a_plan_that_is_wrong_is_no_hang(plain, monkeypatch):
-    monkeypatch.setattr(RowSlots, "n_rows", staticmethod(lambda partition, n_ahead: 7 * n_ahead + 7))
+    monkeypatch.setattr(Partition, "placed_rows", lambda part, n_ahead: 1)
     with pytest.raises(SaevStoreError, match="no room for the rows that come next"):
-        list(make(plain, "row"))
+        list(make(plain, "block"))
 
 
 def test_a_stopped_process_has_not_waited(monkeypatch):
@@ -245,10 +233,18 @@ def test_a_stopped_process_has_not_waited(monkeypatch):
     handoff = Handoff(1, threading.Event())
     monkeypatch.setattr("saev_store.loaders._workers.time", SimpleNamespace(monotonic=lambda: next(clock)))
     threading.Timer(0.3, handoff.put, ("batch",)).start()
-    assert handoff.get(30, lambda: "nothing") == "batch"
+    assert handoff.get(30, lambda: "nothing", lambda: 0) == "batch"
     monkeypatch.undo()
-    with pytest.raises(DeadlineError, match=r"no batch within 0.3 s"):
-        handoff.get(0.3, lambda: "nothing")
+    with pytest.raises(DeadlineError, match=r"no batch and nothing read within 0.3 s"):
+        handoff.get(0.3, lambda: "nothing", lambda: 0)
+
+
+def test_bytes_that_arrive_are_no_time_out():
+    """A first batch may need a window's worth of a slow link: the time-out is for no progress."""
+    handoff, n_bytes = Handoff(1, threading.Event()), iter((*range(8), *(8 for _ in range(99))))
+    with pytest.raises(DeadlineError):
+        handoff.get(0.05, lambda: "nothing", lambda: next(n_bytes))
+    assert next(n_bytes) == 8
 
 
 def check_layer(plain: Plain, batches) -> None:

@@ -19,8 +19,8 @@ from waiting import HANG_S, soon
 from saev_store import ShardStore
 from saev_store._forgotten import Forgotten
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._metrics import Tally
-from saev_store.loaders._run import Machinery, Run
+from saev_store.loaders._iteration import Iteration, LoaderRuntime
+from saev_store.loaders._metrics import Totals
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_threads_of_what_was_dropped_end_soon(plain):
     loader = make(plain)
     for _ in loader:
         break
-    run = weakref.ref(loader._run)
+    run = weakref.ref(loader._iteration)
     del loader
     assert soon(lambda: our_threads() == [])
     gc.collect()
@@ -72,7 +72,7 @@ def test_memory_is_used_again_only_once_the_threads_have_ended(plain):
             way()
             assert our_threads() == []
         next(iter(loader))
-        before = loader._machinery
+        before = loader._runtime
         list(loader)
         assert not before.has_strays
         with loader:
@@ -85,7 +85,7 @@ def test_memory_is_used_again_only_once_the_threads_have_ended(plain):
 
 def test_who_comes_second_waits_for_who_came_first():
     begun, go_on = threading.Event(), threading.Event()
-    machinery = Machinery(1, 0, Tally(4))
+    runtime = LoaderRuntime(1, Totals(4))
     n_closed = []
 
     def close() -> None:
@@ -93,8 +93,8 @@ def test_who_comes_second_waits_for_who_came_first():
         begun.set()
         assert go_on.wait(HANG_S)
 
-    machinery.on_close = close
-    run = Run(machinery, lambda: iter(()), 1)
+    runtime.on_close = close
+    run = Iteration(runtime, lambda: iter(()), 1)
     first, second = (threading.Thread(target=run.close, daemon=True) for _ in range(2))
     first.start()
     assert begun.wait(HANG_S)
@@ -132,9 +132,9 @@ def test_a_forked_child_leaves_its_parents_threads_alone(plain):
     loader = make(plain)
     iterator = iter(loader)
     next(iterator)
-    machinery = loader._machinery
+    runtime = loader._runtime
     # As if a thread of the parent's was at it in this moment: in the child nobody will ever give these back.
-    with machinery.readers._lock, loader._run._closing:
+    with runtime.readers._lock, loader._iteration._closing:
         process = multiprocessing.get_context("fork").Process(target=forget_in_a_child, args=(loader, [iterator]))
         process.start()
     process.join(HANG_S)

@@ -101,11 +101,10 @@ TRANSPORTS: dict[str, Callable[[Plain, ExitStack, object], Transport]] = {
 
 
 def settings() -> Iterator[dict[str, object]]:
-    """1 to 64 threads with reads from single vectors to everything at once, for both kinds of slots."""
+    """1 to 64 threads with reads from single vectors to everything at once."""
     sizes = itertools.cycle((1, 700, 5000, 10**9))
-    for slots in ("batch", "block", "row"):
-        for n_threads in (1, 2, 5, 16, 64):
-            yield {"slots": slots, "n_threads": n_threads, "read_bytes": next(sizes)}
+    for n_threads in (1, 2, 5, 16, 64, 3, 1, 64, 2):
+        yield {"n_threads": n_threads, "read_bytes": next(sizes)}
 
 
 @pytest.fixture(scope="module")
@@ -135,23 +134,18 @@ def test_how_it_is_read_never_shows(name: str, plain: Plain, truth: dict[str, np
                 found = whole(loader)
             for key, expected in truth.items():
                 np.testing.assert_array_equal(found[key], expected, err_msg=f"{key} with {options}")
-            plainly = {key: value for key, value in options.items() if key != "slots"}
-            if options["slots"] == "block" or "http" in name:
-                with OrderedLoader(rows, batch_size=24, **plainly) as loader:
-                    found = whole(loader)
-                np.testing.assert_array_equal(found["act"], plain.acts[:, 1:, 1:].reshape(-1, 16))
+            with OrderedLoader(rows, batch_size=24, **options) as loader:
+                found = whole(loader)
+            np.testing.assert_array_equal(found["act"], plain.acts[:, 1:, 1:].reshape(-1, 16))
         store.close()
 
 
 @pytest.mark.parametrize("tokens", ["all", "special"])
-@pytest.mark.parametrize("slots", ["batch", "block", "row"])
-def test_other_tokens(tokens: str, slots: str, plain: Plain) -> None:
+def test_other_tokens(tokens: str, plain: Plain) -> None:
     found = []
     for transport in (MmapTransport(plain.path), PreadTransport(plain.path), Fetched(in_memory(plain))):
         rows = ShardStore.open(transport).sel(layer=5, tokens=tokens)
-        with ShuffledLoader(
-            rows, batch_size=24, window_blocks=5, n_partitions=4, slots=slots, read_bytes=700
-        ) as loader:
+        with ShuffledLoader(rows, batch_size=24, window_blocks=5, n_partitions=4, read_bytes=700) as loader:
             found.append(whole(loader))
     for one in found:
         np.testing.assert_array_equal(one["act"], found[0]["act"])
@@ -165,7 +159,7 @@ def test_whatever_the_shards_are_taken_for(medium: str, tokens: str, plain: Plai
     """Scattered vectors are gathered from a map, merged, or read one by one; they are the same vectors."""
     for transport in (MmapTransport(plain.path), PreadTransport(plain.path), RangesOnly(in_memory(plain))):
         rows = ShardStore.open(transport).sel(layer=5, tokens=tokens)
-        for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {}), (ShuffledLoader, {"slots": "row", "window_blocks": 4})):  # fmt: skip
+        for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {}), (ShuffledLoader, {"window_blocks": 4})):  # fmt: skip
             with kind(rows, batch_size=24, medium=medium, **more) as loader:
                 found = whole(loader)
             np.testing.assert_array_equal(found["act"], plain.acts[found["example_idx"], 1, found["token_idx"] + 1])

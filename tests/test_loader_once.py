@@ -1,4 +1,4 @@
-"""Every chosen row once an epoch, over any ranks, partitions, filters, shapes of shards and kinds of slots."""
+"""Every chosen row once an epoch, over any ranks, partitions, filters, shapes of shards."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def cases(draw: st.DrawFn) -> Case:
             n for n in range(world, 13, world) if world * batch_size % n == 0 and (drop_last or n <= len(chosen))
         ]
         options = {
-            "slots": draw(st.sampled_from(["batch", "block", "row"])),
             "seed": draw(st.integers(0, 5)),
             "examples_per_block": draw(st.sampled_from([None, 1, 3])),
             "n_partitions": draw(st.sampled_from([None, *fitting])),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import resource
 import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,15 +16,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
-from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.layout import Layout
-from saev_store.loaders import NO_LABEL, OrderedLoader, ShuffledLoader
+from saev_store.loaders import (
+    NO_LABEL,
+    OrderedLoader,
+    ReadArguments,
+    ReadOptions,
+    ShuffleArguments,
+    ShuffledLoader,
+    ShuffleOptions,
+)
 from saev_store.loaders._base import Loader
-from saev_store.loaders._memory import HostWindow, Outputs, allocate
-from saev_store.loaders._ring import BatchRing
+from saev_store.loaders._memory import BufferPool, allocate
+from saev_store.loaders._ring import BatchRing, HostMemory
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, ShuffledOrder
@@ -99,8 +106,8 @@ def test_every_combination_exactly_once(plain, store, layer, tokens, ignore, bat
 
     options = {"batch_size": batch_size, "labels": store.labels, "n_threads": 2}
     order = None
-    for slots in ("batch", "block", "row"):
-        with ShuffledLoader(rows, **options, slots=slots, window_blocks=3) as loader:
+    for n_threads in (1, 3):
+        with ShuffledLoader(rows, **{**options, "n_threads": n_threads}, window_blocks=3) as loader:
             batches = list(loader)
         found = rows_of(batches, plain, store, labels)
         assert len(found) == len(expected)
@@ -108,7 +115,7 @@ def test_every_combination_exactly_once(plain, store, layer, tokens, ignore, bat
         assert [len(batch["act"]) for batch in batches[:-1]] == [batch_size] * (n_batches - 1)
         assert order in (None, found)
         order = found
-    for more in ({"examples_per_block": 3, "window_bytes": 4000}, {"window_bytes": 6000, "slots": "row"}, {}):
+    for more in ({"examples_per_block": 3, "window_bytes": 4000}, {"window_bytes": 6000}, {}):
         with ShuffledLoader(rows, **options, **more) as loader:
             found = rows_of(loader, plain, store, labels)
         assert len(found) == len(expected)
@@ -182,7 +189,7 @@ def test_ranks_share_the_work(plain, store, kind, world, drop_last):
 def test_a_batch_belongs_to_whoever_holds_it(plain, store):
     """Memory is used again, but never while a batch, or a piece of one, is held."""
     rows = store.sel(layer=5, tokens="content")
-    for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {"slots": "block"}), (ShuffledLoader, {"slots": "batch"})):
+    for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {}), (ShuffledLoader, {"make_buffer": allocate})):
         kept, copies = [], []
         with kind(rows, batch_size=8, n_threads=2, **more) as loader:
             for number, batch in enumerate(itertools.chain(loader, loader)):
@@ -202,15 +209,15 @@ def test_memory_is_used_again():
         made.append(1)
         return allocate(shape)
 
-    outputs = Outputs((4, 3), n_kept=3, make=make)
+    pool = BufferPool((4, 3), n_kept=3, make=make)
     for _ in range(10):
-        outputs.get()[:2].fill(1)
+        pool.get()[:2].fill(1)
     assert len(made) == 1
-    held = [outputs.get()[1:] for _ in range(5)]
+    held = [pool.get()[1:] for _ in range(5)]
     assert len(made) == 5
     assert len({array.ctypes.data for array in held}) == 5
     held.clear()
-    outputs.get()
+    pool.get()
     assert len(made) == 5
 
 
@@ -298,7 +305,6 @@ def test_the_default_window_mixes_any_class_sorted_store(n: int, layer: int | st
     ("options", "low", "high"),
     [
         ({}, 0.75, 0.85),  # no order of 3,567 whole blocks can do it: see docs/loaders.md
-        ({"slots": "row", "window_bytes": 4 << 30}, 0.95, 1.0),
         ({"window_bytes": 8 << 30}, 0.95, 1.0),
     ],
 )
@@ -381,15 +387,14 @@ def test_ten_thousand_million_rows_cost_what_a_million_do():
     assert spent[1] < 5 * spent[0] + 2  # not a judgement of speed: 10^10 of anything would be hours
 
 
-@pytest.mark.parametrize("slots", ["batch", "block"])
-def test_only_rows_of_the_window_are_in_memory(tmp_path, slots):
+def test_only_rows_of_the_window_are_in_memory(tmp_path):
     """The process grows by the budget, not by the data."""
     psutil = pytest.importorskip("psutil")
     plain = plain_store(tmp_path, n=300, layers=(1,), tokens=16, per_shard=100, d_model=1024)  # 20 MB
     rows = ShardStore.open(plain.path, engine="pread").sel(tokens="content")
     del plain
     budget, process = 4 << 20, psutil.Process()
-    loader = ShuffledLoader(rows, batch_size=64, window_bytes=budget, n_threads=2, slots=slots)
+    loader = ShuffledLoader(rows, batch_size=64, window_bytes=budget, n_threads=2)
     buffers = loader.explain().buffer_bytes
     for batch in loader:
         del batch
@@ -399,8 +404,8 @@ def test_only_rows_of_the_window_are_in_memory(tmp_path, slots):
     for batch in loader:
         del batch
         most = max(most, process.memory_info().rss)
-    # Places for rows take 28 bytes each, and rounding a row for each block.
-    assert loader.explain().window_bytes <= (1.1 if slots == "batch" else 1) * budget
+    # Tables for rows take 24 bytes each, and rounding a row for each block and a batch.
+    assert loader.explain().window_bytes <= 1.1 * budget
     assert most - before < 1.1 * (budget + buffers) + (8 << 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
@@ -445,19 +450,66 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
         ({"n_threads": -1}, "n_threads is -1"),
         ({"prefetch_batches": 0}, "prefetch_batches is 0"),
         ({"rank": 2, "world": 2}, "rank is 2"),
-        ({"batch_timeout_s": 0}, "must be positive"),
+        ({"batch_timeout_s": 0}, "must be a positive number"),
         ({"seed": "x"}, "seed is 'x'"),
-        ({"slots": "rows"}, "slots is 'rows'"),
+        ({"examples_per_block": 1.5}, "examples_per_block is 1.5"),
+        ({"batch_timeout_s": "x"}, "batch_timeout_s is 'x'"),
+        ({"scale_norm": "x"}, "scale_norm is 'x'"),
+        ({"batch_size": 0, "read_bytes": -1}, "batch_size is 0.*read_bytes is -1"),
+        ({"n_partitions": 512, "batch_size": 256, "rank": 0, "world": 2}, "301 rows cannot be shared"),
+        ({"world": 2}, "no rank is given"),
+        ({"rank": 2}, "rank is 2 in a world of 1"),
         ({"medium": "tape"}, "medium is 'tape'"),
         ({"scale_norm": -2.0}, "scale_norm is -2.0"),
         ({"window_bytes": -5}, "window_bytes is -5"),
         ({"n_partitions": 3, "batch_size": 8}, "n_partitions is 3"),
-        ({"world": 512, "batch_size": 1}, "cannot be shared"),
+        ({"rank": 0, "world": 512, "batch_size": 1}, "cannot be shared"),
     ],
 )
 def test_bad_options_are_refused(store, options, message):
     with pytest.raises(ArgumentError, match=message):
         ShuffledLoader(store.sel(layer=5, tokens="content"), **options)
+
+
+def test_ranks_come_from_the_environment(store, monkeypatch):
+    """As torchrun and others set it, looked at when an iteration begins; what is given wins."""
+    rows = store.sel(layer=5, tokens="content")
+
+    def examples(loader: Loader) -> list[list[int]]:
+        return [batch["example_idx"].tolist() for batch in loader]
+
+    for kind in (OrderedLoader, ShuffledLoader):
+        loader, given = kind(rows, batch_size=16), kind(rows, batch_size=16, rank=0, world=1)
+        alone = examples(given)
+        expected = [examples(kind(rows, batch_size=16, rank=rank, world=2)) for rank in range(2)]
+        for rank in range(2):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            loader.set_epoch(0)
+            assert examples(loader) == expected[rank]
+            assert (loader.rank, loader.world) == (rank, 2)
+            given.set_epoch(0)
+            assert examples(given) == alone
+            assert kind(rows, world=2).rank == rank
+        with pytest.raises(ArgumentError, match="world is 4.* 2 processes were found"):
+            kind(rows, world=4)
+        monkeypatch.setenv("RANK", "2")
+        with pytest.raises(ArgumentError, match="RANK='2' and WORLD_SIZE='2'"):
+            iter(loader)
+        monkeypatch.delenv("WORLD_SIZE")
+        assert kind(rows).world == 1
+        monkeypatch.undo()
+
+
+def test_options_are_given_once(store):
+    """As an object, as arguments, or both; a torch config is one."""
+    rows = store.sel(layer=5, tokens="content")
+    options = ShuffleOptions(batch_size=8, seed=3)
+    one, two = ShuffledLoader(rows, options), ShuffledLoader(rows, batch_size=8, seed=3)
+    assert one.state_dict() == two.state_dict()
+    assert ShuffledLoader(rows, options, seed=4).state_dict() != one.state_dict()
+    assert ReadArguments.__annotations__.keys() == {field.name for field in dataclasses.fields(ReadOptions)}
+    assert ShuffleArguments.__annotations__.keys() == {field.name for field in dataclasses.fields(ShuffleOptions)}
 
 
 def test_a_plan_can_be_read(store):
@@ -475,7 +527,7 @@ def test_a_plan_can_be_read(store):
 def test_what_was_found_out_can_be_overruled(store):
     """Each choice that follows from the file system is shown, and can be made otherwise."""
     rows = store.sel(layer=5, tokens="content")
-    # Copying is work for a core, and so is gathering.
+    # Copying is work for a core, and so is making batches.
     n_shuffled = min(4, max(1, n_cpus() - 1))
     for kind, n_threads in ((OrderedLoader, 4), (ShuffledLoader, n_shuffled)):
         kept = {"n_threads": n_threads, "extent_bytes": 7 * 16 * 4}
@@ -505,63 +557,38 @@ def test_measures_add_up(plain, store):
     assert (found.n_rows, found.n_batches) == (n, len(loader)) == (301, 19)
     assert found.bytes_read >= rows.nbytes
     assert found.rows_per_s > 0
-    assert found.gather_s > 0
+    assert found.copy_s > 0
     assert found.n_requests > 0
     assert found.n_retries == 0
     assert Path(plain.path).exists()
 
 
-def test_several_threads_gather(plain, store):
-    """On machines with more cores than two."""
-    rows = store.sel(layer="all", tokens="content", examples=list(range(43)) * 12)
-    one = ShuffledLoader(rows, batch_size=9000, window_blocks=300, batch_timeout_s=HANG_S)
-    many = ShuffledLoader(rows, batch_size=9000, window_blocks=300, batch_timeout_s=HANG_S)
-    one._n_gather, many._n_gather = 0, 3
-    batches = list(one)
-    assert len(batches[0]["act"]) == 9000
-    for expected, found in zip(batches, many, strict=True):
-        np.testing.assert_array_equal(found["act"], expected["act"])
-    assert len(rows_of(many, plain, store, store.layers)) == len(rows)
-
-
 def test_a_ring_lends_so_many_batches_and_then_gives_copies():
-    """Slots that a consumer keeps are missing for reading ahead, so he keeps a few; of more he gets memory of his own."""
-    ring = BatchRing(Outputs((2, 3), n_kept=1))
+    """Slots that a consumer keeps are missing for reading ahead, so a few are lent; more batches have memory of their own."""
+    ring = BatchRing(memory := HostMemory())
     held = []
     for round_ in range(2):  # the second one begins while batches of the first are held
         ring.begin(10, n_slots=2, n_lent=3, n_lanes=1, batch_rows=2, d_model=3)
         for number in range(10, 20):
             assert ring.open(number + 2)
             for row in range(2):
-                ring.put(np.array([ring.row(number, row)]), np.full(3, 100 * round_ + number + row / 2, np.float32))
+                memory.put(np.array([ring.row(number, row)]), np.full(3, 100 * round_ + number + row / 2, np.float32))
             act, where = ring.hand_out(number, 2)
             held.append((100 * round_ + number, act))
             assert len(where.example) == 2
             assert not ring.open(number + 6)
     for number, act in held:
         np.testing.assert_array_equal(act, np.float32([[number] * 3, [number + 0.5] * 3]))
-    in_ring = [act for _, act in held if np.may_share_memory(act, ring._rows)]
+    in_ring = [act for _, act in held if np.may_share_memory(act, memory._rows)]
     assert len(in_ring) == 3
     assert len({act.ctypes.data for _, act in held}) == len(held)
     del act, held, in_ring
     assert ring.open(20 + 5 - 1)
 
 
-def test_slots_are_chosen_by_what_saves_a_copy(store, plain):
-    rows = store.sel(layer=5, tokens="content")
-    assert ShuffledLoader(rows).explain().slots == "block"
-    assert ShuffledLoader(rows).explain().in_flight_bytes == 0  # read to where it stays
-    found = ShuffledLoader(rows, slots="batch", n_threads=3, read_bytes=1 << 20).explain()
-    assert (found.slots, found.in_flight_bytes) == ("batch", 3 << 20)
-    assert "3.0 MiB on the way" in str(found)
-    assert ShuffledLoader(rows, medium="remote", n_threads=2, read_bytes=500).explain().in_flight_bytes == 1000
-    with pytest.raises(ArgumentError, match="keeps no window that could lie elsewhere"):
-        ShuffledLoader(rows, slots="batch", make_window=partial(HostWindow))
-
-
 def test_a_far_store_is_read_further_ahead_and_that_is_told(store):
     """In memory that is bounded by what may be on the way, and is part of it; the order does not depend on it."""
-    options = {"batch_size": 8, "window_blocks": 3, "n_partitions": 1, "slots": "batch", "n_threads": 2}
+    options = {"batch_size": 8, "window_blocks": 3, "n_partitions": 1, "n_threads": 2}
     rows = store.sel(layer=5, tokens="content")
     near = ShuffledLoader(rows, **options).explain()
     far = ShuffledLoader(rows, **options, medium="remote", examples_per_block=near.examples_per_block).explain()

@@ -17,21 +17,17 @@ from hypothesis import strategies as st
 from saev_store.errors import ArgumentError
 from saev_store.layout import Layout
 from saev_store.order import (
-    MAX_ROWS_PER_BLOCK,
     Batching,
     Blocks,
-    Emitted,
     Partition,
     Permutation,
+    Placement,
     ShuffledOrder,
-    Window,
     derive,
-    predict_mixing,
     shuffled,
-    words,
 )
-from saev_store.order._ahead import RowsAhead
-from saev_store.order._words import shuffled_each
+from saev_store.order._shuffle import Emitted
+from saev_store.order._words import shuffled_each, shuffled_rows, words
 from saev_store.rows import RowSpace
 from saev_store.selection import row_space
 
@@ -152,12 +148,26 @@ def test_places_are_found_where_the_sums_say(order: ShuffledOrder, data: st.Data
 
 
 def ticks_of(part: Partition) -> list[Emitted]:
-    """What each tick of a partition hands out, one after the other from the first."""
-    window, found = Window([part]), []
+    """What each tick of a partition hands out, one block after the other, as the definition says."""
+    order, found = part.order, []
     for tick in range(part.n_ticks):
-        for cohort in range(tick + part.window_ticks - 1 if tick else 0, min(tick + part.window_ticks, part.n_cohorts)):
-            window.admit([0], [cohort])
-        found += map(window.emitted, window.tick([0], [tick]))
+        rows: list[tuple[int, int]] = []
+        for cohort in range(tick, min(tick + part.window_ticks, part.n_cohorts)):
+            start, stop = part.first_block(cohort), part.first_block(cohort + 1)
+            age, life = tick - part.first_tick(cohort), part.life_ticks(cohort)
+            for position, number in zip(range(start, stop), part.block_numbers(cohort).tolist(), strict=True):
+                one = np.array([number])
+                size = int(order.blocks.sizes(one)[0])
+                cells = shuffled_rows(words(order.row_key, one), np.array([size]))[0]
+                kept = order.blocks.kept_cells(one)
+                cells = cells if kept is None else kept[0][cells]
+                # A block at a border of the partition belongs to it in part.
+                before = order.rows_before(part.first_position + position)
+                mine = cells[max(part.first_row - before, 0) : min(part.end_row - before, size)]
+                m = len(mine)
+                rows += [(number, cell) for cell in mine[age * m // life : (age + 1) * m // life].tolist()]
+        shuffled_rows_of_tick = np.array(rows, np.int64).reshape(-1, 2)[shuffled(part.tick_key(tick), len(rows))]
+        found.append(Emitted(shuffled_rows_of_tick[:, 0], shuffled_rows_of_tick[:, 1]))
     return found
 
 
@@ -166,51 +176,39 @@ def test_it_is_known_ahead_where_a_row_will_be_handed_out(order: ShuffledOrder, 
     """From any tick on, and however unequally partitions get on: the order the other way round."""
     parts = [order.partition(number) for number in range(order.n_partitions)]
     first_tick = [data.draw(st.integers(0, part.n_ticks)) for part in parts]
-    window = Window(parts, data.draw(st.integers(0, 2)))
-    ahead = RowsAhead(window, first_tick, lambda lane, start, stop: np.arange(start, stop) * len(parts) + lane)
+
+    def where(lane: int, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop) * len(parts) + lane
+
+    placement = Placement(parts, first_tick, where, data.draw(st.integers(0, 2)))
     next_cohort = first_tick.copy()
     found = [np.full((part.n_rows, 2), -1, dtype=np.int64) for part in parts]
     while lanes := [lane for lane, part in enumerate(parts) if next_cohort[lane] < part.n_cohorts]:
         lanes = sorted(data.draw(st.sets(st.sampled_from(lanes), min_size=1)))
-        cohorts = [next_cohort[lane] for lane in lanes]
-        entered = window.admit(lanes, cohorts)
-        rows = ahead.enter(lanes, cohorts, entered)
-        where, lane = np.divmod(rows.place, len(parts))
-        np.testing.assert_array_equal(lane, np.repeat(lanes, entered.n_blocks)[rows.block])
+        rows = placement.enter(lanes, [next_cohort[lane] for lane in lanes])
+        where_to, lane = np.divmod(rows.place, len(parts))
+        np.testing.assert_array_equal(lane, np.repeat(lanes, rows.n_blocks)[rows.block])
         for one in lanes:
             next_cohort[one] += 1
             mine = lane == one
-            assert (found[one][where[mine]] == -1).all()
-            found[one][where[mine]] = np.stack([entered.numbers[rows.block], rows.cell], axis=1)[mine]
+            assert (found[one][where_to[mine]] == -1).all()
+            found[one][where_to[mine]] = np.stack([rows.numbers[rows.block], rows.cell], axis=1)[mine]
     for lane, part in enumerate(parts):
         start = part.emitted_before(first_tick[lane])
         assert (found[lane][:start] == -1).all()
-        np.testing.assert_array_equal(found[lane][start:], np.stack(part.rows(start, part.n_rows), axis=1))
+        expected = np.concatenate([np.zeros((0, 2), int), *(np.stack(tick, axis=1) for tick in ticks_of(part))])
+        np.testing.assert_array_equal(found[lane][start:], expected[start:])
+        np.testing.assert_array_equal(np.stack(part.rows(start, part.n_rows), axis=1), expected[start:])
 
 
-@given(orders(), st.data())
-def test_partitions_together_give_what_each_gives_alone(order: ShuffledOrder, data: st.DataObject):
-    """However unequally they get on: a window of several partitions is several windows."""
-    parts = [order.partition(number) for number in range(order.n_partitions)]
-    n_ahead = data.draw(st.integers(0, 2))
-    window = Window(parts, n_ahead)
-    tick, admitted = [0] * len(parts), [0] * len(parts)
-    found = [[np.zeros((0, 2), dtype=np.int64)] for _ in parts]
-
-    def room(lane: int) -> bool:
-        return admitted[lane] < min(tick[lane] + window.depth[lane], parts[lane].n_cohorts)
-
-    while left := [lane for lane, part in enumerate(parts) if tick[lane] < part.n_ticks]:
-        while lanes := [lane for lane in range(len(parts)) if room(lane)]:
-            window.admit(lanes, [admitted[lane] for lane in lanes])
-            for lane in lanes:
-                admitted[lane] += 1
-        some = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
-        for lane, entries in zip(some, window.tick(some, [tick[lane] for lane in some]), strict=True):
-            found[lane].append(np.stack(window.emitted(entries), axis=1))
-            tick[lane] += 1
-    for part, pieces in zip(parts, found, strict=True):
-        np.testing.assert_array_equal(np.concatenate(pieces), np.stack(part.rows(0, part.n_rows), axis=1))
+@given(orders(), st.integers(0, 4))
+def test_there_is_room_for_the_rows_of_a_window(order: ShuffledOrder, n_ahead: int):
+    """Wherever it is, and whatever is rounded."""
+    for part in map(order.partition, range(order.n_partitions)):
+        ends = [part.emitted_before(tick) for tick in range(part.n_ticks + 1)]
+        n_ticks = min(part.window_ticks + n_ahead, part.n_ticks)
+        most = max(ends[tick + n_ticks] - ends[tick] for tick in range(part.n_ticks - n_ticks + 1))
+        assert most <= part.placed_rows(n_ahead)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 70)), max_size=6))
@@ -277,7 +275,7 @@ def golden_orders() -> dict[str, ShuffledOrder]:
 
 
 def test_golden_orders():
-    """Whoever changes one of these changes ORDER_VERSION with it."""
+    """Whoever changes one of these changes ShuffledOrder.VERSION with it."""
     assert {name: digest(order) for name, order in golden_orders().items()} == {
         "plain": "04f3235f69026505",
         "partitions": "8a4fc03663986ca6",
@@ -350,18 +348,15 @@ def test_a_tick_takes_the_same_steps_however_much_data_there_is():
         order = ShuffledOrder(Blocks(space_of(n_examples, 1, 196)), 17, 0, 8, 128, 2048)
         parts, lanes = [order.partition(number) for number in range(8)], range(8)
         n_start, ticks = n_calls(lambda: [part.tick_of(part.n_rows // 8) for part in parts])
-        window, w = Window(parts, 4), parts[0].window_ticks
+        w = parts[0].window_ticks
+        placement = Placement(parts, ticks, lambda lane, start, stop: np.arange(start, stop) * 8 + lane, 4)
 
-        def admit(n: int) -> None:
-            window.admit(lanes, [tick + n for tick in ticks])
+        def enter(first: int, n: int) -> None:
+            for number in range(first, first + n):
+                placement.enter(lanes, [tick + number for tick in ticks])
 
-        def go_on() -> None:
-            for n in range(50):
-                admit(w + n)
-                window.tick(lanes, [tick + n for tick in ticks])
-
-        n_fill, _ = n_calls(lambda: [admit(n) for n in range(w)])
-        return n_start, n_fill, n_calls(go_on)[0]
+        n_fill, _ = n_calls(lambda: enter(0, w))
+        return n_start, n_fill, n_calls(lambda: enter(w, 50))[0]
 
     # 638 blocks a partition, of which 128 are in the window: a table. The others are a cipher.
     few, *more = np.array([counted(n) for n in (5_103, 510_205, 51_020_409)])
@@ -412,7 +407,7 @@ def test_mixing_is_what_the_formula_says(n, n_layers, tokens, group, n_partition
             emitted = part.rows(at, at + share)
             met.append(blocks.places(emitted.block).first + emitted.cell // tokens)
         found.append(len(np.unique(np.concatenate(met))))
-    mixing = predict_mixing(order, batch)
+    mixing = order.mixing(batch)
     assert mixing.distinct_examples == pytest.approx(np.mean(found), rel=0.02)
     assert mixing.independent_draws <= mixing.distinct_examples * 1.03
     assert mixing.variance_inflation(0.5) > 1
@@ -435,7 +430,7 @@ def test_bad_numbers_are_refused():
         ShuffledOrder(Blocks(space), 1, 0, 0, 1, 1)
     with pytest.raises(ArgumentError, match="examples_per_block"):
         Blocks(space, 0)
-    with pytest.raises(ArgumentError, match=str(MAX_ROWS_PER_BLOCK)):
+    with pytest.raises(ArgumentError, match=str(Blocks.MAX_ROWS)):
         Blocks(space, 2**24)
     with pytest.raises(ArgumentError, match="shared by 3 ranks"):
         Batching(10, 4, drop_last=False, world=3)

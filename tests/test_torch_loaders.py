@@ -28,7 +28,8 @@ from saev_store.errors import (
     SelectionError,
 )
 from saev_store.loaders._medium import Medium  # after the check that torch is there
-from saev_store.loaders._memory import Outputs
+from saev_store.loaders._memory import BufferPool
+from saev_store.loaders._ranks import rank_and_world
 from saev_store.torch import (
     ConfigError,
     Dataset,
@@ -41,7 +42,6 @@ from saev_store.torch import (
 )
 from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
 from saev_store.torch.batch import tensors
-from saev_store.torch.loaders import rank_and_world
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +118,11 @@ def test_configs_are_frozen_checked_and_replaced(plain):
             ShuffledConfig(**bad)
         assert isinstance(raised.value, ArgumentError)
         assert next(iter(bad)) in str(raised.value)
-    with pytest.raises(ConfigError, match="batch_size.*it is 0") as raised:
+    with pytest.raises(ConfigError, match="batch_size is 0") as raised:
         dataclasses.replace(cfg, batch_size=0)
     assert raised.value.__cause__ is None
     with pytest.raises(ConfigError) as raised:
-        ShuffledConfig(storage_options={1: "very-secret-key"}, rank=-1)
+        ShuffledConfig(storage_options={1: "very-secret-key"}, rank="x")
     assert "very-secret-key" not in str(raised.value)
     with pytest.raises(ConfigError, match="storage_option") as misspelled:
         ShuffledConfig(storage_option={"secret": "very-secret-key"})
@@ -263,7 +263,7 @@ def test_resuming_counts_what_was_handed_out(plain, kind, there, monkeypatch):
         monkeypatch.setattr("saev_store.torch.loaders.copies_to", lambda device: PlainCopies(torch.device(device)))
     whole = acts(make(plain, kind))
     loader = make(plain, kind)
-    for stop_at in range(len(whole) + 1):
+    for stop_at in range(len(whole)):
         loader.set_epoch(0)
         iterator = iter(loader)
         first = acts(next(iterator) for _ in range(stop_at))
@@ -276,6 +276,27 @@ def test_resuming_counts_what_was_handed_out(plain, kind, there, monkeypatch):
         assert fresh.epoch == 1
         sent = pickle.loads(pickle.dumps(loader))
         assert same(first + acts(sent), whole)
+
+
+@every_loader
+@pytest.mark.parametrize("there", [False, True], ids=["cpu", "copied"])
+def test_an_epoch_is_over_with_its_last_batch(plain, kind, there, monkeypatch):
+    """Not before, although it is copied ahead; and loops that count batches never see the end."""
+    if there:
+        monkeypatch.setattr("saev_store.torch.loaders.copies_to", lambda device: PlainCopies(torch.device(device)))
+    loader = make(plain, kind)
+    expected = [acts(loader), acts(loader)]
+    loader.set_epoch(0)
+    iterator = iter(loader)
+    for _ in range(len(loader) - 1):
+        next(iterator)
+    assert (loader.epoch, loader.state_dict()["batch"]) == (0, len(loader) - 1)
+    del iterator
+    for number in range(2):  # the epoch that was left early begins anew
+        iterator = iter(loader)
+        assert same([next(iterator)["act"].clone() for _ in range(len(loader))], expected[number])
+        assert (loader.epoch, loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (number + 1, number + 1, 0)
+    assert next(iterator, None) is None
 
 
 @every_loader
@@ -315,7 +336,7 @@ def test_torchdatas_stateful_loader(plain):
 
 def test_memory_is_held_while_it_is_copied():
     """A slow copy: its source is not filled again before it is done."""
-    outputs, done = Outputs((2, 3), n_kept=8), []
+    pool, done = BufferPool((2, 3), n_kept=8), []
     finished: list = []
 
     class Slow:
@@ -331,7 +352,7 @@ def test_memory_is_held_while_it_is_copied():
 
     def batches():
         for number in range(6):
-            act = outputs.get()
+            act = pool.get()
             for at, (address, content) in enumerate(finished):
                 if not done[at]:
                     assert act.ctypes.data != address, "memory that is being copied from was handed out again"
@@ -343,7 +364,7 @@ def test_memory_is_held_while_it_is_copied():
                 done[number - 2] = True
 
     assert [int(batch["act"][0, 0]) for batch in moved(batches(), Slow())] == list(range(6))
-    assert len(outputs._kept) <= 5
+    assert sum(buffer is not None for buffer in pool._idle) <= 5
 
 
 def test_devices(plain):
@@ -370,18 +391,58 @@ def test_on_a_gpu(plain, kind):
     assert same(found, whole)
 
 
-def test_rank_and_world(tmp_path, plain):
-    assert rank_and_world(None, None) == (0, 1)
-    assert rank_and_world(1, 4) == (1, 4)
+def test_rank_and_world(tmp_path, plain, monkeypatch):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        assert rank_and_world(None, None) == (0, 1)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert rank_and_world(None, None) == (0, 1)  # it knows better than the environment
         assert rank_and_world(2, 3) == (2, 3)
     finally:
         torch.distributed.destroy_process_group()
+    monkeypatch.undo()
     parts = [make(plain, "shuffled", batch_size=16, rank=rank, world=2, drop_last=True) for rank in range(2)]
     together = [torch.cat(pair) for pair in zip(acts(parts[0]), acts(parts[1]), strict=True)]
     assert same(together, acts(make(plain, "shuffled", drop_last=True)))
+
+
+@every_loader
+def test_ranks_are_found_when_an_iteration_begins(plain, kind, monkeypatch):
+    """A loader that was made before torch.distributed was initialised hands out its share, and continues a state."""
+    expected = [acts(make(plain, kind, batch_size=16, rank=rank, world=2)) for rank in range(2)]
+    whole = make(plain, kind, batch_size=32)
+    next(iter(whole))
+    state = whole.state_dict()
+    loader = make(plain, kind, batch_size=16)
+    assert len(loader) == 19
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+        loader.set_epoch(0)
+        assert len(loader) == len(expected[rank]) == 10
+        assert same(acts(loader), expected[rank])
+        loader.load_state_dict(state)
+        assert same(acts(loader), expected[rank][1:])
+
+
+@every_loader
+@pytest.mark.parametrize("damaged", [False, True])
+def test_chosen_examples(kind, damaged, tmp_path):
+    """To train on some and to validate on others, or on what is left of a damaged store."""
+    plain = plain_store(tmp_path, n=43, tokens=7, per_shard=5, labels=True, d_model=16)
+    if damaged:
+        plain.shard(1).unlink()
+        with pytest.raises(CorruptShardError):
+            make(plain, kind)
+    left = np.ones(43, dtype=bool)
+    left[5:10] = False
+    for examples in (left, np.flatnonzero(left), np.flatnonzero(left).tolist(), slice(10, None)):
+        loader = make(plain, kind, examples=examples, damaged_ok=damaged)
+        found = [batch["example_idx"].clone() for batch in loader if check(plain, batch) is None]
+        assert sorted(torch.cat(found).tolist()) == sorted(np.arange(43)[examples].tolist() * 7)
+    with pytest.raises(ConfigError, match="examples"):
+        make(plain, kind, examples=["some"])
 
 
 @every_loader
@@ -429,7 +490,7 @@ def test_nothing_leaks(plain):
 
     def once(number: int) -> None:
         kind = list(LOADERS)[number % 2]
-        loader = make(plain, kind, **({"slots": ("batch", "block", "row")[number % 3]} if kind == "shuffled" else {}))
+        loader = make(plain, kind, **({"window_bytes": 6000} if kind == "shuffled" and number % 3 else {}))
         iterator = iter(DataLoader(loader.as_iterable_dataset(), batch_size=None) if number % 5 == 4 else loader)
         for _ in range(number % 7):
             next(iterator)

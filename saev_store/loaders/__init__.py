@@ -5,17 +5,26 @@
 
 from __future__ import annotations
 
-from saev_store.loaders._dressing import NO_LABEL
+from saev_store.loaders._base import Loader
+from saev_store.loaders._batch_coordinates import NO_LABEL, Batch
 from saev_store.loaders._explain import Explanation
+from saev_store.loaders._iteration import BatchIterator
+from saev_store.loaders._medium import Medium, medium_of
+from saev_store.loaders._memory import Allocate, BufferPool
 from saev_store.loaders._metrics import Metrics
-from saev_store.loaders._run import Batch, BatchIterator
+from saev_store.loaders._ring import RingMemory, RowNumbers
+from saev_store.loaders._scale import stored_scale
+from saev_store.loaders._scattered import ScatteredReads
+from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.cache import CachedTransport
+from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions
 from saev_store.loaders.ordered import OrderedLoader
 from saev_store.loaders.quality import BatchEntropy, ShuffleQuality, batch_entropy, shuffle_quality
-from saev_store.loaders.shuffled import ShuffledLoader
-from saev_store.loaders.staging import stage, stage_in_background
+from saev_store.loaders.shuffled import WINDOW_BYTES, ShuffledLoader
+from saev_store.loaders.staging import open_for_training, stage, stage_in_background
 from saev_store.order import Mixing
 
+#: For users.
 __all__ = [
     "NO_LABEL",
     "Batch",
@@ -26,10 +35,29 @@ __all__ = [
     "Metrics",
     "Mixing",
     "OrderedLoader",
+    "ReadOptions",
+    "ShuffleOptions",
     "ShuffleQuality",
     "ShuffledLoader",
     "batch_entropy",
     "shuffle_quality",
     "stage",
     "stage_in_background",
+]
+#: For `saev_store.torch`, which is built of the same parts.
+__all__ += [
+    "WINDOW_BYTES",
+    "Allocate",
+    "BufferPool",
+    "Loader",
+    "Medium",
+    "ReadArguments",
+    "RingMemory",
+    "RowNumbers",
+    "ScatteredReads",
+    "ShuffleArguments",
+    "medium_of",
+    "n_cpus",
+    "open_for_training",
+    "stored_scale",
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Self, TypedDict, get_args
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,50 +16,32 @@ import numpy.typing as npt
 from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray
 from saev_store.loaders._advice import Advice, advice_for
-from saev_store.loaders._batches import Equipment
-from saev_store.loaders._dressing import Dressing
+from saev_store.loaders._batch_coordinates import Batch, BatchMaker
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
-from saev_store.loaders._medium import Kind, medium_of, unwrapped
-from saev_store.loaders._memory import Allocate, HostWindow, Outputs, WindowMemory, allocate
-from saev_store.loaders._metrics import Metrics, Tally
+from saev_store.loaders._iteration import BatchContext, BatchIterator, Iteration, LoaderRuntime
+from saev_store.loaders._medium import medium_of, unwrapped
+from saev_store.loaders._memory import Allocate
+from saev_store.loaders._metrics import Metrics, Totals
+from saev_store.loaders._ranks import rank_and_world
 from saev_store.loaders._reads import Reads
-from saev_store.loaders._ring import BatchRing
-from saev_store.loaders._run import Batch, BatchIterator, Machinery, Run
 from saev_store.loaders._scale import norm_scale
 from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
 from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
+from saev_store.loaders.options import ReadOptions
 from saev_store.order import Batching, Blocks
 from saev_store.rows import Labels
 from saev_store.selected import Selection
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
-#: Copying out of memory takes a core: more threads than cores would take it from a thread that gathers.
+#: Copying out of memory takes a core: more threads than cores would take it from the thread that makes batches.
 _BUSY = ("memory", "cached")
 #: What one task reads: small enough to share the work, large enough for the medium, and for Python, which only one thread
 #: runs at a time.
 _TASK_BYTES = {
     "memory": 4 << 20, "cached": 4 << 20, "flash": 2 << 20, "disk": 8 << 20, "parallel": 8 << 20, "remote": 8 << 20,
 }  # fmt: skip
-
-
-class Options(TypedDict, total=False):
-    """What both loaders take; `OrderedLoader` explains each."""
-
-    batch_size: int
-    drop_last: bool
-    labels: Labels | None
-    rank: int
-    world: int
-    n_threads: int | None
-    prefetch_batches: int
-    batch_timeout_s: float
-    scale_norm: bool | float
-    medium: Kind | None
-    read_bytes: int | None
-    keep_pages: bool | None
-    make_buffer: Allocate | None
 
 
 class Loader(ABC):
@@ -73,76 +54,57 @@ class Loader(ABC):
     kind = ""
 
     def __init__(
-        self,
-        rows: Selection,
-        *,
-        batch_size: int = 16_384,
-        drop_last: bool = False,
-        labels: Labels | None = None,
-        rank: int = 0,
-        world: int = 1,
-        n_threads: int | None = None,
-        prefetch_batches: int = 2,
-        batch_timeout_s: float = 30.0,
-        scale_norm: bool | float = False,
-        medium: Kind | None = None,
-        read_bytes: int | None = None,
-        keep_pages: bool | None = None,
-        make_buffer: Allocate | None = None,
+        self, rows: Selection, options: ReadOptions, labels: Labels | None, make_buffer: Allocate | None
     ) -> None:
-        for name, value, low in (
-            ("batch_size", batch_size, 1), ("prefetch_batches", prefetch_batches, 1), ("world", world, 1), ("rank", rank, 0),
-            ("n_threads", n_threads or 1, 1), ("read_bytes", read_bytes or 1, 1),
-        ):  # fmt: skip
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
-                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {low}", where=name)
-        if rank >= world:
-            raise ArgumentError(f"rank is {rank} in a world of {world}; ranks count from 0", where="rank")
-        if not batch_timeout_s > 0:
-            raise ArgumentError(f"batch_timeout_s is {batch_timeout_s}; it must be positive", where="batch_timeout_s")
         space = rows.space
         if labels is not None and space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
             labels = None  # special tokens only: they have no labels
-        self._rows, self._space, self._labels = rows, space, labels
-        self._rank, self._world = int(rank), int(world)
-        self._batching = Batching(len(space), int(batch_size) * self._world, bool(drop_last), self._world)
-        if medium is not None and medium not in get_args(Kind):
-            raise ArgumentError(f"medium is {medium!r}; it must be one of {', '.join(get_args(Kind))}", where="medium")
-        self._medium = medium_of(rows.reader.transport, space.layout, medium)
-        self._keep_pages = keep_pages
+        self._rows, self._space, self._labels, self._options = rows, space, labels, options
+        self._reader = rows.reader
+        self._medium = medium_of(self._reader.transport, space.layout, options.medium)
         most = max(1, n_cpus() - self._n_busy) if self._medium.kind in _BUSY and self._n_busy else 64
-        self._n_threads = int(n_threads or min(_N_THREADS[self._medium.kind], most))
-        self._read_bytes = int(read_bytes or _TASK_BYTES[self._medium.kind])
-        # A core is left to the thread that makes batches, and one to the consumer.
-        self._n_gather = min(3, max(0, n_cpus() - 2))
-        self._prefetch, self._timeout_s = int(prefetch_batches), float(batch_timeout_s)
-        self._scale_norm, self._scale = bool(scale_norm), None
-        if not isinstance(scale_norm, bool):
-            if not (math.isfinite(scale_norm) and scale_norm > 0):
-                raise ArgumentError(
-                    f"scale_norm is {scale_norm}; it must be True, False or positive", where="scale_norm"
-                )
-            self._scale = float(scale_norm)
+        self._n_threads = int(options.n_threads or min(_N_THREADS[self._medium.kind], most))
+        self._read_bytes = int(options.read_bytes or _TASK_BYTES[self._medium.kind])
+        self._prefetch = int(options.prefetch_batches or 2)
+        self._scale = None if isinstance(options.scale_norm, bool) else float(options.scale_norm)
         self._make_buffer = make_buffer
-        self._outputs: Outputs | None = None
-        self._window: WindowMemory | None = None
-        self._ring: BatchRing | None = None
-        self._machinery: Machinery | None = None
+        self._runtime: LoaderRuntime | None = None
         self._lock = threading.Lock()
-        self._run: Run | None = None
+        self._iteration: Iteration | None = None
         self._epoch, self._batch, self._resume_at = 0, 0, 0
-        self._tally = Tally(rows.space.layout.vector_nbytes)
+        self._totals = Totals(space.layout.vector_nbytes)
+        #: The state that was loaded last.
+        self._loaded: Mapping[str, object] | None = None
+        self._share_out(*rank_and_world(options.rank, options.world))
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def _share_out(self, rank: int, world: int) -> None:
+        """Cut the rows for this rank of a world."""
+        self._rank, self._world = rank, world
+        batch_size = int(self._options.batch_size) * world
+        self._batching = Batching(len(self._space), batch_size, bool(self._options.drop_last), world)
+
+    def _look_at_ranks(self) -> None:
+        """Cut the rows anew where rank or world are other ones by now, such as after torch.distributed was initialised."""
+        ranks = rank_and_world(self._options.rank, self._options.world)
+        if ranks != (self._rank, self._world):
+            self._share_out(*ranks)
+            if self._loaded is not None:
+                self._check(self._loaded)
+                self._adopt(self._loaded)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on every rank."""
+        self._look_at_ranks()
         return len(self._batching)
 
     @property
     def n_batches(self) -> int:
         """Batches of an epoch, the same on every rank."""
-        return len(self._batching)
+        return len(self)
 
     @property
     def n_samples(self) -> int:
@@ -152,15 +114,18 @@ class Loader(ABC):
     @property
     def batch_size(self) -> int:
         """Rows of a full batch of this rank."""
-        return self._batching.batch_size // self._world
+        return int(self._options.batch_size)
 
     @property
     def rank(self) -> int:
+        """This process among `world`, as it is now."""
+        self._look_at_ranks()
         return self._rank
 
     @property
     def world(self) -> int:
-        """How many ranks share the work."""
+        """How many ranks share the work, as it is now."""
+        self._look_at_ranks()
         return self._world
 
     @property
@@ -170,16 +135,18 @@ class Loader(ABC):
 
     @property
     def drop_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
         return self._batching.drop_last
 
     @property
     def d_model(self) -> int:
+        """Numbers of a vector."""
         return self._space.layout.d_model
 
     @property
     def scale(self) -> float | None:
         """What activations are multiplied by with `scale_norm`, else None."""
-        if self._scale_norm and self._scale is None:
+        if self._options.scale_norm and self._scale is None:
             self._scale = norm_scale(self._rows)
         return self._scale
 
@@ -187,7 +154,7 @@ class Loader(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch that `iter(loader)` gives; it advances by itself when an epoch has been handed out."""
+        """The epoch that `iter(loader)` gives; it advances when the last batch of an epoch is handed out."""
         return self._epoch
 
     @property
@@ -211,50 +178,49 @@ class Loader(ABC):
         """
         with self._lock:
             self._end_iteration()
-            if self._machinery is not None and self._machinery.has_strays:
+            self._look_at_ranks()
+            if self._runtime is not None and self._runtime.has_strays:
                 # A read that hangs in the system may still be writing there.
-                self._outputs = self._window = self._ring = None
+                self._forget_memory()
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
-            tally = self._tally = Tally(self._space.layout.vector_nbytes)
+            totals = self._totals = Totals(self._space.layout.vector_nbytes)
             # A transport around another one may wait for whatever it likes.
-            transport = self._rows.reader.transport
+            transport = self._reader.transport
             copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
-            machinery = self._machinery = Machinery(self._n_threads, self._n_gather, tally, helps=copies)
+            runtime = self._runtime = LoaderRuntime(self._n_threads, totals, helps=copies)
             try:
-                return self._begin(epoch, first, machinery)
+                return self._begin(epoch, first, runtime)
             except BaseException:
-                machinery.close(time.monotonic() + JOIN_S)
+                runtime.close(time.monotonic() + JOIN_S)
                 self._resume_at = first
                 raise
 
-    def _begin(self, epoch: int, first: int, machinery: Machinery) -> BatchIterator:
+    def _begin(self, epoch: int, first: int, runtime: LoaderRuntime) -> BatchIterator:
         layout = self._space.layout
-        advice = advice_for(self._medium.path, layout, self._keep_pages) if self._is_strided else None
+        advice = advice_for(self._medium.path, layout, self._options.keep_pages) if self._is_strided else None
         if advice is not None:
-            machinery.on_close = advice.close
+            runtime.on_close = advice.close
         self._tell_caches()
         reads = Reads(
-            self._rows.reader,
-            machinery.tally.reads,
-            machinery.stop,
+            self._reader,
+            runtime.totals.reads,
+            runtime.stop,
             task_bytes=self._read_bytes,
             advice=advice,
             waits=self._medium.waits,
         )
-        if self._outputs is None:
-            shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
-            self._outputs = Outputs(shape, self._prefetch + self._n_extra_buffers + 3, self._make_buffer or allocate)
-        self._window = self._window or self._new_window(self._outputs)
-        self._ring = self._ring or BatchRing(self._outputs)
-        dressing = Dressing(self._space, self._labels, self.scale)
-        equipment = Equipment(reads, machinery, self._outputs, self._window, self._ring, dressing)
-        n_batches, make = len(self), self._batches(epoch, equipment)
-        run = self._run = Run(machinery, lambda: make(first, n_batches), self._prefetch)
-        return BatchIterator(run, timeout_s=self._timeout_s, on_batch=self._count, on_end=lambda: self._end(epoch))
-
-    def _new_window(self, outputs: Outputs) -> WindowMemory:
-        return HostWindow(outputs)
+        context = BatchContext(reads, runtime, BatchMaker(self._space, self._labels, self.scale))
+        n_batches = len(self._batching)
+        make = self._batches(epoch, first, n_batches, context)
+        iteration = self._iteration = Iteration(runtime, make, self._prefetch)
+        return BatchIterator(
+            iteration,
+            n_batches - first,
+            timeout_s=float(self._options.batch_timeout_s),
+            on_batch=self._count,
+            on_end=lambda: self._end(epoch),
+        )
 
     def _tell_caches(self) -> None:
         """What will be read, for those who decide what to keep."""
@@ -265,7 +231,7 @@ class Loader(ABC):
             example = shard * layout.examples_per_shard + in_shard
             return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
 
-        transport: object = self._rows.reader.transport
+        transport: object = self._reader.transport
         while transport is not None:
             if isinstance(transport, CachedTransport):
                 transport.expect(wanted, layout)
@@ -273,8 +239,6 @@ class Loader(ABC):
 
     #: Threads, besides those that read, that have a core's worth to do.
     _n_busy = 0
-    #: Output buffers in use besides those that are ready and the consumer's.
-    _n_extra_buffers = 1
 
     @property
     def _is_strided(self) -> bool:
@@ -283,8 +247,12 @@ class Loader(ABC):
         return len(self._space.layer_idx) < layout.n_layers or self._space.tokens.count < layout.tokens_per_example
 
     @abstractmethod
-    def _batches(self, epoch: int, equipment: Equipment) -> Callable[[int, int], Iterator[Batch]]:
+    def _batches(self, epoch: int, first: int, stop: int, context: BatchContext) -> Callable[[], Iterable[Batch]]:
         """Makes batches number `first` to `stop` of an epoch."""
+
+    @abstractmethod
+    def _forget_memory(self) -> None:
+        """Give back the memory of batches."""
 
     def _count(self) -> None:
         self._batch += 1
@@ -295,19 +263,19 @@ class Loader(ABC):
     def close(self) -> None:
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self._end_iteration()
-        self._outputs = self._window = self._ring = None
+        self._forget_memory()
 
     @property
-    def _is_iterating(self) -> bool:
+    def is_iterating(self) -> bool:
         """Whether threads of this process make batches."""
-        run = self._run
-        return run is not None and run.pid == os.getpid() and not run.is_closed
+        iteration = self._iteration
+        return iteration is not None and iteration.pid == os.getpid() and not iteration.is_closed
 
     def _end_iteration(self) -> None:
         # Also where its iterator was forgotten: the threads must have ended before memory is used again.
-        if self._run is not None:
-            self._run.close()
-        self._run = None
+        if self._iteration is not None:
+            self._iteration.close()
+        self._iteration = None
 
     def shutdown(self) -> None:
         """The same as `close`: the name that older training scripts call."""
@@ -325,13 +293,16 @@ class Loader(ABC):
 
     def metrics(self) -> Metrics:
         """Measures of the latest iteration, since it began."""
-        run = self._run
-        return self._tally.metrics(len(run.handoff) if run is not None else 0)
+        iteration = self._iteration
+        return self._totals.metrics(len(iteration.handoff) if iteration is not None else 0)
 
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""
+        self._look_at_ranks()
         plan, layout = self._plan(), self._space.layout
-        forgets = self._is_strided and Advice.forgets(layout, self._keep_pages)
+        forgets = self._is_strided and Advice.forgets(layout, self._options.keep_pages)
+        # A client keeps an answer until it is copied, and rows that are not read in their order are read to memory between.
+        is_copied = self._medium.kind == "remote" or plan.mixing is not None
         return Explanation(
             n_rows=len(self._space),
             n_batches=len(self),
@@ -342,7 +313,7 @@ class Loader(ABC):
             extent_bytes=plan.extent_bytes,
             cost=epoch_cost(
                 plan,
-                self._rows.reader,
+                self._reader,
                 self._space,
                 task_bytes=self._read_bytes,
                 world=self._world,
@@ -350,11 +321,8 @@ class Loader(ABC):
             ),
             keeps_pages=None if self._medium.path is None else not forgets,
             window_bytes=plan.window_bytes,
-            # A client keeps an answer until it is copied; batch slots are filled from memory that was read into.
-            in_flight_bytes=plan.ahead_bytes
-            + (self._n_threads * self._read_bytes if self._medium.kind == "remote" or plan.slots == "batch" else 0),
+            in_flight_bytes=plan.ahead_bytes + (self._n_threads * self._read_bytes if is_copied else 0),
             buffer_bytes=plan.n_buffers * self.batch_size * layout.vector_nbytes,
-            slots=plan.slots,
             n_partitions=plan.n_partitions,
             examples_per_block=plan.examples_per_block,
             mixing=plan.mixing,
@@ -371,6 +339,7 @@ class Loader(ABC):
 
         With several ranks every rank's state is the same.
         """
+        self._look_at_ranks()
         state = {**self._identity(), "epoch": self._epoch, "batch": self._batch, **self._order_state()}
         return state if self.scale is None else {**state, "scale": self.scale}
 
@@ -383,11 +352,19 @@ class Loader(ABC):
         Raises:
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
-        epoch, batch, scale = checked(state, self._identity(), n_batches=len(self), scales=self._scale_norm)
+        self._look_at_ranks()
+        epoch, batch, scale = self._check(state)
         self._adopt(state)
         self._end_iteration()
-        self._scale = scale
-        self._epoch, self._batch, self._resume_at = epoch, batch, batch
+        self._loaded, self._scale = dict(state), scale
+        # An epoch is over with its last batch.
+        self._epoch, self._batch = (epoch + 1, 0) if batch == len(self) > 0 else (epoch, batch)
+        self._resume_at = self._batch
+
+    def _check(self, state: Mapping[str, object]) -> tuple[int, int, float | None]:
+        """(epoch, batch, scale) of a state of this loader."""
+        scales = bool(self._options.scale_norm)
+        return checked(state, self._identity(), n_batches=len(self._batching), scales=scales)
 
     def _identity(self) -> dict[str, object]:
         """What has to be equal for a state to make sense."""
@@ -409,4 +386,4 @@ class Loader(ABC):
     @property
     def transport_name(self) -> str:
         """The engine that reads."""
-        return unwrapped(self._rows.reader.transport).name
+        return unwrapped(self._reader.transport).name

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from saev_store.cost import Estimate, estimate, price_of
-from saev_store.loaders._reads import PlannedReads, Runs
+from saev_store.loaders._reads import PlannedReads
+from saev_store.loaders._runs import Runs
 from saev_store.order import Mixing
 from saev_store.reader import Reader
 from saev_store.rows import RowSpace
@@ -27,7 +28,11 @@ class Plan:
         runs: The reads of a part.
         n_vectors: Vectors that all parts bring.
         n_buffers: Batches that are in memory at a time.
+        window_bytes: Memory of the window; 0 without one.
         ahead_bytes: Memory of what is read ahead besides the window.
+        n_partitions: Streams of the order.
+        examples_per_block: Examples that are read, and shuffled, as one.
+        mixing: What a batch will be made of, or None in storage order.
     """
 
     extent_bytes: int
@@ -37,7 +42,6 @@ class Plan:
     n_buffers: int
     window_bytes: int = 0
     ahead_bytes: int = 0
-    slots: str = ""
     n_partitions: int = 1
     examples_per_block: int = 1
     mixing: Mixing | None = None
@@ -54,7 +58,7 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
         world: How many ranks share the work.
         waits: Whether the shards lie where a fault on a map waits.
     """
-    reads = PlannedReads(reader, task_bytes=task_bytes, waits=waits)
+    reads = PlannedReads(reader, task_bytes=task_bytes, waits=waits, direct=plan.mixing is None)
     n_parts = plan.n_parts
     some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
     found = sum(reads.count(plan.runs(number)) for number in some)
@@ -81,9 +85,8 @@ class Explanation:
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.
-        in_flight_bytes: Memory of what is being read, where it does not go straight to the window or a batch, at most; with
-            what is read ahead of a far store besides the window.
-        slots: `block`, `row`, or empty without a window.
+        in_flight_bytes: Memory of what is being read, where it does not go straight to a batch, at most; with what is read
+            ahead of a remote store besides the window.
         n_partitions: Streams of the order; any number of ranks that divides it gives the same global batches.
         examples_per_block: Examples that are read, and shuffled, as one.
         mixing: What a batch will be made of, or None in storage order.
@@ -101,7 +104,6 @@ class Explanation:
     window_bytes: int
     buffer_bytes: int
     in_flight_bytes: int
-    slots: str
     n_partitions: int
     examples_per_block: int
     mixing: Mixing | None
@@ -131,7 +133,7 @@ class Explanation:
             price = f"${self.cost.request_dollars:.2f} per epoch for requests"
             lines.append(("price", f"{price}, and ${self.cost.transfer_dollars:.2f} if the bytes leave the region"))
         if self.mixing is not None:
-            mixed, kind = self.mixing, f"{self.slots} slots, {self.examples_per_block} example(s) per block"
+            mixed, kind = self.mixing, f"{self.examples_per_block} example(s) per block"
             lines.append(("window", f"{kind}, {self.n_partitions} partitions"))
             found = f"{mixed.distinct_examples:,.0f} of {mixed.window_examples:,.0f} examples in the window per batch"
             lines.append(("mixing", f"{found}; a full shuffle gives {mixed.full_shuffle:,.0f}"))

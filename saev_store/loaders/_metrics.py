@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
-
-from saev_store.loaders._reads import ReadTally
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class Metrics:
         bytes_read: Bytes that were read for that.
         n_retries: Reads that were repeated after a passing failure.
         read_s: Time spent in reads, summed over threads.
-        gather_s: Time spent in copying rows to batches; with batch slots it is summed over threads, and part of `read_s`.
+        copy_s: Time spent in copying rows to batches, summed over threads; part of `read_s`.
         waited_s: Time the consumer waited for batches.
         window_fill: Rows of the window that are read and not yet handed out, as a share of what it can hold.
         batches_ready: Batches that are finished and wait for the consumer.
@@ -37,21 +36,44 @@ class Metrics:
     bytes_read: int
     n_retries: int
     read_s: float
-    gather_s: float
+    copy_s: float
     waited_s: float
     window_fill: float
     batches_ready: int
 
 
 @dataclass
-class Tally:
+class ReadTotals:
+    """What reading has cost so far; threads add to it under its lock."""
+
+    n_requests: int = 0
+    n_bytes: int = 0
+    n_retries: int = 0
+    read_s: float = 0.0
+    copy_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, requests: int, n_bytes: int, seconds: float) -> None:
+        """Count finished requests."""
+        with self.lock:
+            self.n_requests += requests
+            self.n_bytes += n_bytes
+            self.read_s += seconds
+
+    def add_copy(self, seconds: float) -> None:
+        """Count time in which what was read was copied to batches."""
+        with self.lock:
+            self.copy_s += seconds
+
+
+@dataclass
+class Totals:
     """Running sums behind `Metrics`; each number has one writer."""
 
     vector_nbytes: int
-    reads: ReadTally = field(default_factory=ReadTally)
+    reads: ReadTotals = field(default_factory=ReadTotals)
     n_batches: int = 0
     n_rows: int = 0
-    gather_s: float = 0.0
     waited_s: float = 0.0
     window_fill: float = 0.0
     started: float = field(default_factory=time.perf_counter)
@@ -71,7 +93,7 @@ class Tally:
             bytes_read=reads.n_bytes,
             n_retries=reads.n_retries,
             read_s=reads.read_s,
-            gather_s=self.gather_s + reads.copy_s,
+            copy_s=reads.copy_s,
             waited_s=self.waited_s,
             window_fill=self.window_fill,
             batches_ready=batches_ready,

@@ -1,24 +1,26 @@
-"""From rows to reads: which bytes of which shard go to which rows of a buffer, and the tasks that bring them."""
+"""From runs to reads: which bytes of which shard go to which rows of a target, and the tasks that bring them."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store.cost import PlanCount
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.indexing import Axis, Progression
-from saev_store.layout import IntArray, Layout, shard_name
+from saev_store.layout import IntArray, shard_name
 from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
-from saev_store.loaders._memory import Rows, Takes, Target
+from saev_store.loaders._metrics import ReadTotals
+from saev_store.loaders._runs import Runs, cut
 from saev_store.reader import FloatArray, Reader
 from saev_store.transport import Buffer
 
@@ -26,104 +28,54 @@ T = TypeVar("T")
 
 #: A read that failed for a passing reason is tried again after these waits.
 _WAITS_S = (0.05, 0.2, 0.8)
-#: So many reads far apart are handed to a transport in one call, so that whoever stops does not wait for more.
-_RUNS_AT_ONCE = 128
+#: So many requests are handed to a transport in one call, so that `close` does not wait for more.
+_REQUESTS_AT_ONCE = 128
 #: Runs shorter than this are cheaper as one gather than as a request each.
 SMALL_RUN_BYTES = 16 << 10
 
+#: What a thread carries out, and the name of the file that it reads.
+Task: TypeAlias = tuple[Callable[[], None], str]
 
-class Runs(NamedTuple):
-    """Vectors that are neighbours both in a shard and in a buffer, int64 arrays of equal length.
 
-    Attributes:
-        shard: Number of the shard.
-        vector: First vector, counted from the shard's beginning.
-        place: First row of the buffer.
-        count: How many vectors.
-        origin: Runs of different origins have requests of their own, however near they are: what a cache keeps of one must
-            not depend on what happened to be read with it.
+class Target(Protocol):
+    """Rows that reading threads fill."""
+
+    def memory(self, place: int, count: int) -> memoryview | None:
+        """The memory of successive rows, to read straight into; None where they have to be `put`."""
+        ...
+
+    def put(self, place: slice | IntArray, source: Buffer) -> None:
+        """Copy rows, as bytes, to some places."""
+        ...
+
+
+class ArrayTarget:
+    """An array as a target.
+
+    Args:
+        array: float32, C order, (n, d_model); borrowed.
     """
 
-    shard: IntArray
-    vector: IntArray
-    place: IntArray
-    count: IntArray
-    origin: IntArray
+    def __init__(self, array: FloatArray) -> None:
+        self._array, self._raw = array, None if array.size == 0 else memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]  # an array is a buffer
 
-    def take(self, index: IntArray | slice) -> Runs:
-        """Some of the runs."""
-        return Runs(*(column[index] for column in self))
+    def memory(self, place: int, count: int) -> memoryview | None:
+        """See `Target`."""
+        nbytes = self._array.strides[0]
+        return None if self._raw is None else self._raw[place * nbytes : (place + count) * nbytes]
 
-
-def runs_of_planes(
-    layout: Layout, example: IntArray, layer: IntArray, token: IntArray, count: IntArray, place: IntArray,
-    origin: IntArray | None = None,
-) -> Runs:  # fmt: skip
-    """One run per (example, layer), beginning at a token; all of them positions, not labels. One origin where none is said."""
-    shard, within = np.divmod(example, np.int64(layout.examples_per_shard))
-    vector = (within * layout.n_layers + layer) * layout.tokens_per_example + token
-    return Runs(shard, vector, place, count, np.zeros_like(shard) if origin is None else origin)
-
-
-def merged(runs: Runs) -> Runs:
-    """The same vectors in as few runs as possible."""
-    if len(runs.shard) < 2:
-        return runs
-    follows = (
-        (runs.shard[1:] == runs.shard[:-1])
-        & (runs.vector[1:] == runs.vector[:-1] + runs.count[:-1])
-        & (runs.place[1:] == runs.place[:-1] + runs.count[:-1])
-        & (runs.origin[1:] == runs.origin[:-1])
-    )
-    if not follows.any():
-        return runs
-    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    return runs.take(first)._replace(count=np.add.reduceat(runs.count, first))
-
-
-def cut(runs: Runs, longest: int) -> Runs:
-    """The same vectors in runs of at most `longest`."""
-    if not len(runs.count) or int(runs.count.max()) <= longest:
-        return runs
-    n_parts = -(-runs.count // longest)
-    which = np.repeat(np.arange(len(n_parts)), n_parts)
-    part = np.arange(len(which)) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
-    whole = runs.take(which)
-    count = np.minimum(longest, whole.count - part * longest)
-    return whole._replace(vector=whole.vector + part * longest, place=whole.place + part * longest, count=count)
-
-
-@dataclass
-class ReadTally:
-    """What reading has cost so far; threads add to it under its lock."""
-
-    n_requests: int = 0
-    n_bytes: int = 0
-    n_retries: int = 0
-    read_s: float = 0.0
-    copy_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, requests: int, n_bytes: int, seconds: float) -> None:
-        """Count finished requests."""
-        with self.lock:
-            self.n_requests += requests
-            self.n_bytes += n_bytes
-            self.read_s += seconds
-
-    def add_copy(self, seconds: float) -> None:
-        """Count time in which what was read was copied to batches."""
-        with self.lock:
-            self.copy_s += seconds
+    def put(self, place: slice | IntArray, source: Buffer) -> None:
+        """See `Target`."""
+        self._array[place] = np.frombuffer(source, np.float32).reshape(-1, self._array.shape[1])
 
 
 class Reads:
-    """Brings runs of vectors into buffers, by whichever way the transport is best at.
+    """Brings runs of vectors to targets, by whichever way the transport is best at.
 
     Args:
         reader: The store's.
-        tally: Where costs are counted.
-        stop: Set when nobody wants the data any more.
+        totals: Where costs are counted.
+        stop: Set when the data is not wanted any more.
         task_bytes: About how much one task reads.
         advice: For the system, about local files that are read in extents far apart.
         waits: Whether the shards lie where a fault on a map waits: scattered vectors are then read one by one.
@@ -132,27 +84,27 @@ class Reads:
     def __init__(
         self,
         reader: Reader,
-        tally: ReadTally,
+        totals: ReadTotals,
         stop: threading.Event,
         *,
         task_bytes: int,
         advice: Advice | None = None,
         waits: bool = False,
     ) -> None:
-        self.reader, self.layout = reader, reader.layout
-        self._tally, self._stop, self._advice = tally, stop, advice
-        transport = reader.transport
-        self._into = transport.reads_into
-        self._one_by_one = waits and self._into
-        self._resident = np.isinf(transport.cost.max_gap_bytes)
-        # Gaps are read into memory that is thrown away; where the source is memory, only a token's worth pays.
-        self._max_gap_bytes = int(min(transport.cost.max_gap_bytes, SMALL_RUN_BYTES if self._resident else 1 << 20))
-        self._task_bytes = int(min(task_bytes, transport.cost.max_request_bytes))
-        self._junk = np.empty(max(self._max_gap_bytes, 1), dtype=np.uint8)
+        self._reader, self._layout, self._transport = reader, reader.layout, reader.transport
+        self._totals, self._stop, self._advice = totals, stop, advice
+        self._reads_into = self._transport.reads_into
+        self._one_by_one = waits and self._reads_into
+        max_gap_bytes, max_request_bytes = self._transport.cost.max_gap_bytes, self._transport.cost.max_request_bytes
+        # Where the source is memory, only a token's worth of a gap pays.
+        self._max_gap_bytes = int(min(max_gap_bytes, SMALL_RUN_BYTES if np.isinf(max_gap_bytes) else 1 << 20))
+        self._task_bytes = int(min(task_bytes, max_request_bytes))
+        #: Memory to read into before rows are put where they belong, for as many threads as read at a time.
+        self._scratch: deque[npt.NDArray[np.uint8]] = deque()
 
-    def tasks(self, runs: Runs, target: Target) -> Iterator[tuple[Callable[[], None], str]]:
-        """Tasks that together fill the rows of `target` which `runs` name, each with the name of its file."""
-        v = self.layout.vector_nbytes
+    def tasks(self, runs: Runs, target: Target) -> Iterator[Task]:
+        """Tasks that together fill the rows of `target` which `runs` name."""
+        v = self._layout.vector_nbytes
         if not len(runs.count):
             return
         runs = cut(runs, max(1, self._task_bytes // v))
@@ -165,84 +117,83 @@ class Reads:
         size = np.cumsum(runs.count * v)
         # A task ends with its shard, and where it has enough to do.
         part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
-        bounds = np.concatenate(([0], np.flatnonzero(np.diff(part)) + 1, [len(part)])).tolist()
-        takes = target if not self._into and isinstance(target, Takes) else None
-        for lo, hi in pairwise(bounds):
-            some = runs.take(slice(lo, hi))
-            if takes is not None:
-                task = partial(self._take, some, takes)
-            else:
-                task = partial(target.fill, some.place, some.count, partial(self._read, some))
-            yield task, shard_name(int(some.shard[0]))
+        for lo, hi in pairwise([0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]):
+            yield partial(self._read, runs.take(slice(lo, hi)), target), shard_name(int(runs.shard[lo]))
 
-    def _small(self, runs: Runs, target: Target) -> Iterator[tuple[Callable[[], None], str]]:
+    def _small(self, runs: Runs, target: Target) -> Iterator[Task]:
         """Scattered single vectors: the reader gathers them from maps, or merges them into requests."""
         where = np.repeat(np.arange(len(runs.count)), runs.count)
         within = np.arange(len(where)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
         shard, vector, place = runs.shard[where], runs.vector[where] + within, runs.place[where] + within
-        rest, token = np.divmod(vector, np.int64(self.layout.tokens_per_example))
-        in_shard, layer = np.divmod(rest, np.int64(self.layout.n_layers))
-        example = shard * self.layout.examples_per_shard + in_shard
-        step = max(1, self._task_bytes // self.layout.vector_nbytes)
+        rest, token = np.divmod(vector, np.int64(self._layout.tokens_per_example))
+        in_shard, layer = np.divmod(rest, np.int64(self._layout.n_layers))
+        example = shard * self._layout.examples_per_shard + in_shard
+        step = max(1, self._task_bytes // self._layout.vector_nbytes)
         for start in range(0, len(example), step):
             some = slice(start, start + step)
-            name = shard_name(int(shard[start]))
-            gather = partial(self._gather, example[some], layer[some], token[some])
-            where_to = place[some]
-            yield (lambda gather=gather, to=where_to: target.fill(to, np.ones_like(to), gather)), name
+            task = partial(self._gather, example[some], layer[some], token[some], place[some], target)
+            yield task, shard_name(int(shard[start]))
 
-    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, buffer: FloatArray) -> None:
-        started = time.perf_counter()
-        dense = len(place) > 0 and int(place[-1] - place[0]) == len(place) - 1 and bool((np.diff(place) == 1).all())
-        out = buffer[place[0] : place[0] + len(place)] if dense else np.empty((len(place), buffer.shape[1]), np.float32)
-        self._retried(lambda: self.reader.read_rows(example, layer, token, out))
-        if not dense:
-            buffer[place] = out
-        self._tally.add(len(place), out.nbytes, time.perf_counter() - started)
+    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, target: Target) -> None:
+        started, n, nbytes = time.perf_counter(), len(place), len(place) * self._layout.vector_nbytes
+        memory = target.memory(int(place[0]), n) if bool((np.diff(place) == 1).all()) else None
+        scratch = self._borrow(nbytes if memory is None else 0)
+        out = (scratch[:nbytes] if memory is None else np.frombuffer(memory, np.uint8)).view(np.float32).reshape(n, -1)
+        self._retried(lambda: self._reader.read_rows(example, layer, token, out))
+        if memory is None:
+            target.put(place, scratch[:nbytes].data)
+        self._scratch.append(scratch)
+        self._totals.add(n, nbytes, time.perf_counter() - started)
 
-    def _read(self, runs: Runs, place: IntArray, buffer: FloatArray) -> None:
-        """Runs of one shard, in the order of the shard, to the rows from `place[i]` on of a buffer."""
-        started = time.perf_counter()
-        v, shard = self.layout.vector_nbytes, int(runs.shard[0])
-        begins, stops, first = self._requests(runs)
-        places = (place * v).tolist()
-        raw = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # whatever the transport handed out
+    def _read(self, runs: Runs, target: Target) -> None:
+        """Runs of one shard, in the order of the shard."""
+        started, shard = time.perf_counter(), int(runs.shard[0])
+        places, counts = runs.place.tolist(), runs.count.tolist()
+        direct = self._reads_into and target.memory(places[0], counts[0]) is not None
+        begins, stops, first = self._requests(runs, direct=direct)
         if self._advice is not None:
             self._advice.before(shard)
-        alone: list[int] = []
-        for lo, hi in pairwise(first):
-            if hi - lo == 1 and self._into:
-                alone.append(lo)
-                continue
-            views: list[memoryview] = []
-            at = begins[lo]
-            for run in range(lo, hi):
-                if begins[run] > at:
-                    views.append(memoryview(self._junk)[: begins[run] - at])
-                views.append(raw[places[run] : places[run] + stops[run] - begins[run]])
-                at = stops[run]
-            self._retried(lambda lo=lo, views=views: self._fill(shard, begins[lo], views))
-        for at in range(0, len(alone), _RUNS_AT_ONCE):
-            some = alone[at : at + _RUNS_AT_ONCE]
-            small = len(some) > 1 and stops[some[0]] - begins[some[0]] < SMALL_RUN_BYTES
-            if small and self._advice is not None and self._one_by_one:
-                self._advice.soon(shard, [begins[run] for run in some], [stops[run] for run in some])
-            buffers = [raw[places[run] : places[run] + stops[run] - begins[run]] for run in some]
-            self._retried(partial(self._fill_runs, shard, [begins[run] for run in some], buffers))
-        nbytes = sum(stops[hi - 1] - begins[lo] for lo, hi in pairwise(first))
-        if self._advice is not None:
-            for lo, hi in pairwise(first):
-                self._advice.after(shard, begins[lo], stops[hi - 1])
-        self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
+        nbytes, requests = 0, list(pairwise(first))
+        for at in range(0, len(requests), _REQUESTS_AT_ONCE):
+            some = requests[at : at + _REQUESTS_AT_ONCE]
+            starts, ends = [begins[lo] for lo, _ in some], [stops[hi - 1] for _, hi in some]
+            if (
+                self._one_by_one
+                and self._advice is not None
+                and len(some) > 1
+                and ends[0] - starts[0] < SMALL_RUN_BYTES
+            ):
+                self._advice.soon(shard, starts, ends)
+            if direct:
+                buffers = [memory for lo, _ in some if (memory := target.memory(places[lo], counts[lo])) is not None]
+                self._retried(partial(self._fill, shard, starts, buffers))
+            else:
+                scratch = self._borrow(sum(ends) - sum(starts)) if self._reads_into else None
+                for (lo, hi), found in zip(some, self._bytes(shard, starts, ends, scratch), strict=True):
+                    view = memoryview(found)
+                    for run in range(lo, hi):
+                        rows = slice(places[run], places[run] + counts[run])
+                        target.put(rows, view[begins[run] - begins[lo] : stops[run] - begins[lo]])
+                if scratch is not None:
+                    self._scratch.append(scratch)
+            nbytes += sum(ends) - sum(starts)
+            if self._advice is not None:
+                for start, end in zip(starts, ends, strict=True):
+                    self._advice.after(shard, start, end)
+        self._totals.add(len(requests), nbytes, time.perf_counter() - started)
 
-    def _requests(self, runs: Runs) -> tuple[list[int], list[int], list[int]]:
-        """First and last byte of each run, and the number of the first run of each request, with how many runs there are."""
-        v, example_nbytes = self.layout.vector_nbytes, self.layout.example_nbytes
+    def _requests(self, runs: Runs, *, direct: bool) -> tuple[list[int], list[int], list[int]]:
+        """First and last byte of each run, and the number of the first run of each request, with how many runs there are.
+
+        Runs that are read straight to where they belong have a request each. Vectors that are wanted twice are read twice.
+        """
+        v, example_nbytes = self._layout.vector_nbytes, self._layout.example_nbytes
         # Lists: a task has few runs, often one.
         begins, origins = (runs.vector * v).tolist(), runs.origin.tolist()
         stops = ((runs.vector + runs.count) * v).tolist()
-        self._touch(int(runs.shard[0]), begins[0] // example_nbytes, (max(stops) - 1) // example_nbytes)
-        # Vectors that are wanted twice are read twice.
+        self._check(int(runs.shard[0]), (max(stops) - 1) // example_nbytes)
+        if direct:
+            return begins, stops, list(range(len(begins) + 1))
         first = [
             run
             for run in range(1, len(begins))
@@ -250,64 +201,75 @@ class Reads:
         ]
         return begins, stops, [0, *first, len(begins)]
 
-    def _take(self, runs: Runs, target: Takes) -> None:
-        """Runs of one shard, in the order of the shard, from where they arrived to the places of a target."""
-        started, shard = time.perf_counter(), int(runs.shard[0])
-        begins, stops, first = self._requests(runs)
-        places, counts = runs.place.tolist(), runs.count.tolist()
-        for at in range(0, len(first) - 1, _RUNS_AT_ONCE):
-            requests = list(pairwise(first[at : at + _RUNS_AT_ONCE + 1]))
-            lows, highs = [begins[lo] for lo, _ in requests], [stops[hi - 1] for _, hi in requests]
-            for (lo, hi), found in zip(requests, self._retried(partial(self._ranges, shard, lows, highs)), strict=True):
-                for run in range(lo, hi):
-                    start, stop = begins[run] - begins[lo], stops[run] - begins[lo]
-                    target.take(places[run], counts[run], memoryview(found)[start:stop])
-        nbytes = sum(stops[hi - 1] - begins[lo] for lo, hi in pairwise(first))
-        self._tally.add(len(first) - 1, nbytes, time.perf_counter() - started)
+    def _bytes(
+        self, shard: int, starts: list[int], ends: list[int], scratch: npt.NDArray[np.uint8] | None
+    ) -> Sequence[Buffer]:
+        """Ranges of a shard, in memory that lives until the scratch memory is used again."""
+        if scratch is None:
+            if len(starts) > 1:
+                try:
+                    return self._get(shard, starts, ends)
+                except TransportError as error:
+                    self._count_retry(error)
+            # One by one: of many, another one might fail each time.
+            return [self._retried(partial(self._get, shard, [a], [b]))[0] for a, b in zip(starts, ends, strict=True)]
+        at, views = 0, list[memoryview]()
+        for start, end in zip(starts, ends, strict=True):
+            views.append(memoryview(scratch)[at : at + end - start])
+            at += end - start
+        self._retried(partial(self._fill, shard, starts, views))
+        return views
 
-    def _ranges(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
+    def _borrow(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Scratch memory of at least so many bytes; to be appended to `_scratch` after use."""
         try:
-            return self.reader.transport.get_ranges(shard_name(shard), starts=starts, ends=ends)
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = np.empty(0, np.uint8)
+        return scratch if len(scratch) >= nbytes else np.empty(nbytes, np.uint8)
+
+    def _get(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
+        try:
+            return self._transport.get_ranges(shard_name(shard), starts=starts, ends=ends)
         except NotFoundError:
             self._look_again(shard)
             raise
 
-    def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
+    def _fill(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
         try:
-            self.reader.transport.readinto(shard_name(shard), starts=starts, buffers=buffers)
+            self._transport.readinto(shard_name(shard), starts=starts, buffers=buffers)
         except NotFoundError:
             self._look_again(shard)
             raise
 
     def _look_again(self, shard: int) -> None:
         """A file is gone: say so in words about the store."""
-        self.reader.check_size(shard)
+        self._reader.check_size(shard)
 
-    def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
-        starts = [start]
-        for view in views[:-1]:
-            starts.append(starts[-1] + view.nbytes)
-        self._fill_runs(shard, starts, views)
-
-    def _touch(self, shard: int, lowest: int, highest: int) -> None:
-        """Before bytes of some examples of a shard are read."""
-        del lowest
-        self.reader.check(shard, highest)
+    def _check(self, shard: int, highest: int) -> None:
+        """Refuse examples that are known to be lost, before they are read."""
+        self._reader.check(shard, highest)
 
     def _retried(self, read: Callable[[], T]) -> T:
         """Carry out a read, again where the reason of a failure may have passed."""
-        for wait_s in (*_WAITS_S, None):
+        for wait_s in _WAITS_S:
             try:
                 return read()
             except TransportError as error:
-                if wait_s is None or not error.transient or self._stop.wait(wait_s):
+                self._count_retry(error)
+                if self._stop.wait(wait_s):
                     raise
-                with self._tally.lock:
-                    self._tally.n_retries += 1
-                if unwrapped(self.reader.transport).is_local:
+                if unwrapped(self._transport).is_local:
                     # A stale handle of a network file system only goes away with a new descriptor.
-                    self.reader.transport.close()
-        raise AssertionError  # the last wait is None
+                    self._transport.close()
+        return read()
+
+    def _count_retry(self, error: TransportError) -> None:
+        """Count a failure that is tried again; one that will not pass is raised."""
+        if not error.transient:
+            raise error
+        with self._totals.lock:
+            self._totals.n_retries += 1
 
 
 class PlannedReads(Reads):
@@ -317,26 +279,38 @@ class PlannedReads(Reads):
         reader: The store's.
         task_bytes: As of the reads that this stands for.
         waits: Likewise.
+        direct: Whether their target is read into.
     """
 
-    def __init__(self, reader: Reader, *, task_bytes: int, waits: bool = False) -> None:
+    def __init__(self, reader: Reader, *, task_bytes: int, waits: bool, direct: bool) -> None:
         self._count = PlanCount(reader)
-        super().__init__(reader, ReadTally(), threading.Event(), task_bytes=task_bytes, waits=waits)
+        super().__init__(reader, ReadTotals(), threading.Event(), task_bytes=task_bytes, waits=waits)
+        self._direct = direct and self._reads_into
 
     def count(self, runs: Runs) -> int:
         """Count what reading these runs costs; returns how many vectors they have."""
-        place = np.cumsum(runs.count) - runs.count
         n_rows = int(runs.count.sum())
-        if n_rows:
-            for task, _ in self.tasks(
-                runs._replace(place=place), Rows(np.empty((n_rows, self.layout.d_model), np.float32))
-            ):
-                task()
+        target = ArrayTarget(np.empty((0, self._layout.d_model), np.float32))
+        for task, _ in self.tasks(runs, target):
+            task()
         return n_rows
+
+    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, target: Target) -> None:
+        del place, target
+        self._count.add([self._reader.plan_rows(example, layer, token)], sizes=False)
+
+    def _read(self, runs: Runs, target: Target) -> None:
+        del target
+        begins, stops, first = self._requests(runs, direct=self._direct)
+        for lo, hi in pairwise(first):
+            self._count.add_range(stops[hi - 1] - begins[lo])
+
+    def _check(self, shard: int, highest: int) -> None:
+        pass
 
     def total(self, share: float, examples: Axis) -> tuple[int, int]:
         """(requests, bytes) of everything, of which `share` was counted, in the shards of these examples."""
-        capacity, count = self.layout.examples_per_shard, self._count
+        capacity, count = self._layout.examples_per_shard, self._count
         shards: range | list[int]
         if isinstance(examples, Progression) and abs(examples.step) <= capacity:
             shards = (
@@ -345,7 +319,7 @@ class PlannedReads(Reads):
         else:
             chosen = examples.positions() if isinstance(examples, Progression) else examples
             shards = np.unique(chosen // capacity).tolist()
-        sizes = sum(map(self.reader.is_unchecked, shards))
+        sizes = sum(map(self._reader.is_unchecked, shards))
         # A shard is mapped once, and where some are, all are in the end; everything else grows with what is read.
         n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
         requests, n_bytes = (count.requests - n_maps) / share, (count.bytes_read - map_bytes) / share
@@ -354,18 +328,3 @@ class PlannedReads(Reads):
                 count.add_map(shard)
             n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
         return round(requests) + n_maps + sizes, round(n_bytes) + map_bytes
-
-    def _fill_runs(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
-        for start, buffer in zip(starts, buffers, strict=True):
-            self._fill(shard, start, [buffer])
-
-    def _fill(self, shard: int, start: int, views: list[memoryview]) -> None:
-        del shard, start
-        self._count.add_range(sum(view.nbytes for view in views))
-
-    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, buffer: FloatArray) -> None:
-        del place, buffer
-        self._count.add([self.reader.plan_rows(example, layer, token)], sizes=False)
-
-    def _touch(self, shard: int, lowest: int, highest: int) -> None:
-        pass

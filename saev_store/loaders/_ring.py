@@ -2,25 +2,99 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.layout import IntArray
-from saev_store.loaders._dressing import Coordinates
-from saev_store.loaders._memory import Outputs, allocate
-from saev_store.loaders._reads import ReadTally
-from saev_store.order._words import ranges
+from saev_store.loaders._batch_coordinates import Positions
+from saev_store.loaders._memory import BufferPool, allocate, lent
 from saev_store.reader import FloatArray
 from saev_store.transport import Buffer
 
-#: Bytes that are kept of each row besides the row: where it comes from, and where it goes to.
-TABLE_BYTES = 28
+#: Bytes that are kept of each row besides the row: where it comes from, and its place in the order.
+TABLE_BYTES = 24
+
+RowNumbers = npt.NDArray[np.int32] | IntArray
+
+
+class RingMemory(Protocol):
+    """The rows of a ring, wherever they are kept. Only `put` is called by several threads."""
+
+    def reserve(self, n_rows: int, d_model: int) -> None:
+        """Have so many rows, with undefined content."""
+        ...
+
+    def put(self, to: RowNumbers, source: Buffer) -> None:
+        """Copy the rows in `source`, bytes, to the rows `to`."""
+        ...
+
+    def copy_row(self, source: int, to: int) -> None:
+        """Copy one row to another."""
+        ...
+
+    def lend(self, start: int, n_rows: int, release: Callable[[], object]) -> FloatArray:
+        """Some rows as a batch; `release` is called, in any thread, when they may be filled anew."""
+        ...
+
+    def copied(self, start: int, n_rows: int) -> FloatArray:
+        """Some rows as a batch in memory of its own."""
+        ...
+
+    def scale(self, act: FloatArray, factor: float) -> None:
+        """`act *= factor`."""
+        ...
+
+
+class HostMemory:
+    """A ring in this machine's memory: made once, because the first touch of a page costs as much as filling it.
+
+    Args:
+        pool: Where batches are copied to, such as pinned memory; default: batches are lent from the ring itself.
+    """
+
+    def __init__(self, pool: BufferPool | None = None) -> None:
+        self._pool = pool
+        self._rows: FloatArray = np.zeros((0, 0), dtype=np.float32)
+        self._as_void: npt.NDArray[np.void] = np.zeros(0, dtype="V4")
+
+    def reserve(self, n_rows: int, d_model: int) -> None:
+        """See `RingMemory`."""
+        # Give it back first: both at once might be too much.
+        self._rows, self._as_void = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype="V4")
+        self._rows = allocate((n_rows, d_model))
+        # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
+        self._as_void = self._rows.view(f"V{4 * d_model}")[:, 0]
+
+    def put(self, to: RowNumbers, source: Buffer) -> None:
+        """See `RingMemory`."""
+        self._as_void[to] = np.frombuffer(source, self._as_void.dtype)
+
+    def copy_row(self, source: int, to: int) -> None:
+        """See `RingMemory`."""
+        self._rows[to] = self._rows[source]
+
+    def lend(self, start: int, n_rows: int, release: Callable[[], object]) -> FloatArray:
+        """See `RingMemory`."""
+        if self._pool is None:
+            return lent(self._rows[start : start + n_rows], release)
+        act = self.copied(start, n_rows)
+        release()
+        return act
+
+    def copied(self, start: int, n_rows: int) -> FloatArray:
+        """See `RingMemory`."""
+        act = allocate((n_rows, self._rows.shape[1])) if self._pool is None else self._pool.get()[:n_rows]
+        np.copyto(act, self._rows[start : start + n_rows])
+        return act
+
+    def scale(self, act: FloatArray, factor: float) -> None:
+        """See `RingMemory`."""
+        act *= np.float32(factor)
 
 
 class Sources(NamedTuple):
@@ -34,20 +108,19 @@ class Sources(NamedTuple):
 class BatchRing:
     """Slots of one batch each, in one piece of memory that is made once. Batches are lent to their consumer from it.
 
-    A slot is free again when nobody refers to its batch any more (see `Outputs`). Besides the slots there is a row for each
-    lane, and one for rows that nobody wants. Only one thread may call its methods, but for `put`.
+    A slot is free again when no reference to its batch is left. Besides the slots there is a row for each lane, and one for
+    rows that are read but not wanted. Only one thread may call its methods.
 
     Args:
-        outputs: Makes the memory, and that of batches for consumers who keep more than they are lent.
+        memory: Where the rows are kept.
     """
 
-    def __init__(self, outputs: Outputs) -> None:
-        self._outputs = outputs
+    def __init__(self, memory: RingMemory) -> None:
+        self.memory = memory
+        self._shape = (0, 0, 0)
         self._batch_rows = self._n_slots = self._n_lent = self._next = 0
-        self._rows: FloatArray = np.zeros((0, 0), dtype=np.float32)
-        self._as_void: npt.NDArray[np.void] = np.zeros(0, dtype="V4")
-        self._lent: list[tuple[int, np.ndarray]] = []
-        self._n_idle = 0
+        self._lent: set[int] = set()
+        self._returned: deque[int] = deque()
         self._free: list[int] = []
         self._slots: list[int] = []
         #: Of every row.
@@ -64,26 +137,23 @@ class BatchRing:
             batch_rows: Rows of a batch.
             d_model: Numbers of a row.
         """
-        shape = ((n_slots + n_lent) * batch_rows + n_lanes + 1, d_model)
-        if self._rows.shape != shape or self._batch_rows != batch_rows:
-            self._lent.clear()
-            # Give it back first: both at once might be too much.
-            self._rows, self._as_void = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype="V4")
-            self._rows = self._outputs.make(shape)
-            self._as_void = self._rows.view(f"V{4 * d_model}")[:, 0]
-            n = shape[0]
-            self.sources = Sources(np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, np.int32))
+        n_rows = (n_slots + n_lent) * batch_rows + n_lanes + 1
+        if self._shape != (n_rows, batch_rows, d_model):
+            self._shape = (0, 0, 0)
+            self.memory.reserve(n_rows, d_model)
+            self.sources = Sources(np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int32), np.zeros(n_rows, np.int32))
+            # What is lent of the memory before comes back to where it is not looked for.
+            self._shape, self._lent, self._returned = (n_rows, batch_rows, d_model), set(), deque()
         self._batch_rows, self._n_slots, self._n_lent, self._next = batch_rows, n_slots + n_lent, n_lent, first
         self._reclaim()
-        taken = {slot for slot, _ in self._lent}
         # The first ones are used first, so that memory which is never needed is never touched.
-        self._free = [slot for slot in reversed(range(self._n_slots)) if slot not in taken]
+        self._free = [slot for slot in reversed(range(self._n_slots)) if slot not in self._lent]
         self._slots = [0] * self._n_slots
 
     @property
     def unwanted(self) -> int:
-        """The row for rows that nobody wants."""
-        return len(self._rows) - 1
+        """The row for rows that are not wanted."""
+        return self._shape[0] - 1
 
     def spare(self, lane: int) -> int:
         """The row of a lane."""
@@ -106,78 +176,26 @@ class BatchRing:
 
     def copy_row(self, source: int, row: int) -> None:
         """Make a row, and where it comes from, that of another one."""
-        self._rows[row] = self._rows[source]
+        self.memory.copy_row(source, row)
         for column in self.sources:
             column[row] = column[source]
 
-    def hand_out(self, batch: int, n_rows: int) -> tuple[FloatArray, Coordinates]:
-        """A full batch and where it comes from; its memory belongs to whoever holds it. Every batch once, in order."""
+    def hand_out(self, batch: int, n_rows: int) -> tuple[FloatArray, Positions]:
+        """A full batch and where it comes from; its memory belongs to its consumer. Every batch once, in order."""
         slot = self._slots[batch % self._n_slots]
         start = slot * self._batch_rows
-        rows = self._rows[start : start + n_rows]
-        where = Coordinates(*(column[start : start + n_rows].astype(np.int64) for column in self.sources))
+        where = Positions(*(column[start : start + n_rows].astype(np.int64) for column in self.sources))
         if len(self._lent) >= self._n_lent:
             self._reclaim()
         if len(self._lent) >= self._n_lent:
-            act = self._outputs.get()[:n_rows]
-            np.copyto(act, rows)
             self._free.append(slot)
-            return act, where
-        # An array of its own, so that references to this batch can be told from those to others.
-        self._lent.append((slot, np.frombuffer(memoryview(rows).cast("B"), np.float32)))  # type: ignore[arg-type]  # an array is a buffer
-        self._n_idle = sys.getrefcount(self._lent[-1][1])
-        return self._lent[-1][1].reshape(rows.shape), where
+            return self.memory.copied(start, n_rows), where
+        self._lent.add(slot)
+        return self.memory.lend(start, n_rows, partial(self._returned.append, slot)), where
 
     def _reclaim(self) -> None:
-        """Take back what nobody refers to any more."""
-        held: list[tuple[int, np.ndarray]] = []
-        for number in range(len(self._lent)):
-            if sys.getrefcount(self._lent[number][1]) > self._n_idle:
-                held.append(self._lent[number])
-            else:
-                self._free.append(self._lent[number][0])
-        self._lent = held
-
-    def put(self, to: IntArray | npt.NDArray[np.int32], source: Buffer) -> None:
-        """The rows in `source`, bytes, go to the rows `to`."""
-        # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
-        self._as_void[to] = np.frombuffer(source, self._as_void.dtype)
-
-
-class Scattered:
-    """Places of a window, of which each is a row of a batch to come; see `saev_store.loaders._memory.Target`.
-
-    Args:
-        ring: Where the batches are.
-        n_rows: Places.
-        d_model: Numbers of a row.
-        tally: Where the time it takes is counted.
-    """
-
-    def __init__(self, ring: BatchRing, n_rows: int, d_model: int, tally: ReadTally) -> None:
-        self._ring, self._d_model, self._tally = ring, d_model, tally
-        #: The ring's row for each place.
-        self.to: npt.NDArray[np.int32] = np.zeros(n_rows, dtype=np.int32)
-        self._scratch: deque[FloatArray] = deque()
-
-    def fill(self, place: IntArray, count: IntArray, read: Callable[[IntArray, FloatArray], None]) -> None:
-        """Read into memory that is kept for that, as much as threads read at a time, and copy it from there."""
-        n_rows = int(count.sum())
-        try:
-            scratch = self._scratch.pop()
-        except IndexError:
-            scratch = np.zeros((0, 0), np.float32)
-        if len(scratch) < n_rows:
-            scratch = allocate((n_rows, self._d_model))
-        read(np.cumsum(count) - count, scratch)
-        self._put(self.to[ranges(place, count)], memoryview(scratch[:n_rows]).cast("B"))  # type: ignore[arg-type]  # an array is a buffer
-        self._scratch.append(scratch)
-
-    def take(self, place: int, count: int, source: Buffer) -> None:
-        """See `Takes`."""
-        self._put(self.to[place : place + count], source)
-
-    def _put(self, to: npt.NDArray[np.int32], source: Buffer) -> None:
-        started = time.perf_counter()
-        self._ring.put(to, source)
-        self._tally.add_copy(time.perf_counter() - started)
+        """Take back what is not referred to any more."""
+        while self._returned:
+            slot = self._returned.popleft()
+            self._lent.discard(slot)
+            self._free.append(slot)

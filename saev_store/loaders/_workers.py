@@ -197,24 +197,31 @@ class Handoff(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def get(self, timeout_s: float, waiting_for: Callable[[], str]) -> T | None:
+    def get(self, timeout_s: float, waiting_for: Callable[[], str], progress: Callable[[], int]) -> T | None:
         """The next item, or None at the end.
 
+        Args:
+            timeout_s: Seconds to wait while `progress` gives the same number.
+            waiting_for: Tells what threads are doing, for the message.
+            progress: Changes whenever something has arrived.
+
         Raises:
-            DeadlineError: none came within `timeout_s`.
+            DeadlineError: neither an item nor progress came within `timeout_s`.
             Exception: what the other side ended with.
         """
         # Slices are counted, not the clock: a process that was stopped (Ctrl-Z, a suspended machine) goes on where it was.
-        left = timeout_s
+        left, seen = timeout_s, progress()
         with self._changed:
             while not self._items:
                 if self._ended or self._stop.is_set():
                     if self._error is not None:
                         raise self._error
                     return None
+                if (found := progress()) != seen:
+                    left, seen = timeout_s, found
                 if left <= 0:
                     raise DeadlineError(
-                        f"no batch within {timeout_s:g} s; reading threads are busy with: {waiting_for()}",
+                        f"no batch and nothing read within {timeout_s:g} s; reading threads are busy with: {waiting_for()}",
                         where="batch_timeout_s",
                         remedy="Allow more time, or look at loader.explain() and loader.metrics().",
                     )

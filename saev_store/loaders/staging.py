@@ -118,6 +118,7 @@ def open_for_training(
     use_tmpdir: bool,
     cache_dir: str | None,
     cache_bytes: int,
+    damaged_ok: bool = False,
 ) -> ShardStore:
     """The store: a copy in $TMPDIR, or behind a cache, where that was asked for.
 
@@ -129,11 +130,14 @@ def open_for_training(
         use_tmpdir: Copy to $TMPDIR where that is set.
         cache_dir: Keep what is read in this folder.
         cache_bytes: How much of it.
+        damaged_ok: Open also where shards are missing or short. A damaged store is not copied.
     """
     if use_tmpdir and os.environ.get("TMPDIR"):
         return ShardStore.open(stage(url, "$TMPDIR", layers=layer, tokens=tokens, storage_options=storage_options))
-    store = ShardStore.open(url, storage_options)
+    store = ShardStore.open(url, storage_options, damaged_ok=damaged_ok)
     if cache_dir is None:
         return store
     key = store.metadata.raw
-    return ShardStore.open(CachedTransport(store.transport, os.path.expandvars(cache_dir), cache_bytes, key))
+    return ShardStore.open(
+        CachedTransport(store.transport, os.path.expandvars(cache_dir), cache_bytes, key), damaged_ok=damaged_ok
+    )

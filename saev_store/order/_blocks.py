@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from saev_store.errors import ArgumentError
 from saev_store.indexing import Progression
 from saev_store.layout import IntArray
 from saev_store.rows import RowSpace
-
-#: A block's permutation is sorted in 24 bits (`_words`), and no read of this many vectors is sensible anyway.
-MAX_ROWS_PER_BLOCK = (1 << 24) - 1
 
 
 class Places(NamedTuple):
@@ -45,14 +42,17 @@ class Blocks:
     (8, [8, 8, 8, 8, 8, 8, 4, 4])
     """
 
+    #: A block's permutation is sorted in 24 bits (`_words`), and no read of this many vectors is sensible anyway.
+    MAX_ROWS: ClassVar[int] = (1 << 24) - 1
+
     space: RowSpace
     examples_per_block: int = 1
 
     def __post_init__(self) -> None:
-        if self.examples_per_block < 1 or self.cells_per_block > MAX_ROWS_PER_BLOCK:
+        if self.examples_per_block < 1 or self.cells_per_block > self.MAX_ROWS:
             raise ArgumentError(
                 f"a block of {self.examples_per_block} examples has {self.cells_per_block} vectors of a layer; it must "
-                f"have 1 to {MAX_ROWS_PER_BLOCK}",
+                f"have 1 to {self.MAX_ROWS}",
                 where="examples_per_block",
             )
 

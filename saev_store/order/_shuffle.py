@@ -14,18 +14,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from saev_store.errors import ArgumentError
 from saev_store.layout import IntArray
 from saev_store.order._blocks import Blocks
+from saev_store.order._mixing import Mixing, predict_mixing
 from saev_store.order._permutation import Permutation
+from saev_store.order._placement import Placement
 from saev_store.order._words import derive
-
-#: Changes whenever the same arguments would give another order; part of every saved state.
-ORDER_VERSION = 1
 
 _BLOCKS, _ROWS, _TICKS = 1, 2, 3
 
@@ -35,24 +34,6 @@ class Emitted(NamedTuple):
 
     block: IntArray
     cell: IntArray
-
-
-class Cohort(NamedTuple):
-    """Blocks that enter the window together, of one partition or of several, one after the other.
-
-    Attributes:
-        numbers: Which blocks, int64 (n,).
-        counts: How many of each block's rows belong to the partition, int64 (n,).
-        cells: (n, longest block): the cells of those rows, in the order in which they will be handed out.
-        slots: Where each stands in the window's tables, int64 (n,).
-        n_blocks: How many of the blocks are of each partition, int64 (partitions,).
-    """
-
-    numbers: IntArray
-    counts: IntArray
-    cells: IntArray
-    slots: IntArray
-    n_blocks: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +52,9 @@ class ShuffledOrder:
         ArgumentError: a number is below 1.
     """
 
+    #: Changes whenever the same arguments would give another order; part of every saved state.
+    VERSION: ClassVar[int] = 1
+
     blocks: Blocks
     seed: int
     epoch: int
@@ -85,7 +69,7 @@ class ShuffledOrder:
 
     @cached_property
     def key(self) -> int:
-        return derive(self.seed, self.epoch, ORDER_VERSION)
+        return derive(self.seed, self.epoch, self.VERSION)
 
     @cached_property
     def _permutation(self) -> Permutation:
@@ -158,60 +142,73 @@ class ShuffledOrder:
         """One of the streams, by number from 0."""
         return Partition(self, number)
 
+    def mixing(self, batch_size: int, n_partitions: int | None = None) -> Mixing:
+        """The expected mixing of a batch that takes `batch_size` rows from `n_partitions` of the partitions; default: all.
+
+        >>> from saev_store.layout import Layout
+        >>> from saev_store.selection import row_space
+        >>> rows = row_space(Layout(1_281_167, (11,), 196, True, 768, 4000), tokens="content")
+        >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
+        >>> mixing = order.mixing(16_384)
+        >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
+        (3573, 16280)
+        """
+        return predict_mixing(self, batch_size, n_partitions)
+
     def longest(self) -> int:
         """Rows of the longest partition; the others have at most one row less."""
         return -(-self.n_rows // self.n_partitions)
 
 
-@dataclass(frozen=True, eq=False)
 class Partition:
     """One stream of a `ShuffledOrder`: an equal share of the permuted rows, give or take one.
 
     The share's first and last block may belong to a neighbour in part; both then read it.
+
+    Attributes:
+        order: The order.
+        number: Which of its partitions, from 0.
+        first_row, end_row, n_rows: The share, counted in permuted rows.
+        first_position, n_blocks: Its blocks, counted in the permutation.
+        blocks_per_tick: Blocks of a full cohort.
+        window_ticks: How many cohorts are in the window (w).
+        n_ticks: Ticks that hand out all rows.
+        n_cohorts: Cohorts of all blocks.
     """
 
-    order: ShuffledOrder
-    number: int
+    def __init__(self, order: ShuffledOrder, number: int) -> None:
+        self.order, self.number = order, number
+        self.first_row = number * order.n_rows // order.n_partitions
+        self.end_row = (number + 1) * order.n_rows // order.n_partitions
+        self.n_rows, self.first_position, self.n_blocks = self.end_row - self.first_row, 0, 0
+        if self.n_rows:
+            self.first_position = order.position_of(self.first_row)
+            self.n_blocks = order.position_of(self.end_row - 1) + 1 - self.first_position
+        if self.n_blocks <= order.window_blocks:
+            self.blocks_per_tick, self.window_ticks = max(self.n_blocks, 1), 1
+        else:
+            wanted = round(order.rows_per_tick * self.n_blocks / self.n_rows)
+            self.blocks_per_tick = min(max(wanted, 1), order.window_blocks)
+            self.window_ticks = order.window_blocks // self.blocks_per_tick
+        self.n_ticks = -(-self.n_blocks // self.blocks_per_tick)
+        self.n_cohorts = self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
 
-    @cached_property
-    def first_row(self) -> int:
-        return self.number * self.order.n_rows // self.order.n_partitions
+    def window_rows(self, n_ahead: int) -> int:
+        """Rows of the blocks of a window, with those of `n_ahead` cohorts read ahead."""
+        # A window that holds everything has nothing to read ahead.
+        n_cohorts = self.window_ticks + min(n_ahead, max(self.n_cohorts - self.window_ticks, 0))
+        return n_cohorts * self.blocks_per_tick * self.order.blocks.cells_per_block
 
-    @cached_property
-    def end_row(self) -> int:
-        return (self.number + 1) * self.order.n_rows // self.order.n_partitions
+    def placed_rows(self, n_ahead: int) -> int:
+        """Rows that as many successive ticks hand out at most: the room that `Placement` needs.
 
-    @property
-    def n_rows(self) -> int:
-        return self.end_row - self.first_row
-
-    @cached_property
-    def first_position(self) -> int:
-        return self.order.position_of(self.first_row) if self.n_rows else 0
-
-    @cached_property
-    def n_blocks(self) -> int:
-        return self.order.position_of(self.end_row - 1) + 1 - self.first_position if self.n_rows else 0
-
-    @cached_property
-    def blocks_per_tick(self) -> int:
-        if self.n_blocks <= self.order.window_blocks:
-            return max(self.n_blocks, 1)
-        wanted = round(self.order.rows_per_tick * self.n_blocks / self.n_rows)
-        return min(max(wanted, 1), self.order.window_blocks)
-
-    @cached_property
-    def window_ticks(self) -> int:
-        """How many cohorts are in the window (w)."""
-        return 1 if self.n_blocks <= self.order.window_blocks else self.order.window_blocks // self.blocks_per_tick
-
-    @cached_property
-    def n_ticks(self) -> int:
-        return -(-self.n_blocks // self.blocks_per_tick)
-
-    @cached_property
-    def n_cohorts(self) -> int:
-        return self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
+        These are the rows of as many cohorts, with what is rounded: cohorts are whole blocks, the first blocks hand out less
+        than their share at first (never where a block is one row), and the last ones hand out the rest in the last tick.
+        """
+        w, longest = self.window_ticks, self.order.blocks.cells_per_block
+        rounded = 2 * longest + (w + 1) // 2 * self.blocks_per_tick * (longest > 1)
+        last = self.n_rows - self.emitted_before(max(self.n_ticks - w - n_ahead, 0))
+        return min(max(self.window_rows(n_ahead) + rounded, last), self.n_rows)
 
     def first_block(self, cohort: int) -> int:
         """Blocks of this partition in the cohorts before `cohort`: their share of all block-ticks, rounded down."""
@@ -237,18 +234,6 @@ class Partition:
         start, stop = self.first_block(cohort), self.first_block(cohort + 1)
         return self.order.block_numbers(self.first_position + start, self.first_position + stop)
 
-    def rows_of_cohort(self, cohort: int) -> int:
-        """Rows of all blocks of a cohort."""
-        start, stop = (self.first_position + self.first_block(number) for number in (cohort, cohort + 1))
-        if start == stop:
-            return 0
-        return min(self.order.rows_before(stop), self.end_row) - max(self.order.rows_before(start), self.first_row)
-
-    def spent_before(self, tick: int, cohort: int, counts: IntArray) -> IntArray:
-        """How many rows each block of a cohort has handed out before a tick; `counts` are the blocks' rows."""
-        age = min(max(tick - self.first_tick(cohort), 0), self.life_ticks(cohort))
-        return age * counts // self.life_ticks(cohort)
-
     def trim(self, start: int, stop: int, counts: IntArray) -> int:
         """Take the neighbours' rows off the rows of this partition's blocks `start` to `stop`, in place.
 
@@ -270,13 +255,6 @@ class Partition:
         counts = self.order.sizes_between(self.first_position + start, self.first_position + stop)
         self.trim(start, stop, counts)
         return counts
-
-    def rows_left(self, cohort: int, tick: int) -> int:
-        """Rows that a cohort hands out from a tick on."""
-        if tick <= self.first_tick(cohort):
-            return self.rows_of_cohort(cohort)
-        counts = self._counts(self.first_block(cohort), self.first_block(cohort + 1))
-        return int((counts - self.spent_before(tick, cohort, counts)).sum())
 
     def emitted_before(self, tick: int) -> int:
         """Rows handed out in all ticks before `tick`: what makes resuming a binary search."""
@@ -311,24 +289,17 @@ class Partition:
 
     def rows(self, start: int, stop: int) -> Emitted:
         """The rows at positions `start` to `stop`, by nothing but arithmetic; a loader gives them in the same order."""
-        from saev_store.order._window import Window
-
         stop = min(stop, self.n_rows)
         if start >= stop:
             return Emitted(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        tick = self.tick_of(start)
-        position = self.emitted_before(tick)
-        window = Window([self])
-        found: list[Emitted] = []
-        admitted = tick
-        while position < stop:
-            for cohort in range(admitted, min(tick + self.window_ticks, self.n_cohorts)):
-                window.admit([0], [cohort])
-                admitted = cohort + 1
-            (entry,) = window.tick([0], [tick])
-            entry = entry[max(start - position, 0) :] if position < start else entry
-            found.append(window.emitted(entry))
-            position = self.emitted_before(tick + 1)
-            tick += 1
-        block, cell = (np.concatenate(parts)[: stop - start] for parts in zip(*found, strict=True))
-        return Emitted(block, cell)
+        first, last = self.tick_of(start), self.tick_of(stop - 1)
+        begin = self.emitted_before(first)
+        placement = Placement([self], [first], lambda _, low, high: np.arange(low - begin, high - begin))
+        # Rows of all ticks whose cohorts enter get a place.
+        n_placed = self.emitted_before(min(last + self.window_ticks, self.n_ticks)) - begin
+        block, cell = np.zeros(n_placed, np.int64), np.zeros(n_placed, np.int64)
+        for cohort in range(first, min(last + self.window_ticks, self.n_cohorts)):
+            placed = placement.enter([0], [cohort])
+            block[placed.place], cell[placed.place] = placed.numbers[placed.block], placed.cell
+        wanted = slice(start - begin, stop - begin)
+        return Emitted(block[wanted], cell[wanted])

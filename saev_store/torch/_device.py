@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from saev_store.errors import ArgumentError
-from saev_store.loaders._memory import Allocate
+from saev_store.loaders import Allocate
 from saev_store.reader import FloatArray
 from saev_store.torch.batch import ExampleBatch
-
-
-class Done(NamedTuple):
-    """Asks about, or waits for, everything that was begun before."""
-
-    query: Callable[[], bool]
-    wait: Callable[[], None]
 
 
 class Copies(Protocol):
@@ -32,11 +25,7 @@ class Copies(Protocol):
         ...
 
     def queue(self) -> AbstractContextManager[object]:
-        """Inside, what is begun on the device is done in the order of beginning, from whichever thread."""
-        ...
-
-    def done(self) -> Done:
-        """About what was begun in the queue so far."""
+        """Inside, what is begun on the device is done in the order of beginning, from any thread."""
         ...
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
@@ -44,7 +33,7 @@ class Copies(Protocol):
         ...
 
     def ready(self, batch: ExampleBatch) -> None:
-        """Whoever uses the device from now on sees the copy complete."""
+        """What is begun on the device from now on sees the copy complete."""
         ...
 
 
@@ -68,11 +57,6 @@ class CudaCopies:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
-
-    def done(self) -> Done:
-        """An event on the side stream."""
-        event = self._event()
-        return Done(event.query, event.synchronize)
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Begin to copy on the side stream."""
@@ -105,10 +89,6 @@ class PlainCopies:
         """Nothing is queued."""
         return nullcontext()
 
-    def done(self) -> Done:
-        """Everything is."""
-        return Done(lambda: True, lambda: None)
-
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Copy."""
         return _moved(batch, self.device), lambda: True
@@ -118,7 +98,7 @@ class PlainCopies:
 
 
 def _moved(batch: ExampleBatch, device: torch.device) -> ExampleBatch:
-    """What is there already, because the window lies there, stays where it is."""
+    """What is there already, because rows are kept there, stays where it is."""
     return ExampleBatch(
         {
             name: value.to(device, non_blocking=True)

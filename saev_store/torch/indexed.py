@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import cast
@@ -15,22 +14,15 @@ from torch.utils.data import Dataset, default_collate
 
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import NO_LABEL
-from saev_store.loaders._advice import Advice, advice_for
-from saev_store.loaders._medium import medium_of
-from saev_store.loaders._memory import Outputs, Rows
-from saev_store.loaders._reads import Reads, ReadTally, runs_of_planes
-from saev_store.loaders._workers import n_cpus
+from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of, n_cpus
 from saev_store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
 from saev_store.torch.config import IndexedConfig
 
 #: Fewer rows than this are gathered by one thread.
 _MIN_ROWS_PER_THREAD = 512
-#: Threads that read where the shards are not in memory, and what a task of theirs reads. A disk of this machine is told of
-#: 128 vectors at a time; a file system over a network may not listen to that, so there each thread waits for one.
+#: Threads that read where the shards are not in memory.
 _N_WAITING = {"flash": 8, "disk": 8, "parallel": 16}
-_SCATTERED_BYTES = {"flash": 1 << 20, "disk": 1 << 20, "parallel": 256 << 10}
 #: After so many batches it is looked whether the shards are in memory now.
 _LOOK_EVERY = 16
 #: Batches whose memory is kept for the next ones.
@@ -65,12 +57,11 @@ class IndexedDataset(Dataset[ExampleBatch]):
         self._n_batches = 0
         self._look_at_medium()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
-        self._outputs: Outputs | None = None
-        self._advice: Advice | None = None
-        self._lock = threading.Lock()
+        self._buffers: BufferPool | None = None
+        self._scattered: ScatteredReads | None = None
 
     def _look_at_medium(self) -> None:
-        """What is read often is in memory after a while, and then better gathered from a map."""
+        """Choose how to read: what is read often is in memory after a while, and then better gathered from a map."""
         self._medium = medium_of(self.store.transport, self.rows.space.layout)
         # A remote transport is its own crowd: one call merges and fetches all ranges.
         many = {"remote": 1, "memory": min(4, n_cpus()), "cached": min(4, n_cpus()), **_N_WAITING}
@@ -132,10 +123,10 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """Memory for n rows that nobody refers to: touching fresh memory for the first time costs as much as filling it."""
         if n < _MIN_ROWS_PER_THREAD:
             return np.empty((n, self.d_model), dtype=np.float32)
-        with self._lock:
-            if self._outputs is None or self._outputs.shape[0] < n:
-                self._outputs = Outputs((n, self.d_model), _N_BUFFERS)
-            return self._outputs.get()[:n]
+        buffers = self._buffers
+        if buffers is None or buffers.shape[0] < n:
+            buffers = self._buffers = BufferPool((n, self.d_model), _N_BUFFERS)
+        return buffers.get()[:n]
 
     def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
         n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
@@ -158,22 +149,10 @@ class IndexedDataset(Dataset[ExampleBatch]):
             task.result()
 
     def _read(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
-        """Scattered vectors from a disk, each with a read of its own and many at a time, without read-ahead."""
-        layout = self.store.layout
-        example, layer, token = self.rows.space.locate(picked)
-        place = np.arange(len(picked), dtype=np.int64)
-        runs = runs_of_planes(layout, example, layer, token, np.ones_like(place), place)
-        if self._advice is None:
-            self._advice = advice_for(self._medium.path, layout, keep_pages=True)
-        reads = Reads(
-            self.rows.reader,
-            ReadTally(),
-            threading.Event(),
-            task_bytes=_SCATTERED_BYTES[self._medium.kind],
-            advice=self._advice,
-            waits=True,
-        )
-        tasks = [self._executor().submit(task) for task, _ in reads.tasks(runs, Rows(act))]
+        """Scattered vectors from a disk, many at a time."""
+        if self._scattered is None:
+            self._scattered = ScatteredReads(self.rows, self._medium)
+        tasks = [self._executor().submit(task) for task in self._scattered.tasks(picked, act)]
         wait(tasks)
         for task in tasks:
             task.result()
@@ -204,7 +183,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """End the gathering threads and release files; the dataset can be used again."""
         if self._pool is not None and self._pool[0] == os.getpid():
             self._pool[1].shutdown()
-        if self._advice is not None:
-            self._advice.close()
-        self._pool = self._outputs = self._advice = None
+        if self._scattered is not None:
+            self._scattered.close()
+        self._pool = self._buffers = self._scattered = None
         self.store.close()

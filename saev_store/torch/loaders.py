@@ -7,42 +7,46 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import torch
-import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
-from saev_store.loaders import BatchIterator, Explanation, Metrics, OrderedLoader, ShuffledLoader
-from saev_store.loaders._base import Loader, Options
-from saev_store.loaders._memory import HostWindow, Outputs, WindowMemory
-from saev_store.loaders._scale import stored_scale
-from saev_store.loaders.staging import open_for_training
+from saev_store.loaders import (
+    WINDOW_BYTES,
+    BatchIterator,
+    Explanation,
+    Loader,
+    Metrics,
+    OrderedLoader,
+    ReadArguments,
+    ReadOptions,
+    ShuffledLoader,
+    ShuffleOptions,
+    open_for_training,
+    stored_scale,
+)
 from saev_store.selected import Selection
 from saev_store.store import ShardStore
 from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
-from saev_store.torch._window import DeviceWindow
+from saev_store.torch._ring_memory import DeviceMemory
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import OrderedConfig, ShuffledConfig
 
 Config = TypeVar("Config", OrderedConfig, ShuffledConfig)
+Options = TypeVar("Options", ReadOptions, ShuffleOptions)
 
 _logger = logging.getLogger("saev_store.torch")
-#: The window where neither `window_bytes` nor a smaller `buffer_size` says otherwise.
-_WINDOW_BYTES = 2 << 30
 
 
-def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
-    """This process and how many there are: as given, else as torch.distributed says where it is initialised."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if world is None:
-        world = torch.distributed.get_world_size() if distributed and rank is None else 1
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed and world > 1 else 0
-    return rank, world
+def _fields_of(cfg: OrderedConfig | ShuffledConfig, options: Options) -> Options:
+    """The options that a config has, without what only the config has."""
+    return replace(options, **{field.name: getattr(cfg, field.name) for field in fields(options)})
 
 
 class TorchLoader(ABC, Generic[Config]):
@@ -66,6 +70,7 @@ class TorchLoader(ABC, Generic[Config]):
             use_tmpdir=cfg.use_tmpdir,
             cache_dir=cfg.cache_dir,
             cache_bytes=cfg.cache_bytes,
+            damaged_ok=cfg.damaged_ok,
         )
         self._loader: Loader = self._make()
         self._at: tuple[int, int] | None = None
@@ -74,25 +79,12 @@ class TorchLoader(ABC, Generic[Config]):
     def _make(self) -> Loader:
         """The loader of NumPy batches."""
 
-    def _common(self) -> Options:
+    def _changed(self) -> ReadArguments:
+        """Options that the config says in another way."""
         cfg = self.cfg
-        rank, world = rank_and_world(cfg.rank, cfg.world)
         batch_bytes = cfg.batch_size * self.store.layout.vector_nbytes
-        return {
-            "batch_size": cfg.batch_size,
-            "drop_last": cfg.drop_last,
-            "labels": self.store.labels,
-            "rank": rank,
-            "world": world,
-            "n_threads": cfg.n_threads,
-            "prefetch_batches": max(1, min(cfg.buffer_size, cfg.buffer_bytes // batch_bytes)),
-            "batch_timeout_s": cfg.batch_timeout_s,
-            "scale_norm": self._scale_norm(),
-            "medium": cfg.medium,
-            "read_bytes": cfg.read_bytes,
-            "keep_pages": cfg.keep_pages,
-            "make_buffer": pinned(cfg.device),
-        }
+        ready = max(1, min(cfg.buffer_size, cfg.buffer_bytes // batch_bytes))
+        return {"prefetch_batches": cfg.prefetch_batches or ready, "scale_norm": self._scale_norm()}
 
     def _scale_norm(self) -> bool | float:
         """The factor by the statistics beside the store; those say nothing about vectors without the ignored ones."""
@@ -103,7 +95,10 @@ class TorchLoader(ABC, Generic[Config]):
 
     def _rows(self) -> Selection:
         cfg = self.cfg
-        return self.store.sel(layer=cfg.layer, tokens=cfg.tokens, ignore_labels=cfg.ignore_labels or None)
+        examples = list(cfg.examples) if isinstance(cfg.examples, tuple) else cfg.examples
+        return self.store.sel(
+            layer=cfg.layer, tokens=cfg.tokens, ignore_labels=cfg.ignore_labels or None, examples=examples
+        )
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -148,12 +143,15 @@ class TorchLoader(ABC, Generic[Config]):
     @property
     def manager_pid(self) -> int:
         """The process that makes batches: this one while an iteration is under way (threads do it), else -1."""
-        return os.getpid() if self._loader._is_iterating else -1
+        return os.getpid() if self._loader.is_iterating else -1
 
     # -- iterating -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ExampleBatch]:
         """The epoch's batches; after `load_state_dict`, those that had not been handed out."""
+        if self._at is not None and self._at[0] != self._loader.epoch:
+            # Its last batch was copied ahead of time, but not handed out.
+            self._loader.set_epoch(self._at[0])
         epoch = self._loader.epoch
         batches = iter(self._loader)
         self._at = None
@@ -161,8 +159,8 @@ class TorchLoader(ABC, Generic[Config]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration gives; it advances by itself when an epoch has been handed out."""
-        return self._loader.epoch
+        """The epoch that the next iteration gives; it advances when the last batch of an epoch is handed out."""
+        return self._loader.epoch if self._at is None else self._at[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning."""
@@ -243,14 +241,13 @@ class _Batches(Iterator[ExampleBatch]):
         try:
             batch = next(self._found)
         except StopIteration:
-            loader._at = None
             self.close()
             raise
         except BaseException:
             self.close()
             raise
         epoch, number = self._at
-        self._at = loader._at = epoch, number + 1
+        self._at = loader._at = (epoch, number + 1) if number + 1 < len(loader) else (epoch + 1, 0)
         if loader.cfg.debug and time.monotonic() - self._logged > loader.cfg.log_every_s:
             self._logged = time.monotonic()
             _logger.debug("%s", loader.metrics())
@@ -278,7 +275,10 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
     """
 
     def _make(self) -> Loader:
-        return OrderedLoader(self._rows(), **self._common())
+        options = _fields_of(self.cfg, ReadOptions())
+        return OrderedLoader(
+            self._rows(), options, labels=self.store.labels, make_buffer=pinned(self.cfg.device), **self._changed()
+        )
 
 
 class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
@@ -300,25 +300,22 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
         cfg = self.cfg
         if cfg.window_device is not None and torch.device(cfg.window_device) != torch.device(cfg.device):
             raise ArgumentError(
-                f"the window is wanted on {cfg.window_device!r} and batches on {cfg.device!r}; it must be the same device",
+                f"batches to come are wanted on {cfg.window_device!r} and batches on {cfg.device!r}; it must be the same device",
                 where="window_device",
             )
         window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
+        memory = None
+        if cfg.window_device is not None:
+            memory = partial(DeviceMemory, self._copies or PlainCopies(torch.device("cpu")))
         return ShuffledLoader(
             self._rows(),
-            seed=cfg.seed,
-            window_bytes=cfg.window_bytes or min(window, _WINDOW_BYTES),
-            slots=cfg.slots,
-            examples_per_block=cfg.examples_per_block,
-            n_partitions=cfg.n_partitions,
-            make_window=HostWindow if cfg.window_device is None else self._new_window,
-            **self._common(),
+            _fields_of(cfg, ShuffleOptions()),
+            labels=self.store.labels,
+            make_buffer=pinned(cfg.device),
+            memory=memory,
+            window_bytes=cfg.window_bytes or min(window, WINDOW_BYTES),
+            **self._changed(),
         )
-
-    def _new_window(self, outputs: Outputs) -> WindowMemory:
-        del outputs
-        copies = self._copies or PlainCopies(torch.device("cpu"))
-        return DeviceWindow(copies, self._loader.n_threads, pinned(self.cfg.device))
 
 
 class BatchDataset(IterableDataset[ExampleBatch], Generic[Config]):

@@ -7,90 +7,103 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-
-import numpy as np
+from dataclasses import dataclass
 
 from saev_store._forgotten import FORGOTTEN
 from saev_store.errors import ArgumentError, ForkError
-from saev_store.loaders._metrics import Tally
+from saev_store.loaders._batch_coordinates import Batch, BatchMaker
+from saev_store.loaders._metrics import Totals
+from saev_store.loaders._reads import Reads, Task
 from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
 
-#: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
-#: `token_labels` (n,) uint8.
-Batch = dict[str, np.ndarray]
 
-
-class Machinery:
+class LoaderRuntime:
     """Threads and counters of one iteration.
 
     Args:
         n_threads: Reading threads.
-        n_gather: Threads that gather, besides the one that makes batches.
-        tally: Where measures are kept.
+        totals: Where measures are kept.
         helps: Whether the thread that makes batches reads as well instead of waiting for reads, because they are copies.
     """
 
-    def __init__(self, n_threads: int, n_gather: int, tally: Tally, *, helps: bool = False) -> None:
-        self.helps = helps
+    def __init__(self, n_threads: int, totals: Totals, *, helps: bool = False) -> None:
         self.stop = threading.Event()
-        self.tally = tally
+        self.totals = totals
         #: Called once the threads have ended.
         self.on_close: Callable[[], None] = lambda: None
         #: The thread that makes batches.
         self.maker: threading.Thread | None = None
         self.readers = Workers(n_threads, "saev-read", self.stop)
-        self.gatherers = Workers(n_gather, "saev-gather", self.stop) if n_gather else None
+        self._helps = helps
 
-    def read(self, tasks: Iterable[tuple[Callable[[], None], str]]) -> Group:
-        """Queue tasks for the reading threads, each with the name of its file; gives what to wait for."""
+    def read(self, tasks: Iterable[Task]) -> Group:
+        """Queue tasks for the reading threads; gives what to wait for."""
         found = list(tasks)
         group = Group(len(found))
         for task, where in found:
             self.readers.submit(task, group, where)
         return group
 
-    def busy_with(self) -> str:
-        """What reading threads are doing, for an error message."""
-        return self.readers.busy_with()
+    def wait(self, group: Group) -> None:
+        """Wait for tasks, and help where these are copies.
+
+        Raises:
+            StoppedError: the iteration was closed meanwhile.
+            Exception: what a task raised.
+        """
+        if self._helps:
+            self.readers.help(group)
+        group.wait(self.stop)
 
     @property
     def has_strays(self) -> bool:
         """Whether a thread has not ended yet, and may still use the memory it was given."""
-        others = self.gatherers is not None and self.gatherers.is_alive
-        return self.readers.is_alive or others or (self.maker is not None and self.maker.is_alive())
+        return self.readers.is_alive or (self.maker is not None and self.maker.is_alive())
 
     def close(self, deadline: float) -> None:
         """End all threads; those that hang in a system call are left behind at `deadline` (`time.monotonic()`)."""
-        workers = [self.readers, *([self.gatherers] if self.gatherers is not None else [])]
-        for some in workers:
-            some.close()
-        for some in workers:
-            some.join(deadline)
+        self.readers.close()
+        self.readers.join(deadline)
         self.on_close()
 
 
-class Run:
-    """Makes batches in a thread of its own, at most `depth` ahead.
+@dataclass(frozen=True)
+class BatchContext:
+    """What batches are made with, in both orders.
+
+    Attributes:
+        reads: Brings vectors into memory.
+        runtime: Threads and counters.
+        maker: Makes a batch of vectors and their positions.
+    """
+
+    reads: Reads
+    runtime: LoaderRuntime
+    maker: BatchMaker
+
+
+class Iteration:
+    """A thread that makes batches of its own, at most `depth` ahead.
 
     Args:
-        machinery: Threads to read with; closed together with the run.
+        runtime: Threads to read with; closed together with the iteration.
         batches: Makes the iterator of batches; called in the thread.
         depth: Batches that may wait for the consumer.
     """
 
-    def __init__(self, machinery: Machinery, batches: Callable[[], Iterator[Batch]], depth: int) -> None:
-        self.machinery = machinery
+    def __init__(self, runtime: LoaderRuntime, batches: Callable[[], Iterable[Batch]], depth: int) -> None:
+        self.runtime = runtime
         self.pid, self._is_closed = os.getpid(), False
         # For those who close on purpose, who may be two threads at once; nothing that collects garbage waits for it.
         self._closing = threading.RLock()
-        self.handoff: Handoff[Batch] = Handoff(depth, machinery.stop)
+        self.handoff: Handoff[Batch] = Handoff(depth, runtime.stop)
         self._thread = threading.Thread(target=_produce, args=(batches, self.handoff), name="saev-batches", daemon=True)
-        machinery.maker = self._thread
+        runtime.maker = self._thread
         self._thread.start()
 
     @property
     def is_closed(self) -> bool:
-        return self.machinery.stop.is_set()
+        return self.runtime.stop.is_set()
 
     def close(self) -> None:
         """End all threads and give back all memory that no batch holds; calling it again does nothing.
@@ -108,15 +121,15 @@ class Run:
 
     def _close(self) -> None:
         deadline = time.monotonic() + JOIN_S
-        self.machinery.stop.set()
+        self.runtime.stop.set()
         self.handoff.wake()
-        self.machinery.close(deadline)
+        self.runtime.close(deadline)
         if self._thread is not threading.current_thread():
             self._thread.join(max(deadline - time.monotonic(), 0.0))
-        self.machinery.tally.ended = time.perf_counter()
+        self.runtime.totals.ended = time.perf_counter()
 
 
-def _produce(batches: Callable[[], Iterator[Batch]], handoff: Handoff[Batch]) -> None:
+def _produce(batches: Callable[[], Iterable[Batch]], handoff: Handoff[Batch]) -> None:
     try:
         for batch in batches():
             handoff.put(batch)
@@ -130,14 +143,30 @@ def _produce(batches: Callable[[], Iterator[Batch]], handoff: Handoff[Batch]) ->
 
 
 class BatchIterator(Iterator[Batch]):
-    """The consumer's end of a run; ends its threads when it is exhausted, fails, is closed or is forgotten."""
+    """The consumer's end of an iteration. Its threads end with the last batch, an error, `close`, or when it is forgotten.
 
-    def __init__(self, run: Run, *, timeout_s: float, on_batch: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._run, self._timeout_s, self._on_batch, self._on_end = run, timeout_s, on_batch, on_end
-        self._ended = False
+    Args:
+        iteration: Makes the batches.
+        n_batches: How many.
+        timeout_s: Seconds without a batch and without progress before `DeadlineError`.
+        on_batch: Called for each batch that is handed out.
+        on_end: Called when the last one has been handed out.
+    """
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        n_batches: int,
+        *,
+        timeout_s: float,
+        on_batch: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._iteration, self._n_left, self._timeout_s = iteration, n_batches, timeout_s
+        self._on_batch, self._on_end, self._ended = on_batch, on_end, False
         FORGOTTEN.begin()
-        FORGOTTEN.watch(run)
-        self._finalizer = weakref.finalize(self, FORGOTTEN.tell, run)
+        FORGOTTEN.watch(iteration)
+        self._finalizer = weakref.finalize(self, FORGOTTEN.tell, iteration)
         self._finalizer.atexit = False  # everything is closed then
 
     def __iter__(self) -> BatchIterator:
@@ -146,36 +175,43 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
-        if os.getpid() != self._run.pid:
+        if os.getpid() != self._iteration.pid:
             raise ForkError(
                 "this iterator's threads live in the parent process",
                 where="iter(loader)",
                 remedy="Call iter(loader) in the child; loaders themselves may be inherited.",
             )
-        if self._run.is_closed:
+        if self._iteration.is_closed:
             raise ArgumentError(
                 "this iterator was closed: its loader was closed, iterated anew or given another state",
                 where="iter(loader)",
                 remedy="Call iter(loader) again.",
             )
-        tally, started = self._run.machinery.tally, time.perf_counter()
+        runtime, started = self._iteration.runtime, time.perf_counter()
         try:
-            batch = self._run.handoff.get(self._timeout_s, self._run.machinery.busy_with)
+            batch = self._iteration.handoff.get(
+                self._timeout_s, runtime.readers.busy_with, lambda: runtime.totals.reads.n_bytes
+            )
         except BaseException:
             self.close()
             raise
-        tally.waited_s += time.perf_counter() - started
-        if batch is None:
+        totals = runtime.totals
+        totals.waited_s += time.perf_counter() - started
+        if batch is not None:
+            totals.n_batches += 1
+            totals.n_rows += len(batch["act"])
+            self._n_left -= 1
+            self._on_batch()
+        # The epoch is over with its last batch: loops that count batches never see the end.
+        if batch is None or not self._n_left:
             self._ended = True
             self.close()
             self._on_end()
+        if batch is None:
             raise StopIteration
-        tally.n_batches += 1
-        tally.n_rows += len(batch["act"])
-        self._on_batch()
         return batch
 
     def close(self) -> None:
         """End the iteration's threads."""
         self._finalizer.detach()
-        self._run.close()
+        self._iteration.close()

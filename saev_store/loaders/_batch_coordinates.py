@@ -1,4 +1,4 @@
-"""What a batch holds besides vectors."""
+"""Coordinates and labels of a batch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import NamedTuple
 import numpy as np
 
 from saev_store.layout import IntArray
-from saev_store.loaders._run import Batch
 from saev_store.reader import FloatArray
 from saev_store.rows import Labels, RowSpace
+
+#: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
+#: `token_labels` (n,) uint8.
+Batch = dict[str, np.ndarray]
 
 #: The label of special tokens, which have none.
 NO_LABEL = 255
 
 
-class Coordinates(NamedTuple):
-    """Where the rows of a batch come from: positions on the axes, int64."""
+class Positions(NamedTuple):
+    """Positions of the rows of a batch on the axes of the store, int64. Layers count from 0; they are no labels."""
 
     example: IntArray
     layer: IntArray
@@ -25,8 +28,8 @@ class Coordinates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dressing:
-    """Turns gathered rows and their coordinates into what a batch holds.
+class BatchMaker:
+    """Makes batches of vectors and their positions.
 
     Attributes:
         space: The row space.
@@ -38,8 +41,8 @@ class Dressing:
     labels: Labels | None
     scale: float | None
 
-    def batch(self, act: FloatArray, where: Coordinates) -> Batch:
-        """The finished batch."""
+    def batch(self, act: FloatArray, where: Positions) -> Batch:
+        """The batch, with vectors as they are."""
         layout = self.space.layout
         token = where.token - layout.n_special_tokens
         batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}

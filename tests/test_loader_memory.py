@@ -1,0 +1,182 @@
+"""Memory of batches is used again when no reference to it is left, and never before."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+from waiting import HANG_S
+
+from saev_store import ShardStore
+from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders._memory import BufferPool, allocate, lent
+
+#: What a consumer may keep of a batch instead of it.
+VIEWS: dict[str, Callable[[np.ndarray], object]] = {
+    "itself": lambda act: act,
+    "a view": lambda act: act[1:],
+    "a view of a view of a view": lambda act: act[1:][:, ::2][1:].T[1:],
+    "its transpose": lambda act: act.T,
+    "another dtype": lambda act: act.view(np.uint8),
+    "one number, in place": lambda act: act[0, 0:1],
+    "a memoryview": memoryview,
+    "a cast memoryview": lambda act: memoryview(act).cast("B")[4:],
+    "an array of a memoryview": lambda act: np.frombuffer(memoryview(act).cast("B"), np.float32)[2:],
+    "strides": lambda act: np.lib.stride_tricks.as_strided(act, (2, 2), (8, 8)),
+    "windows": lambda act: np.lib.stride_tricks.sliding_window_view(act, 2, axis=1),
+    "an iterator": lambda act: act.flat,
+    "a subclass": lambda act: act.view(np.matrix),
+    "dlpack": np.from_dlpack,
+    "ctypes": lambda act: act.ctypes.data_as,
+    "a base": lambda act: act.base,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_it_is_free_when_the_last_view_is_gone(view: str) -> None:
+    released: list[int] = []
+    memory = allocate((4, 6))
+    act = lent(memory, lambda: released.append(1))
+    act[:] = 7
+    kept = VIEWS[view](act)
+    del act
+    gc.collect()
+    assert released == []
+    del kept
+    gc.collect()
+    assert released == [1]
+    assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("of", ["array", "view", "numpy of a tensor", "slice of a tensor", "a parameter's grad"])
+def test_tensors_hold_it(of: str) -> None:
+    torch = pytest.importorskip("torch")
+    released: list[int] = []
+    act = lent(allocate((4, 6)), lambda: released.append(1))
+    kept = torch.from_numpy(act[1:] if of == "view" else act)
+    if of == "numpy of a tensor":
+        kept = kept.numpy()[1:]
+    elif of == "slice of a tensor":
+        kept = kept[1:].t()
+    elif of == "a parameter's grad":
+        weight = torch.nn.Parameter(torch.ones(4, 6))
+        weight.grad = kept
+        kept = weight
+    del act
+    if of == "a parameter's grad":
+        del weight
+    gc.collect()
+    assert released == []
+    del kept
+    gc.collect()
+    assert released == [1]
+
+
+def test_what_is_pickled_is_a_copy() -> None:
+    released: list[int] = []
+    act = lent(allocate((4, 6)), lambda: released.append(1))
+    act[:] = 3
+    sent = pickle.loads(pickle.dumps(act))
+    del act
+    assert released == [1]
+    assert (sent == 3).all()
+
+
+def test_empty_memory_is_free_at_once() -> None:
+    released: list[int] = []
+    assert lent(allocate((0, 6)), lambda: released.append(1)).shape == (0, 6)
+    assert released == [1]
+
+
+def test_a_pool_is_used_by_many_threads_and_the_garbage_collector() -> None:
+    """Buffers come back in cycles, which are collected in any thread, also while it takes another one."""
+    pool, failures = BufferPool((8, 16), n_kept=6), list[str]()
+
+    def work(name: int) -> None:
+        for number in range(300):
+            act = pool.get()
+            act[:] = 1000 * name + number
+            cycle: list[object] = [act]
+            cycle.append(cycle)
+            if (act != 1000 * name + number).any():
+                failures.append("shared")
+            del act, cycle
+            if number % 50 == 0:
+                gc.collect()
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+    gc.collect()
+    assert not failures
+    assert len(pool._idle) == 6
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return plain_store(tmp_path_factory.mktemp("memory"), n=60, tokens=7, per_shard=9, d_model=16)
+
+
+def check(plain: Plain, batch: dict[str, np.ndarray]) -> None:
+    np.testing.assert_array_equal(batch["act"], plain.acts[batch["example_idx"], 1, batch["token_idx"] + 1])
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_another_thread_may_hold_and_drop_batches(plain: Plain, kind: type) -> None:
+    """At its own pace, in another order, and some for ever."""
+    loader = kind(ShardStore.open(plain.path).sel(layer=5, tokens="content"), batch_size=9, n_threads=3)
+    held: list[dict[str, np.ndarray]] = []
+    there, done = threading.Condition(), threading.Event()
+
+    def drop() -> None:
+        rng = np.random.default_rng(0)
+        while not done.is_set() or held:
+            with there:
+                there.wait_for(lambda: held or done.is_set(), HANG_S)
+                batch = held.pop(int(rng.integers(len(held)))) if held else None
+            if batch is not None:
+                check(plain, batch)
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    kept: list[dict[str, np.ndarray]] = []
+    for number, batch in enumerate(itertools.chain(loader, loader, loader)):
+        (kept if number % 7 == 0 else held).append(batch)
+        with there:
+            there.notify()
+    done.set()
+    with there:
+        there.notify()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    for batch in kept:
+        check(plain, batch)
+
+
+def test_a_consumer_that_drops_its_batches_makes_no_memory(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def counted(shape: tuple[int, int]) -> np.ndarray:
+        made.append(shape)
+        return allocate(shape)
+
+    monkeypatch.setattr("saev_store.loaders._ring.allocate", counted)
+    loader = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5, tokens="content"), batch_size=9, n_threads=2)
+
+    def epochs() -> Iterator[dict[str, np.ndarray]]:
+        for _ in range(4):
+            yield from loader
+
+    for batch in epochs():
+        check(plain, batch)
+        del batch
+    assert len(made) == 1  # the ring, once for all epochs
