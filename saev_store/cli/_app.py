@@ -9,6 +9,7 @@ import typer
 
 from saev_store._version import __version__
 from saev_store.cli._output import UsageText, emit
+from saev_store.cli.clean import clean
 from saev_store.cli.copy import copy
 from saev_store.cli.demo import demo
 from saev_store.cli.export import export
@@ -41,7 +42,7 @@ def app() -> Command:
         help=_HELP, add_completion=False, no_args_is_help=False, rich_markup_mode=None, pretty_exceptions_enable=False
     )
     typed.callback(invoke_without_command=True)(_top)
-    for command in (info, ls, head, validate, copy, convert, prepare, export, stats, serve, demo):
+    for command in (info, ls, head, validate, copy, clean, convert, prepare, export, stats, serve, demo):
         typed.command()(command)
     return cast("Command", typer.main.get_command(typed))
 

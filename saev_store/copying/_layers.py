@@ -82,7 +82,7 @@ def copy_layers(
     if writer.complete:
         ShardStore(open_documents(child(root, metadata.hash))).validate(progress=progress).raise_if_bad()
         return
-    writer._verify = "digests"  # what is published has been read again
+    writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
     labels = store.labels
     step = max(1, _BATCH_BYTES // layout.example_nbytes)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from saev_store.transport._base import (
     FREE,
-    Borrows,
     Buffer,
+    CleansUploads,
     CopiesWithin,
     Counters,
     Entry,
@@ -21,8 +21,7 @@ from saev_store.transport._base import (
     ReadsRuns,
     Sink,
     Transport,
-    Upload,
-    Uploads,
+    UnfinishedUpload,
     Writes,
 )
 from saev_store.transport._counting import CountingTransport
@@ -35,8 +34,8 @@ from saev_store.transport._retry import RetryTransport
 
 __all__ = [
     "FREE",
-    "Borrows",
     "Buffer",
+    "CleansUploads",
     "CopiesWithin",
     "Counters",
     "CountingTransport",
@@ -58,8 +57,7 @@ __all__ = [
     "RetryTransport",
     "Sink",
     "Transport",
-    "Upload",
-    "Uploads",
+    "UnfinishedUpload",
     "Writes",
     "child",
     "open_transport",

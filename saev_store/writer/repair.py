@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
 from saev_store.layout import shard_name
-from saev_store.transport._base import Sink, Transport
+from saev_store.transport import Sink, Transport
 from saev_store.writer._blocks import BlockDigester, block_ranges
 from saev_store.writer._digests import Digests, FileDigests, load_digests
 from saev_store.writer._folder import CLAIM, HIDDEN, LABELS, Folder
