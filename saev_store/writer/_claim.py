@@ -66,7 +66,7 @@ def read_claim(folder: Folder) -> Claim | None:
     Raises:
         IncompleteStoreError: there is one that this version does not understand.
     """
-    raw = folder.read_or_none(CLAIM)
+    raw = folder.document(CLAIM)
     return None if raw is None else parse_claim(raw, folder)
 
 
@@ -162,7 +162,7 @@ class Owner:
         Raises:
             WriterConflictError: a later attempt has resumed it, or the store was published or discarded meanwhile.
         """
-        raw = self.folder.read_or_none(owner_path(self.rank))
+        raw = self.folder.document(owner_path(self.rank))
         try:
             document = cast("dict[str, object]", json.loads(raw)) if raw is not None else None
         except ValueError:

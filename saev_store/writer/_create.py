@@ -122,9 +122,7 @@ def create_store(
         return writer(Kept(shards.start), ExitStack(), publish=None, complete=True)
 
     here = Claim.of(metadata, options)
-    found = folder.together(
-        lambda: published_already(folder, metadata), lambda: folder.read_or_none(CLAIM), folder.names
-    )
+    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.document(CLAIM), folder.names)
     is_complete, claimed, names = cast("tuple[bool, bytes | None, Sequence[str] | None]", tuple(found))
     if is_complete:
         _check_complete(folder, resume=resume, exist_ok=exist_ok)
@@ -141,10 +139,10 @@ def create_store(
         held.enter_context(folder.lock(f"part{rank:05d}"))
         claim, is_new = _claim(folder, here, resume=resume)
         # A crash while a store was discarded or published can leave hidden files without a claim.
-        is_new = is_new and HIDDEN not in (names or (HIDDEN,))
+        is_new = is_new and names is not None and HIDDEN not in names
         _, is_published = folder.together(
             lambda: _own(owner, metadata.layout, claim, resume=resume),
-            lambda: is_new and folder.exists(METADATA),
+            lambda: is_new and folder.document(METADATA) is not None,
         )
         kept = Kept(shards.start)
         if not is_new:
@@ -152,7 +150,7 @@ def create_store(
             if kept.file is not None:
                 held.callback(kept.file.abort)
             is_published, declared = folder.together(
-                lambda: folder.exists(METADATA), lambda: _declared_labelled(folder) if world > 1 else None
+                lambda: folder.document(METADATA) is not None, lambda: _declared_labelled(folder) if world > 1 else None
             )
             kept = kept if kept.labelled is not None else replace(kept, labelled=declared)
         if not is_published:
@@ -314,5 +312,5 @@ def _declare_labelled(folder: Folder, labelled: bool) -> None:
 
 
 def _declared_labelled(folder: Folder) -> bool | None:
-    raw = folder.read_or_none(LABELLED, max_bytes=16)
+    raw = folder.document(LABELLED)
     return None if raw is None else bytes(raw) == b"true"

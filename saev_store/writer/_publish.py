@@ -99,7 +99,7 @@ def published_already(folder: Folder, metadata: Metadata) -> bool:
     Raises:
         StoreExistsError: it is there with other bytes.
     """
-    there = folder.read_or_none(METADATA)
+    there = folder.document(METADATA)
     if there is not None and bytes(there) != metadata.to_bytes():
         raise StoreExistsError(
             "a store of that name with other metadata lies there",
@@ -157,9 +157,15 @@ def publish(
     if found == "taken" or (found == "same" and not (alone and _is_ours(folder, attempt))):
         # Equal bytes may be those of a publisher that was overtaken and went on.
         raise _lost(folder)
-    if found == "ours" and _has_entered_too(folder, attempt):
+    entered_too, is_repaired = folder.together(
+        lambda: found == "ours" and _has_entered_too(folder, attempt), lambda: folder.is_far and _is_repaired(folder)
+    )
+    if entered_too:
         raise _overtaken(folder)
-    remove_hidden(folder)
+    if not folder.is_far:
+        remove_hidden(folder)
+    elif not is_repaired:
+        _delete_hidden(folder)
     return True
 
 
@@ -194,7 +200,7 @@ def _enter(folder: Folder, attempt: str, *, takeover: bool) -> bool:
 
 def _publisher(folder: Folder) -> dict[str, object]:
     """The publisher's document; empty where there is none."""
-    raw = folder.read_or_none(PUBLISHER)
+    raw = folder.document(PUBLISHER)
     try:
         document = cast("object", json.loads(raw)) if raw is not None else None
     except ValueError:
@@ -330,9 +336,8 @@ def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Gen
 def remove_hidden(folder: Folder) -> None:
     """Delete the hidden files of a published store. Those of a repair stay: `open_repair` finishes or deletes them."""
     if folder.is_far:
-        with contextlib.suppress(SaevStoreError):  # hidden files in a published store do no harm
-            if not _has_repair_files(folder):
-                folder.delete(HIDDEN)
+        if not _is_repaired(folder):
+            _delete_hidden(folder)
         return
     names = folder.names()
     # Another process may make the folder again while it is deleted; the one that holds the lock then looks once more.
@@ -342,6 +347,19 @@ def remove_hidden(folder: Folder) -> None:
         names = folder.names()
         if not (folder.exists(CLAIM) if names is None else HIDDEN in names):
             return
+
+
+def _delete_hidden(folder: Folder) -> None:
+    with contextlib.suppress(SaevStoreError):  # hidden files in a published store do no harm
+        folder.delete(HIDDEN)
+
+
+def _is_repaired(folder: Folder) -> bool:
+    """Whether a repair may be at work; also where that cannot be found out."""
+    try:
+        return _has_repair_files(folder)
+    except SaevStoreError:
+        return True
 
 
 def _remove_hidden(folder: Folder, names: Sequence[str] | None) -> bool:

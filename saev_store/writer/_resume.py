@@ -80,7 +80,7 @@ def _check_unpublished(plan: ShardPlan) -> None:
     one that was deleted before our own owner document.
     """
     plan.owner.check()
-    if plan.folder.exists(METADATA):
+    if plan.folder.document(METADATA) is not None:
         raise plan.owner.superseded()
 
 

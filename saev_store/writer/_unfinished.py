@@ -74,7 +74,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
         folder = Folder(root_transport, name)
         try:
             claim = read_claim(folder)
-            if claim is not None and not folder.exists(METADATA):
+            if claim is not None and folder.document(METADATA) is None:
                 found.append(Unfinished(name, claim.metadata))
         except SaevStoreError as error:
             warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=2)
@@ -90,7 +90,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)
-    if folder.exists(METADATA):
+    if folder.document(METADATA) is not None:
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=folder.url,
