@@ -267,10 +267,7 @@ def uploads(place: Place, nbytes: int, rounds: int) -> list[Row]:
     def sink(*, lent: bool) -> None:
         sink = place.ours.open_sink("u", used_nbytes=nbytes, file_nbytes=nbytes, resume=True)
         for start in range(0, nbytes, PART_BYTES):
-            if lent:
-                sink.lend(start, view[start : start + PART_BYTES], lambda: None)
-            else:
-                sink.write(start, [view[start : start + PART_BYTES]])
+            sink.write(start, [view[start : start + PART_BYTES]], (lambda: None) if lent else None)
         sink.commit()
 
     def writer() -> None:

@@ -96,7 +96,6 @@ class GcsModelTransport:
 
     pads, name, url = False, "gcs-model", "gs://model"
     cost = ReadCost(1 << 20, 16 << 20)
-    is_local = True  # one request after the other: a test orders them
     counters = Counters()
 
     def __init__(self, model: GcsModel) -> None:

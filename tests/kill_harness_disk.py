@@ -8,7 +8,7 @@ the whim of a seeded generator.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +62,8 @@ class Disk:
     def __init__(self, *, posix: bool = True, dies_before: int | None = None) -> None:
         self.posix = posix
         self.pads = posix
+        if posix:  # else it has no such method, as an object store
+            self.move = self._move
         self.url = "disk://root"
         self.files: dict[str, File] = {}
         self.uploads: dict[str, bytearray] = {}
@@ -152,7 +154,7 @@ class Disk:
             self.step(f"delete {name}")
             self.files.pop(name, None)  # somebody else may have deleted it meanwhile
 
-    def move(self, source: str, target: str) -> None:
+    def _move(self, source: str, target: str) -> None:
         self.step(f"move {source} {target}")
         self.files[target] = self.files.pop(source)
 
@@ -189,7 +191,7 @@ class DiskSink:
         self.used, self.file_nbytes = used_nbytes, file_nbytes
         self.prefix = 0
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         data = b"".join(bytes(buffer) for buffer in buffers)
         assert offset == self.prefix, "blocks come in order"
         assert offset + len(data) <= self.used
@@ -198,6 +200,8 @@ class DiskSink:
         self.disk.step(f"write {self.path} {offset}")
         self.file.seen[offset : offset + len(data)] = data
         self.prefix += len(data)
+        if done is not None:
+            done()
 
     def sync(self) -> int:
         self.disk.step(f"sync {self.path}")
@@ -232,12 +236,14 @@ class Upload:
         self.data = bytearray(file_nbytes)
         self.prefix = 0
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         data = b"".join(bytes(buffer) for buffer in buffers)
         assert offset == self.prefix
         self.disk.step(f"write {self.path} {offset}")
         self.data[offset : offset + len(data)] = data
         self.prefix += len(data)
+        if done is not None:
+            done()
 
     def sync(self) -> int:
         return 0

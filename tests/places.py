@@ -190,10 +190,6 @@ class Placed(Wrapper):
         inner = self._inner.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
         return PlacedSink(inner, self, path)
 
-    def open_upload(self, path: str, **options: object) -> Sink:
-        self._send()
-        return PlacedSink(self._inner.open_upload(path, **options), self, path)
-
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         self._send()
         while isinstance(source, Wrapper):

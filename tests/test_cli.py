@@ -24,7 +24,7 @@ from saev_store.cli._app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "tests" / "data" / "saev"
-COMMANDS = ("info", "ls", "head", "validate", "copy", "convert", "prepare", "export", "stats", "serve", "demo")
+COMMANDS = ("info", "ls", "head", "validate", "copy", "clean", "convert", "prepare", "export", "stats", "serve", "demo")
 
 
 def shell(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ PLACES = {
 
 class Place:
     def __init__(self, bucket, engine, proxy) -> None:
-        self.url, self.proxy = bucket.url, proxy
+        self.url, self.proxy, self.engine = bucket.url, proxy, engine
         # Profiles are what obstore does not read: with one named, the package chooses fsspec by itself.
         self.options = {**bucket.options, "endpoint_url": proxy.url}
         if engine == "fsspec" and self.url.startswith("s3"):
@@ -156,7 +156,8 @@ def test_from_one_bucket_to_another(place):
         storage_options=place.options,
         dst_storage_options=place.options,
     )
-    assert len(place.copied) >= 3
+    if place.engine == "fsspec":  # obstore copies within one bucket only: elsewhere this machine does
+        assert len(place.copied) >= 3
     assert ShardStore.open(url, place.options).validate(deep=True).ok
 
 

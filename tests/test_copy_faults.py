@@ -15,7 +15,7 @@ import pytest
 from plain_stores import Plain, plain_store
 from waiting import HANG_S
 
-from saev_store import ShardStore
+from saev_store import ShardStore, new_metadata
 from saev_store._open import open_documents
 from saev_store.copying import _layers, _whole, copy_store
 from saev_store.documents import Metadata
@@ -221,3 +221,38 @@ def test_room_is_needed_for_what_is_missing_only(source, tmp_path, monkeypatch):
     free = metadata_of(source).layout.used_nbytes(2)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     check(copy_store(source.path, tmp_path / "to"), source)
+
+
+def recorded(folder, metadata, seed):
+    acts = np.random.default_rng(seed).normal(size=(metadata.n_examples, *metadata.layout.shape[1:])).astype("<f4")
+    with create_store(open_transport(folder), metadata, progress=False) as writer:
+        writer.append(acts)
+    return folder / metadata.hash
+
+
+def two_layers():
+    return new_metadata(
+        family="clip", ckpt="x", layers=(1, 2), content_tokens_per_example=3, cls_token=True, d_model=8, n_examples=6,
+        data={"__class__": "X"}, dataset="/d", max_tokens_per_shard=24,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [{"layers": [2]}, {"tokens": "content"}])
+def test_a_copy_of_chosen_layers_does_not_call_a_damaged_source_right(tmp_path, chosen):
+    source = recorded(tmp_path / "a", two_layers(), 0)
+    shard = source / "acts000000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2 + 7] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(SaevStoreError, match=r"acts000000\.bin"):
+        copy_store(source, tmp_path / "b", **chosen, progress=False)
+
+
+def test_a_finished_copy_of_chosen_layers_is_of_this_recording(tmp_path):
+    source = recorded(tmp_path / "a", two_layers(), 0)
+    first = copy_store(source, tmp_path / "b", layers=[2], progress=False)
+    assert copy_store(source, tmp_path / "b", layers=[2], progress=False) == first
+    shutil.rmtree(source)
+    source = recorded(tmp_path / "a", two_layers(), 1)
+    with pytest.raises(StoreExistsError, match="another recording"):
+        copy_store(source, tmp_path / "b", layers=[2], progress=False)

@@ -229,8 +229,6 @@ def test_parts_leave_while_the_next_are_written(s3_bucket):
     for start in range(0, len(truth), 3 << 20):
         sink.write(start, [memoryview(truth)[start : start + (3 << 20)]])
     assert len(uploads(s3_bucket)) == 1
-    assert sink.read_back(0, 10) == b""  # on its way
-    assert sink.read_back(20 << 20, 21 << 20) == truth[20 << 20 :]
     with pytest.raises(TransportError, match="sent already"):
         sink.write(5, [memoryview(b"1")])
     with pytest.raises(NotFoundError):
@@ -264,7 +262,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(s3_bucket, how):
     if how == "abort":
         sink.abort()
         sink.abort()
-        with pytest.raises(TransportError, match="given up"):
+        with pytest.raises(TransportError, match="aborted"):
             sink.write(18 << 20, [memoryview(b"1")])
     del sink
     gc.collect()
@@ -277,7 +275,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(s3_bucket, how):
 
 
 def test_what_is_far_ahead_of_a_gap_is_refused(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._parts._AHEAD_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport._obstore_sink._AHEAD_BYTES", 1000)
     sink = open_s3(s3_bucket).open_sink("a.bin", used_nbytes=5000, file_nbytes=5000)
     sink.write(900, [memoryview(bytes(500))])
     with pytest.raises(ArgumentError, match="ahead of byte 0, which is still missing"):

@@ -306,3 +306,17 @@ def test_a_store_that_is_there_with_other_metadata_is_no_success() -> None:
     disk._set(f"{this.name}/metadata.json", b"{}")
     with pytest.raises(StoreExistsError, match="other metadata"):
         finalize_store(disk, this.metadata)
+
+
+def test_a_shard_that_is_only_checkpointed_is_not_published(tmp_path: Path) -> None:
+    """Its file has its full length, with zeros behind what was written."""
+    this, transport = case(n=6, per_shard=2), open_transport(tmp_path)
+    write_part(transport, this, 0, 2)
+    options = {"part": (1, 2), "block_bytes": this.block_bytes, "on_nonfinite": "allow"}
+    with pytest.raises(IncompleteStoreError), create_store(transport, this.metadata, **options) as writer:
+        start, end = writer.example_range
+        writer.append(*this.rows(start, end - 1))
+        writer.checkpoint()
+    with pytest.raises(IncompleteStoreError, match="part 1"):
+        finalize_store(transport, this.metadata)
+    assert not (tmp_path / this.name / "metadata.json").exists()

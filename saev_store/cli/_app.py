@@ -9,6 +9,7 @@ import typer
 
 from saev_store._version import __version__
 from saev_store.cli._output import UsageText, emit
+from saev_store.cli.clean import clean
 from saev_store.cli.copy import copy
 from saev_store.cli.demo import demo
 from saev_store.cli.export import export
@@ -61,7 +62,7 @@ def app() -> Command:
         context_settings=_HELP_NAMES,
     )
     typed.callback(invoke_without_command=True)(_top)
-    for command in (info, ls, head, validate, copy, convert, prepare, export, stats, serve, demo):
+    for command in (info, ls, head, validate, copy, clean, convert, prepare, export, stats, serve, demo):
         # Without a short help of its own a command's description is cut in the list of commands.
         first = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
         typed.command(short_help=first, context_settings=_HELP_NAMES)(command)

@@ -41,8 +41,9 @@ def copy_store(
     hole on this machine, not at all on object stores. `metadata.json` comes last, so a partial copy never opens.
 
     With `layers` or `tokens` a new store is written that holds only these layers, in the order of the source, and only
-    these tokens, with a hash of its own and a `provenance.json` that names its origin. Only their bytes are read. The
-    protocol knows no store without content, so `tokens="special"` takes the first content token along.
+    these tokens, with a hash of its own and a `provenance.json` that names its origin. Where the source has a digests.json, all
+    of it is read and compared first: the copy's own digests would call damaged vectors right. The protocol knows no store
+    without content, so `tokens="special"` includes the first content token.
 
     Between two places of one service that are opened with the same options the service copies whole shards by itself, and
     this machine only reads the copy to compare it with the source's digests (and the source, where it has none).
@@ -64,7 +65,7 @@ def copy_store(
     Raises:
         NotFoundError, DocumentError, CorruptShardError: the source is no whole store, or does not match its digests.
         LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
-        StoreExistsError: another store, or with `resume=False` this one, lies there already.
+        StoreExistsError: another store, a copy of another recording, or with `resume=False` this one already exists there.
         IncompleteStoreError: `resume` is False and an unfinished copy lies there, or something of another program.
         WriterConflictError: another process is copying to there.
         ArgumentError: a limit is not positive.

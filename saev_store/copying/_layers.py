@@ -14,7 +14,7 @@ from saev_store._open import open_documents
 from saev_store.copying._space import check_space
 from saev_store.copying._whole import PROVENANCE_NAME
 from saev_store.documents import Metadata
-from saev_store.errors import IncompleteStoreError, NotFoundError
+from saev_store.errors import IncompleteStoreError, NotFoundError, StoreExistsError
 from saev_store.indexing import Progression
 from saev_store.layout import shard_name
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
@@ -81,12 +81,15 @@ def copy_layers(
     )
     if writer.complete:
         ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
+        _check_source(folder, store)
         return
-    writer._verify = "digests"  # what is published has been read again
+    writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
     labels = store.labels
     step = max(1, _BATCH_BYTES // layout.example_nbytes)
     with writer:
+        if load_digests(store.transport) is not None:  # else the copy's digests would call damaged vectors right
+            store.validate(deep=True, progress=progress).raise_if_bad()
         folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
         for start in range(writer.next_example, layout.n_examples, step):
             end = min(start + step, layout.n_examples)
@@ -120,6 +123,25 @@ def _begin(folder: Folder, store: ShardStore) -> None:
         )
 
 
+def _check_source(folder: Folder, store: ShardStore) -> None:
+    """Check that a finished copy was made of this recording, as far as both tell.
+
+    Raises:
+        StoreExistsError: it was made of another one.
+    """
+    raw, digests = folder.read_or_none(PROVENANCE_NAME), load_digests(store.transport)
+    try:
+        was = json.loads(raw)["source_digests"] if raw is not None else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        was = None
+    if was is not None and digests is not None and was != hashlib.sha256(digests.to_bytes()).hexdigest():
+        raise StoreExistsError(
+            "a copy of another recording with the same metadata is there already",
+            where=folder.url,
+            remedy="Copy elsewhere; or delete that copy, if it is of an earlier recording.",
+        )
+
+
 def _identity(store: ShardStore) -> str:
     """Changes when the source is recorded anew: its digests, wherever it lies; else its address and its files' sizes and times."""
     digests = load_digests(store.transport)
@@ -138,11 +160,13 @@ def _identity(store: ShardStore) -> str:
 
 def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> bytes:
     """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
+    digests = load_digests(store.transport)
     document = {
         "version": 1,
         "made_by": "saev_store.copying",
         "source": store.url,
         "source_hash": store.metadata.hash,
+        "source_digests": None if digests is None else hashlib.sha256(digests.to_bytes()).hexdigest(),
         "source_layers": list(store.layers),
         "layers": list(layers),
         "tokens": [tokens.start, tokens.start + tokens.count],

@@ -15,7 +15,7 @@ def check_space(url: str, nbytes: int) -> None:
     Raises:
         TransportError: the disk has less room than `nbytes`.
     """
-    folder = url.removeprefix("file://")
+    folder: str = url.removeprefix("file://")
     if not folder.startswith("/"):
         return
     while not os.path.isdir(folder) and folder != "/":

@@ -253,7 +253,7 @@ class _Copier:
 
     def _transfer(self, file: _File, bar: Progress) -> list[str]:
         digests: list[str] = []
-        sink = self._folder.replacing_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
+        sink = self._folder.new_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
         try:
             offset = 0
             for block in _blocks(self._source, file.name, file, self._block_bytes):

@@ -156,7 +156,8 @@ class WriteContract(ReadContract):
         assert sink.sync() in {0, 120_000}
         sink.write(120_000, [memoryview(truth[120_000:200_000].view("<f4").reshape(100, 200)), memoryview(b"")])
         assert sink.sync() in {0, 300_000}
-        assert sink.read_back(199_990, 200_010) == truth[199_990:200_010].tobytes()
+        if self.resumes:
+            assert sink.read_back(199_990, 200_010) == truth[199_990:200_010].tobytes()
         sink.commit()
         assert transport.size("new/acts000000.bin") == 400_000
         (part,) = transport.get_ranges("new/acts000000.bin", starts=[0], ends=[400_000])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from saev_store.transport._base import (
     FREE,
-    Borrows,
     Buffer,
+    CleansUploads,
     CopiesWithin,
     Counters,
     Entry,
@@ -18,8 +18,7 @@ from saev_store.transport._base import (
     ReadCost,
     Sink,
     Transport,
-    Upload,
-    Uploads,
+    UnfinishedUpload,
     Writes,
 )
 from saev_store.transport._counting import CountingTransport
@@ -31,8 +30,8 @@ from saev_store.transport._open import Engine, open_transport
 
 __all__ = [
     "FREE",
-    "Borrows",
     "Buffer",
+    "CleansUploads",
     "CopiesWithin",
     "Counters",
     "CountingTransport",
@@ -49,8 +48,7 @@ __all__ = [
     "ReadCost",
     "Sink",
     "Transport",
-    "Upload",
-    "Uploads",
+    "UnfinishedUpload",
     "Writes",
     "open_transport",
 ]

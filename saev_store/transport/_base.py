@@ -77,11 +77,19 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name found by `Lists.list`: `path` is relative to the transport's root, folders have no size."""
+    """One name found by `Lists.list`.
+
+    Attributes:
+        path: Relative to the transport's root.
+        is_dir: Whether it is a folder.
+        size: Bytes; None for folders.
+        modified_s: When it was last written, in seconds since 1970; None where that is not told.
+    """
 
     path: str
     is_dir: bool
     size: int | None
+    modified_s: float | None = None
 
 
 @runtime_checkable
@@ -164,20 +172,24 @@ class Lists(Protocol):
 class Sink(Protocol):
     """One file under construction, written in blocks; its final size is known from the start."""
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers one after the other at `offset`; they may be reused when it returns."""
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
+        """Write the buffers one after the other at `offset`; they may be reused when it returns.
+
+        With `done` they may not be reused before `done` is called, in any thread, also after an error: a sink may then send
+        them without a copy.
+        """
         ...
 
     def sync(self) -> int:
-        """Make what was written survive a crash; returns how many leading bytes now would (0 where only `commit` persists)."""
+        """Make what was written survive a crash; the number of leading bytes that now do (0 where only `commit` persists)."""
         ...
 
     def keep(self, nbytes: int) -> None:
-        """After a resume: the first `nbytes` were verified by the caller and count as written, for `sync` and `commit`."""
+        """Count the first `nbytes` of a resumed file as written; the caller has verified them. Refused where `sync` gives 0."""
         ...
 
     def read_back(self, start: int, end: int) -> bytes:
-        """What a resumed sink holds in that range, to verify it; shorter than asked when it is not there."""
+        """What a resumed file holds in that range, to verify it; shorter than asked, or empty, where it is not there."""
         ...
 
     def commit(self) -> None:
@@ -190,35 +202,6 @@ class Sink(Protocol):
 
     def abort(self) -> None:
         """Release resources without committing; what `sync` promised stays."""
-        ...
-
-
-@runtime_checkable
-class Upload(Sink, Protocol):
-    """A sink whose parts arrive at a service while it is written, and which another process can continue."""
-
-    @property
-    def vouched_nbytes(self) -> int:
-        """Leading bytes that a resumed upload need not send again, and cannot read back.
-
-        The service lists their parts with the very checksums (ETags) and sizes with which it acknowledged them.
-        """
-        ...
-
-    def bookmark(self) -> str:
-        """What `open_upload` needs to continue from the bytes that the last `sync` promised; "" if it cannot be."""
-        ...
-
-
-@runtime_checkable
-class Borrows(Protocol):
-    """A sink that can send memory from where it lies: whoever does not need it meanwhile saves a copy."""
-
-    def lend(self, offset: int, buffer: memoryview, done: Callable[[], object]) -> None:
-        """As `Sink.write`, but the buffer may not change until `done` is called, in whichever thread; errors are no excuse.
-
-        What does not fill a part of its own is copied, and `done` is called at once.
-        """
         ...
 
 
@@ -239,7 +222,7 @@ class Writes(Protocol):
         ...
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
-        """Start (or, with `resume`, continue) a large file.
+        """Start a large file. With `resume`, continue it; where files cannot be continued, replace it on `commit`.
 
         `used_nbytes` will be written, the rest up to `file_nbytes` reads as zeros (sparse where possible).
 
@@ -262,22 +245,31 @@ class Writes(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class UnfinishedUpload:
+    """A multipart upload that was begun and neither completed nor aborted.
+
+    Attributes:
+        path: The file that it would become, relative to the transport's root.
+        upload_id: The service's name for it.
+        begun_s: When it was begun, in seconds since 1970; None where the service does not tell.
+    """
+
+    path: str
+    upload_id: str
+    begun_s: float | None
+
+
 @runtime_checkable
-class Uploads(Protocol):
-    """Sends large files to a service that keeps the parts of an unfinished upload."""
+class CleansUploads(Protocol):
+    """Lists and aborts unfinished multipart uploads, which killed writers leave and which cost money."""
 
-    def open_upload(
-        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
-    ) -> Upload:
-        """Like `Writes.open_sink`; parts end where blocks of `block_bytes` end, as far as parts may be so large.
-
-        Other unfinished uploads of the same file are given up: they are what crashed processes left. `bookmark` is what
-        `Upload.bookmark` gave to the process that was interrupted; None starts a new file, "" one that replaces another.
-        """
+    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
+        """The unfinished uploads of all files below the folder `path`; None where this client cannot list them."""
         ...
 
-    def drop_uploads(self, path: str) -> int:
-        """Give up all unfinished uploads of a file, or of the files in a folder; how many there were."""
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        """Abort an upload and delete its parts; an upload that no longer exists is fine."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.transport._checks import byte_views, check_ranges, os_errors
@@ -39,7 +39,7 @@ class FdSink:
         self._where, self._used, self._file = where, used_nbytes, file_nbytes
         self._written = Written()
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         """Write the buffers one after the other at `offset`."""
         views = byte_views(buffers, writable=False)
         end = offset + sum(view.nbytes for view in views)
@@ -51,6 +51,8 @@ class FdSink:
             self.tally.add("sink.write", written=end - offset)
         if end > offset:
             self._written.add(offset, end)
+        if done is not None:
+            done()
 
     def abort(self) -> None:
         """Close the descriptor; what lies on the disk under a name stays."""

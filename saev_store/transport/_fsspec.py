@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import BinaryIO, cast
 
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._base import Buffer, Counters, Entry, ReadCost, Transport, far_cost
+from saev_store.transport._base import Buffer, Counters, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
 from saev_store.transport._checks import (
     check_path,
     check_ranges,
@@ -20,17 +21,16 @@ from saev_store.transport._checks import (
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
 from saev_store.transport._fsspec_ranges import getter, ranges
 from saev_store.transport._fsspec_sink import SpooledSink
-from saev_store.transport._fsspec_uploads import gcs_service_of, uploader_of
+from saev_store.transport._fsspec_uploads import list_uploads
 from saev_store.transport._locks import ForkSafeLock
-from saev_store.transport._multipart_sink import MultipartSink, Uploader
-from saev_store.transport._parts import Bookmark
 from saev_store.transport._pins import Pins, Version
 
 #: A request through fsspec's clients is about a millisecond of Python.
 _FAR = far_cost(cpu_s=1e-3)
 _NEAR = ReadCost(256 << 10, 64 << 20)
-#: gcsfs sends more than this at once in a way that aiohttp warns of.
-_MOST_RAW_NBYTES = 1_000_000
+#: Services that copy objects by themselves, and of these the ones whose client lists unfinished uploads.
+_COPYING = {"s3", "s3a", "gs", "gcs"}
+_LISTING_UPLOADS = {"s3", "s3a"}
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()
 
@@ -230,7 +230,10 @@ class FsspecTransport:
             size = info.get("size")
             is_dir = info.get("type") == "directory" or (str(info["name"]).endswith("/") and not size)
             entries[relative] = Entry(
-                relative, is_dir=is_dir, size=None if is_dir or not isinstance(size, int) else size
+                relative,
+                is_dir=is_dir,
+                size=None if is_dir or not isinstance(size, int) else size,
+                modified_s=None if is_dir else _modified_s(info),
             )
         return [entries[name] for name in sorted(entries)]
 
@@ -249,11 +252,7 @@ class FsspecTransport:
             self._make_parent(below)
             self._client.tally.add("put", written=len(data))
             self._pins.forget(below)
-            full, service = self._full(below), gcs_service_of(self._client)
-            if service is not None and len(data) > _MOST_RAW_NBYTES:
-                self._client.run("write", below, lambda: service.put(full, "", data), nbytes=len(data))
-            else:
-                self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
+            self._client.ask("pipe_file", self._full(below), bytes(data), nbytes=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken.
@@ -295,42 +294,47 @@ class FsspecTransport:
             self._pins.forget(below)
             self._client.ask("rm", self._full(below), recursive=True)
 
-    def open_sink(
-        self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False
-    ) -> SpooledSink | MultipartSink:
-        """A file that appears when it is committed; a resumed one starts over.
-
-        On S3 and Google it is uploaded while it is written; for others it is collected on this machine until then.
-        """
-        return self._sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1, new=not resume)
-
-    def open_upload(
-        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
-    ) -> SpooledSink | MultipartSink:
-        """A file that is uploaded while it is written; on S3 and Google another process can continue it."""
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
+        """A file that is collected on this machine and uploaded when it is committed; `resume` replaces the old one then."""
         below = self._below(path)
-        found = Bookmark.parse(bookmark) if bookmark else None
-        if (uploader := self._uploader()) is not None:
-            uploader.drop(below, self._full(below), keep=found.upload if found else "")
-        return self._sink(
-            path,
+        self._pins.forget(below)
+        if not resume:
+            with contextlib.suppress(NotFoundError):
+                self.size(path)
+                raise StoreExistsError(
+                    "the file already exists", where=self._where(below), remedy="Resume, or delete it first."
+                )
+        return SpooledSink(
+            self._client,
+            below,
+            self._full(below),
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
-            block_bytes=block_bytes,
-            new=bookmark is None,
-            bookmark=found,
+            committed=lambda: self._pins.forget(below),
         )
 
-    def drop_uploads(self, path: str) -> int:
-        """Give up all unfinished uploads of a file, or of the files in a folder; 0 where there is no such thing."""
+    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
+        """The unfinished multipart uploads below a folder of a bucket on S3; None for other services."""
+        if not self._speaks(_LISTING_UPLOADS):
+            return None
         below = self._below(path) if path else self._folder
-        uploader = self._uploader()
-        return 0 if uploader is None else len(uploader.drop(below, self._full(below)))
+        with self._client.errors("list unfinished uploads", below):
+            self._client.tally.add("uploads")
+            bucket, _, prefix = self._full(below).strip("/").partition("/")
+            return list_uploads(self._client, bucket, prefix, folder=self._full(self._folder).strip("/"))
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        """Abort an unfinished multipart upload on S3."""
+        below = self._below(upload.path)
+        with contextlib.suppress(NotFoundError), self._client.errors("abort an unfinished upload", below):
+            self._client.tally.add("uploads")
+            bucket, _, key = self._full(below).partition("/")
+            self._client.ask("abort_mpu", bucket, key, upload.upload_id)
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         """Let S3 or Google copy a file; False for other services, or where the two are opened differently."""
         ours, below = self._client, self._below(path)
-        if not isinstance(source, FsspecTransport) or self._uploader() is None:
+        if not isinstance(source, FsspecTransport) or not self._speaks(_COPYING):
             return False
         theirs, from_below = source._client, source._below(source_path)
         if set(theirs.protocols) != set(ours.protocols) or theirs.options.all != ours.options.all:
@@ -343,39 +347,9 @@ class FsspecTransport:
             ours.ask("cp_file", source._full(from_below), self._full(below), nbytes=nbytes)
         return True
 
-    def _sink(
-        self,
-        path: str,
-        *,
-        used_nbytes: int,
-        file_nbytes: int,
-        block_bytes: int,
-        new: bool,
-        bookmark: Bookmark | None = None,
-    ) -> SpooledSink | MultipartSink:
-        below = self._below(path)
-        self._pins.forget(below)
-        if new:
-            with contextlib.suppress(NotFoundError):
-                self.size(path)
-                raise StoreExistsError(
-                    "a file lies there already", where=self._where(below), remedy="Resume, or delete it first."
-                )
-        if (uploader := self._uploader()) is None:
-            return SpooledSink(self._client, below, self._full(below), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        return MultipartSink(
-            uploader,
-            below,
-            self._full(below),
-            used_nbytes=used_nbytes,
-            file_nbytes=file_nbytes,
-            block_bytes=block_bytes,
-            bookmark=bookmark,
-            committed=lambda: self._pins.forget(below),
-        )
-
-    def _uploader(self) -> Uploader | None:
-        return uploader_of(self._client)
+    def _speaks(self, protocols: set[str]) -> bool:
+        """Whether the client speaks one of these protocols, with nothing in front of it."""
+        return self._client.is_async and len(self._client.protocols) == 1 and self._client.protocols[0] in protocols
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: object stores have no locks, publication decides who wins."""
@@ -398,6 +372,17 @@ class FsspecTransport:
 
     def _where(self, below: str) -> str:
         return f"{self._client.safe_url}/{below}" if below else self._client.safe_url
+
+
+def _modified_s(info: Mapping[str, object]) -> float | None:
+    """When a file was last written; every file system calls it otherwise."""
+    found = next((info[name] for name in ("LastModified", "mtime", "updated", "last_modified") if name in info), None)
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            found = datetime.fromisoformat(found)
+    if isinstance(found, datetime):
+        return found.timestamp()
+    return float(found) if isinstance(found, (int, float)) else None
 
 
 def _read_ranges(fs: FileSystem, path: str, starts: list[int], ends: list[int], *, by_range: bool) -> list[bytes]:

@@ -99,8 +99,6 @@ class Client:
         self._fs: FileSystem | None = None
         self.root = ""
         self.is_async = self.has_cat_file = False
-        #: Anything that belongs to this file system and is made once.
-        self.kept: dict[str, object] = {}
         self.fs()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -188,18 +186,6 @@ class Client:
                 return await work()
 
         return asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
-
-    def run(self, doing: str, path: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
-        """What `work()` gives, carried out in the loop of an asynchronous file system.
-
-        Raises:
-            DeadlineError: it took too long; what was under way is cancelled.
-            SaevStoreError: what its error means.
-        """
-        with self.errors(doing, path):
-            future = self.submit(work, nbytes=nbytes)
-            # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-            return awaited(future, self.timeout(nbytes) + 10)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""

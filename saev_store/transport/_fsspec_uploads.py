@@ -1,30 +1,37 @@
-"""Which of fsspec's file systems keep the parts of unfinished uploads, and who speaks to them."""
+"""Lists unfinished multipart uploads through s3fs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime
 from typing import cast
 
+from saev_store.transport._base import UnfinishedUpload
 from saev_store.transport._fsspec_client import Client
-from saev_store.transport._gcs_uploads import GcsService
-from saev_store.transport._multipart_sink import Service, Uploader
-from saev_store.transport._s3_uploads import S3Service
-
-_SERVICES: dict[str, type[S3Service | GcsService]] = {
-    "s3": S3Service, "s3a": S3Service, "gs": GcsService, "gcs": GcsService,
-}  # fmt: skip
 
 
-def uploader_of(client: Client) -> Uploader | None:
-    """Who uploads for a client, the same each time; None where files have to be collected before they are sent."""
-    if len(client.protocols) != 1 or client.protocols[0] not in _SERVICES or not client.is_async:
-        return None
-    if "uploader" not in client.kept:
-        service: Service = _SERVICES[client.protocols[0]](client)
-        client.kept["uploader"] = Uploader(client, service)
-    return cast("Uploader", client.kept["uploader"])
+def list_uploads(client: Client, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
+    """The unfinished uploads of a bucket whose keys lie in the folder `prefix`, all pages of the listing.
 
-
-def gcs_service_of(client: Client) -> GcsService | None:
-    """What speaks to Google for a client; None if the client speaks to somebody else."""
-    uploader = uploader_of(client)
-    return uploader.service if uploader is not None and isinstance(uploader.service, GcsService) else None
+    Args:
+        client: A client of an `s3://` address.
+        bucket: The bucket's name.
+        prefix: A folder in it, `""` for all of it.
+        folder: Bucket and folder that the paths of the answer are relative to.
+    """
+    found: list[UnfinishedUpload] = []
+    markers: dict[str, object] = {}
+    while True:
+        # s3fs's own listing gives the first page only.
+        page = client.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+        answer = cast("Mapping[str, object]", page)
+        listed = cast("list[Mapping[str, object]]", answer.get("Uploads") or [])
+        for upload in listed:
+            key, begun = str(upload["Key"]), upload.get("Initiated")
+            if not prefix or key == prefix or key.startswith(f"{prefix}/"):
+                path = f"{bucket}/{key}".removeprefix(folder).lstrip("/")
+                begun_s = begun.timestamp() if isinstance(begun, datetime) else None
+                found.append(UnfinishedUpload(path, str(upload["UploadId"]), begun_s))
+        if not answer.get("IsTruncated") or not listed:
+            return found
+        markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}

@@ -1,4 +1,4 @@
-"""Two system calls that Python wraps with a cost we do not want to pay.
+"""System calls that Python does not wrap, or wraps at a cost.
 
 `mmap.mmap` keeps a descriptor open for as long as any view lives (before Python 3.13), so a store of thousands of
 shards would run into `ulimit -n`. `os.posix_fallocate` silently falls back to touching every block where the file
@@ -37,6 +37,7 @@ if _LIBC is not None:
     )
     _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 
@@ -90,3 +91,21 @@ def preallocate(fd: int, nbytes: int) -> None:
                 raise OSError(code, os.strerror(code))
     if os.fstat(fd).st_size < nbytes:
         os.ftruncate(fd, nbytes)
+
+
+def rename_exclusive(old: str, new: str) -> bool:
+    """Rename a file unless the new name is taken; False, and nothing done, where the system cannot.
+
+    Raises:
+        OSError: `FileExistsError` if the name is taken, or another failure.
+    """
+    renameat2 = getattr(_LIBC, "renameat2", None)
+    if renameat2 is None:
+        return False
+    renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), new)

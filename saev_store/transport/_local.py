@@ -301,6 +301,7 @@ def _entry(item: os.DirEntry[str], folder: str) -> Entry:
     try:
         if item.is_dir():
             return Entry(path, is_dir=True, size=None)
-        return Entry(path, is_dir=False, size=item.stat().st_size)
+        status = item.stat()
+        return Entry(path, is_dir=False, size=status.st_size, modified_s=status.st_mtime)
     except OSError:  # a broken link, or gone since
         return Entry(path, is_dir=False, size=None)

@@ -77,7 +77,7 @@ class LocalSink(FdSink):
             self._fd = os.open(self._where, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError as error:
             raise StoreExistsError(
-                "a file lies there already", where=self._where, remedy="Resume, or delete it first."
+                "the file already exists", where=self._where, remedy="Resume, or delete it first."
             ) from error
         return True
 

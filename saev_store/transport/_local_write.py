@@ -22,6 +22,7 @@ from saev_store.transport._base import Buffer
 from saev_store.transport._checks import check_path, os_errors
 from saev_store.transport._descriptors import DESCRIPTORS, Identity
 from saev_store.transport._fd_sink import write_all
+from saev_store.transport._libc import rename_exclusive
 from saev_store.transport._local_sink import LocalSink, fsync_folder, make_folders
 from saev_store.transport._locks import after_fork_in_child
 from saev_store.transport._tally import Tally
@@ -74,13 +75,14 @@ class LocalWrites:
         self._tally.add("create", written=len(data))
         with os_errors(where, "create"):
             with _temporary(where, data) as temporary:
-                # A hard link is the one exclusive step that carries content: a rename would replace.
+                # A hard link is exclusive and carries the content; an ordinary rename would replace.
                 try:
                     os.link(temporary, where)
                 except OSError as error:
                     if error.errno not in _NO_LINKS:
                         raise
-                    _create_without_links(where, data)
+                    if not rename_exclusive(temporary, where):
+                        _create_without_links(where, data)
             fsync_folder(os.path.dirname(where))
 
     def delete(self, path: str) -> None:
@@ -131,7 +133,7 @@ class LocalWrites:
             fd.close()
 
 
-#: How often a folder is made that others remove in that moment.
+#: How often a folder is made that others delete at that moment.
 _N_TRIES = 100
 
 
@@ -230,7 +232,7 @@ def _temporary(where: str, data: Buffer) -> Generator[str]:
 
 
 def _create_without_links(where: str, data: Buffer) -> None:
-    """Exclusive all the same, but a reader may meet the file before its content: for file systems without links."""
+    """Create a file exclusively where there are neither links nor exclusive renames; a kill can leave an empty file."""
     fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
     try:
         write_all(fd, [memoryview(data)], 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._base import FREE, Buffer, Counters, Entry
@@ -222,7 +222,7 @@ class MemorySink:
         self._buffer, self._used = buffer, used_nbytes
         self._written = Written()
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         """Copy the buffers, one after the other, to `offset`."""
         views = byte_views(buffers, writable=False)
         end = offset + sum(view.nbytes for view in views)
@@ -236,6 +236,8 @@ class MemorySink:
         self._files.tally.add("sink.write", written=end - offset)
         if end > offset:
             self._written.add(offset, end)
+        if done is not None:
+            done()
 
     def sync(self) -> int:
         """The number of leading bytes that a resumed sink would find."""

@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError
-from saev_store.transport._base import Buffer, Counters, Entry, Transport, Upload, far_cost
+from saev_store.transport._base import Buffer, Counters, Entry, Transport, far_cost
 from saev_store.transport._checks import check_path, check_ranges, joined_runs, too_big
-from saev_store.transport._multipart_sink import MultipartSink, Uploader
 from saev_store.transport._obstore_client import Client, is_forked
 from saev_store.transport._obstore_documents import create, delete, put
 from saev_store.transport._obstore_options import own_names
 from saev_store.transport._obstore_ranges import PIECE_BYTES, Object
-from saev_store.transport._obstore_sink import StreamedSink
-from saev_store.transport._obstore_uploads import uploader_of
-from saev_store.transport._parts import Bookmark
+from saev_store.transport._obstore_sink import ObstoreSink
 from saev_store.transport._pins import Pins
 from saev_store.transport._secrets import Options
 
@@ -169,13 +166,18 @@ class ObstoreTransport:
         base = f"{path}/" if path else ""
         entries = {base + name.rstrip("/").rpartition("/")[2]: None for name in found["common_prefixes"]}
         sizes: dict[str, int | None] = {**entries}
+        times: dict[str, float] = {}
         for meta in found["objects"]:
             name = base + meta["path"].rpartition("/")[2]
             if meta["path"] != key:  # a placeholder for the folder itself
                 sizes.setdefault(name, meta["size"])
+                times[name] = meta["last_modified"].timestamp()
         if not sizes and key:
             raise NotFoundError("there is no such folder", where=self._where(below))
-        return [Entry(name, is_dir=sizes[name] is None, size=sizes[name]) for name in sorted(sizes)]
+        return [
+            Entry(name, is_dir=size is None, size=size, modified_s=times.get(name))
+            for name, size in sorted(sizes.items())
+        ]
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -222,71 +224,8 @@ class ObstoreTransport:
         self._client.call("delete", self._where(below), lambda: delete(self._client, self._key(below)))
         self._pins.forget(below)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Upload:
-        """A file that is uploaded while it is written and appears when it is committed; a resumed one starts over."""
-        below = self._may_upload(path, new=not resume)
-        return self._sink(below, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1)
-
-    def open_upload(
-        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
-    ) -> Upload:
-        """A file that is uploaded while it is written; on S3 and Google another process can continue it.
-
-        What is continued goes through s3fs or gcsfs, for obstore knows only uploads that it has begun; without them it
-        starts over. On Google what is begun does so too: obstore sends no checksums there.
-        """
-        below = self._may_upload(path, new=bookmark is None)
-        found = Bookmark.parse(bookmark) if bookmark else None
-        dropped = list[str]()
-        if (uploader := self._uploader()) is not None:
-            dropped = uploader.drop(below, self._uploads_key(below), keep=found.upload if found else "")
-        return self._sink(
-            below,
-            used_nbytes=used_nbytes,
-            file_nbytes=file_nbytes,
-            block_bytes=block_bytes,
-            bookmark=found,
-            dropped=dropped,
-        )
-
-    def drop_uploads(self, path: str) -> int:
-        """Give up all unfinished uploads of a file, or of the files in a folder; 0 where nobody lists them."""
-        below = self._below(path) if path else self._folder
-        if is_forked():
-            return self._forked().drop_uploads(path)
-        uploader = self._uploader()
-        return 0 if uploader is None else len(uploader.drop(below, self._uploads_key(below)))
-
-    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
-        """Let the service copy a file; False from another bucket unless s3fs or gcsfs is there, or with other options."""
-        if not isinstance(source, ObstoreTransport) or is_forked():
-            return False
-        ours, theirs, below = self._client, source._client, self._below(path)
-        if ours.place.kind != theirs.place.kind or ours.options.all != theirs.options.all or ours.place.kind == "http":
-            return False
-        size, from_below = source.size(source_path), source._below(source_path)
-        self._pins.forget(below)
-        if ours.place.bucket == theirs.place.bucket and size <= _MOST_COPIED_AT_ONCE:
-            import obstore
-
-            ours.tally.add("copy_within")
-            ours.call(
-                "copy",
-                self._where(below),
-                lambda: ours.slot(lambda: obstore.copy_async(ours.store, source._key(from_below), self._key(below))),
-                nbytes=size // 16,
-            )
-            return True
-        uploader = self._uploader()
-        if uploader is None:
-            return False
-        client = uploader.client
-        with client.errors("copy", below):
-            ours.tally.add("copy_within")
-            client.ask("cp_file", source._uploads_key(from_below), self._uploads_key(below), nbytes=size // 16)
-        return True
-
-    def _may_upload(self, path: str, *, new: bool) -> str:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
+        """A file that is uploaded while it is written and appears when it is committed; `resume` replaces the old one then."""
         below = self._below(path)
         if is_forked():
             raise ForkError(
@@ -294,55 +233,45 @@ class ObstoreTransport:
                 where=self._where(below),
                 remedy='Start workers with "spawn", or open the store with engine="fsspec".',
             )
-        if new:
+        if not resume:
             with contextlib.suppress(NotFoundError):
                 self.size(path)
                 raise StoreExistsError(
-                    "a file lies there already", where=self._where(below), remedy="Resume, or delete it first."
+                    "the file already exists", where=self._where(below), remedy="Resume, or delete it first."
                 )
-        return below
-
-    def _sink(
-        self,
-        below: str,
-        *,
-        used_nbytes: int,
-        file_nbytes: int,
-        block_bytes: int,
-        bookmark: Bookmark | None = None,
-        dropped: Sequence[str] = (),
-    ) -> MultipartSink | StreamedSink:
-        uploader, key = self._uploader(), self._uploads_key(below)
-        if uploader is not None and (bookmark is not None or self._client.place.kind == "gs"):
-            return MultipartSink(
-                uploader,
-                below,
-                key,
-                used_nbytes=used_nbytes,
-                file_nbytes=file_nbytes,
-                block_bytes=block_bytes,
-                bookmark=bookmark,
-                committed=lambda: self._pins.forget(below),
-            )
-        return StreamedSink(
+        return ObstoreSink(
             self._client,
             self._where(below),
-            below,
             self._key(below),
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
-            block_bytes=block_bytes,
-            uploader=None if uploader is None else (uploader, key),
-            dropped=dropped,
             committed=lambda: self._pins.forget(below),
         )
 
-    def _uploader(self) -> Uploader | None:
-        return self._client.uploader(uploader_of)
+    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
+        """Let the service copy a file; False from another bucket, for large objects, or with other options."""
+        if not isinstance(source, ObstoreTransport) or is_forked():
+            return False
+        ours, theirs, below = self._client, source._client, self._below(path)
+        if ours.place.kind == "http" or (ours.place.kind, ours.place.bucket) != (
+            theirs.place.kind,
+            theirs.place.bucket,
+        ):
+            return False
+        size, from_below = source.size(source_path), source._below(source_path)
+        if ours.options.all != theirs.options.all or size > _MOST_COPIED_AT_ONCE:
+            return False
+        import obstore
 
-    def _uploads_key(self, below: str) -> str:
-        """How s3fs and gcsfs call a file."""
-        return f"{self._client.place.bucket}/{self._key(below)}".rstrip("/")
+        self._pins.forget(below)
+        ours.tally.add("copy_within")
+        ours.call(
+            "copy",
+            self._where(below),
+            lambda: ours.slot(lambda: obstore.copy_async(ours.store, source._key(from_below), self._key(below))),
+            nbytes=size // 16,
+        )
+        return True
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: object stores have no locks, publication decides who wins."""

@@ -34,8 +34,6 @@ from saev_store.transport._waits import awaited
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from saev_store.transport._multipart_sink import Uploader
-
 T = TypeVar("T")
 
 #: Requests of one client that are under way at the same time.
@@ -111,7 +109,6 @@ class Client:
         self._store: ObjectStore | None = None
         self._has_answered = self.place.endpoint.lower().startswith("http://")
         self._slots: asyncio.Semaphore | None = None
-        self._uploader: list[Uploader | None] = []
         if find_spec("obstore") is None:
             raise MissingDependencyError(
                 "the engine obstore is not installed", where=self.url, remedy="pip install 'saev_store[obstore]'"
@@ -127,12 +124,6 @@ class Client:
             if self._store is None:
                 self._store = _open(self.place, timeout_s=self.timeout_s)
             return self._store
-
-    def uploader(self, make: Callable[[Client], Uploader | None]) -> Uploader | None:
-        """What `make` makes of this client, the first time."""
-        if not self._uploader:
-            self._uploader = [make(self)]
-        return self._uploader[0]
 
     def begin(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
         """Begin `work()` where something has been begun, and wait for nothing, not even a lock; errors are dropped."""

@@ -9,6 +9,7 @@ from typing import Self, TypeVar, cast
 
 from saev_store.transport._base import (
     Buffer,
+    CleansUploads,
     CopiesWithin,
     Counters,
     Entry,
@@ -17,8 +18,7 @@ from saev_store.transport._base import (
     ReadCost,
     Sink,
     Transport,
-    Upload,
-    Uploads,
+    UnfinishedUpload,
     Writes,
 )
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Wrapper:
     """A transport around another one.
 
-    `isinstance(wrapper, Lists)` (or `Writes`, `Uploads`, `CopiesWithin`, `Moves`) is true exactly if it is for `inner`.
+    `isinstance(wrapper, Lists)` (or `Writes`, `CleansUploads`, `CopiesWithin`, `Moves`) is true exactly if it is for `inner`.
     Subclasses override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
@@ -155,25 +155,14 @@ class _Writing(Wrapper):
         return cast("Writes", self._inner).lock(path)
 
 
-class _Uploading(Wrapper):
-    def open_upload(
-        self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int, bookmark: str | None = None
-    ) -> Upload:
-        inner = cast("Uploads", self._inner)
-        return _WrappedUpload(
-            self._around(
-                "open_upload",
-                0,
-                lambda: inner.open_upload(
-                    path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=block_bytes, bookmark=bookmark
-                ),
-            ),
-            self,
-        )
+class _Cleaning(Wrapper):
+    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
+        inner = cast("CleansUploads", self._inner)
+        return self._around("list_uploads", 0, lambda: inner.list_uploads(path))
 
-    def drop_uploads(self, path: str) -> int:
-        inner = cast("Uploads", self._inner)
-        return self._around("drop_uploads", 0, lambda: inner.drop_uploads(path))
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        inner = cast("CleansUploads", self._inner)
+        self._around("abort_upload", 0, lambda: inner.abort_upload(upload))
 
 
 class _Copying(Wrapper):
@@ -197,9 +186,9 @@ class _WrappedSink:
         self._inner = inner
         self._around = wrapper._around  # pyright: ignore[reportPrivateUsage]  # the sink is a part of its wrapper
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._around("sink.write", nbytes, lambda: self._inner.write(offset, buffers))
+        self._around("sink.write", nbytes, lambda: self._inner.write(offset, buffers, done))
 
     def sync(self) -> int:
         return self._around("sink.sync", 0, self._inner.sync)
@@ -217,21 +206,10 @@ class _WrappedSink:
         self._inner.abort()
 
 
-class _WrappedUpload(_WrappedSink):
-    _inner: Upload
-
-    @property
-    def vouched_nbytes(self) -> int:
-        return self._inner.vouched_nbytes
-
-    def bookmark(self) -> str:
-        return self._inner.bookmark()
-
-
 _ABILITIES: dict[type, type[Wrapper]] = {
     Lists: _Listing,
     Writes: _Writing,
-    Uploads: _Uploading,
+    CleansUploads: _Cleaning,
     CopiesWithin: _Copying,
     Moves: _Moving,
 }

@@ -1,5 +1,6 @@
-"""Writing stores that survive a crash: append, resume, publish, repair."""
+"""Writing stores that survive a crash: append, resume, publish, repair, clean up."""
 
+from saev_store.writer._clean import Cleaned, Leftover, clean_leftovers
 from saev_store.writer._create import create_store
 from saev_store.writer._digests import Digests, FileDigests, load_digests
 from saev_store.writer._progress import Progress
@@ -9,13 +10,16 @@ from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
 from saev_store.writer.shard_writer import ShardWriter
 
 __all__ = [
+    "Cleaned",
     "Digests",
     "FileDigests",
+    "Leftover",
     "Progress",
     "RepairWriter",
     "RepairedFile",
     "ShardWriter",
     "Unfinished",
+    "clean_leftovers",
     "create_store",
     "discard_unfinished",
     "finalize_store",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import ForkError, TransportError
 
+T = TypeVar("T")
+
 #: A page: what is written from such an address needs no second copy in the kernel.
 _ALIGNMENT = 4096
+#: How often a wait looks whether the thread still lives: at the end of the process the interpreter ends it.
+_LOOK_S = 1.0
 
 
 def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -24,23 +29,22 @@ def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class Background:
-    """Runs jobs one after the other in a thread of its own, and lends out a fixed number of buffers.
+    """Runs jobs one after the other in a thread of its own, and lends a fixed number of buffers.
 
-    After the first error no job runs any more, and every later call raises: the first one the error itself, the
-    others one that tells of it. Every wait ends when the thread does, and can be interrupted.
+    After the first error no job runs any more, and every later call raises: the first one the error itself, the others
+    one that names it. The caller and the thread share only queues: an interrupt cannot leave one of them locked.
 
     Args:
         buffer_nbytes: Length of a buffer.
-        n_buffers: How many there are; whoever wants one more waits.
+        n_buffers: How many there are; `borrow` waits for a free one.
+        where: What is written, for messages.
     """
 
-    def __init__(self, *, buffer_nbytes: int, n_buffers: int) -> None:
-        self._buffer_nbytes = buffer_nbytes
-        self._n_unborn = n_buffers
-        self._free: list[npt.NDArray[np.uint8]] = []
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._busy = False
+    def __init__(self, *, buffer_nbytes: int, n_buffers: int, where: str) -> None:
+        self._buffer_nbytes, self._n_unmade, self._where = buffer_nbytes, n_buffers, where
+        # None in these queues wakes up what waits: for the end of jobs, and for an error.
+        self._jobs: SimpleQueue[tuple[Callable[[], None], SimpleQueue[None] | None] | None] = SimpleQueue()
+        self._free: SimpleQueue[npt.NDArray[np.uint8] | None] = SimpleQueue()
         self._stopping = False
         self._error: BaseException | None = None
         self._error_told = False
@@ -53,45 +57,54 @@ class Background:
 
     def borrow(self) -> npt.NDArray[np.uint8]:
         """A buffer; waits until one is free."""
-        with self._changed:
-            self._wait_until(lambda: bool(self._free) or self._n_unborn > 0)
-            if self._free:
-                return self._free.pop()
-            self._n_unborn -= 1
-        return aligned_buffer(self._buffer_nbytes)
+        self._check()
+        if self._n_unmade:
+            self._n_unmade -= 1
+            return aligned_buffer(self._buffer_nbytes)
+        while True:
+            buffer = self._wait_for(self._free)
+            if buffer is not None:
+                return buffer
 
     def give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
-        with self._changed:
-            self._free.append(buffer)
-            self._changed.notify_all()
+        """Return a buffer; called in any thread."""
+        self._free.put(buffer)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job after all earlier ones."""
-        with self._changed:
-            self._check()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
+        """Run a job after all earlier ones.
+
+        Raises:
+            TransportError: the system gives no more threads.
+        """
+        self._check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
+            try:
                 self._thread.start()
-            self._jobs.append(job)
-            self._changed.notify_all()
+            except RuntimeError as error:
+                self._thread = None
+                raise no_threads(error, where=self._where) from None
+        self._jobs.put((job, None))
 
     def drain(self) -> None:
         """Wait until all jobs have run."""
-        with self._changed:
-            self._wait_until(lambda: not self._jobs and not self._busy)
+        self._check()
+        if self._thread is not None:
+            done: SimpleQueue[None] = SimpleQueue()
+            self._jobs.put((lambda: None, done))
+            self._wait_for(done)
 
     def stop(self) -> None:
         """Drop the jobs that have not begun, wait for the one that has, end the thread. Never raises."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
-            self._stopping = True
-            self._jobs.clear()
-            self._changed.notify_all()
+        self._stopping = True
+        self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _check(self) -> None:
+        # First, and without a lock: in a forked child the thread that held it does not exist.
         if os.getpid() != self._pid:
             raise ForkError(
                 "a writer was used in a forked child; its thread lives in the parent only",
@@ -108,31 +121,36 @@ class Background:
         if self._stopping:
             raise TransportError("this writer is closed", remedy="Create a new one with resume=True.")
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        self._check()
-        while not ready():
-            # The time-out is for the one case no notification covers: the thread was ended by the interpreter.
-            self._changed.wait(1.0)
-            self._check()
+    def _wait_for(self, queue: SimpleQueue[T]) -> T:
+        while True:
+            try:
+                found = queue.get(timeout=_LOOK_S)
+            except Empty:
+                self._check()
+                if self._thread is None or not self._thread.is_alive():
+                    raise TransportError("the writer's thread has ended", where=self._where) from None
+            else:
+                self._check()
+                return found
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._stopping:
-                    self._changed.wait()
-                if self._stopping:
-                    return
-                job = self._jobs.popleft()
-                self._busy = True
-            error: BaseException | None = None
-            try:
-                job()
-            except BaseException as caught:
-                error = caught
-            del job
-            with self._changed:
-                self._busy = False
-                if error is not None:
+        while (taken := self._jobs.get()) is not None:
+            job, done = taken
+            if self._error is None and not self._stopping:
+                try:
+                    job()
+                except BaseException as error:  # raised again in the thread that waits
                     self._error = error
-                    self._jobs.clear()
-                self._changed.notify_all()
+                    self._free.put(None)
+            del job, taken
+            if done is not None:
+                done.put(None)
+
+
+def no_threads(error: RuntimeError, *, where: str) -> TransportError:
+    """The error for a thread that cannot be started."""
+    return TransportError(
+        f"the writer needs a thread, and the system gives none: {error}",
+        where=where,
+        remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
+    )

@@ -59,23 +59,11 @@ class BlockDigester:
         self._done = list(done)
         self._state = xxhash.xxh3_128()
         self._fill = 0
-        self._surplus = 0  # what the last block of a finished file is short of
-
-    @classmethod
-    def finished(cls, block_bytes: int, digests: Sequence[str], nbytes: int) -> BlockDigester:
-        """The digests of all `nbytes` bytes of a file, to which nothing will be added.
-
-        >>> BlockDigester.finished(4, [digest(b"abcd"), digest(b"e")], 5).nbytes
-        5
-        """
-        digester = cls(block_bytes, digests)
-        digester._surplus = len(digester._done) * block_bytes - nbytes
-        return digester
 
     @property
     def nbytes(self) -> int:
         """How many bytes the digests stand for."""
-        return len(self._done) * self.block_bytes + self._fill - self._surplus
+        return len(self._done) * self.block_bytes + self._fill
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B") if not isinstance(data, memoryview) else data

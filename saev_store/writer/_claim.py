@@ -1,4 +1,4 @@
-"""Who writes a store: one claim for the folder, one owner for each part of it.
+"""Claims and owners: one claim for a store's folder, one owner for each part of it.
 
 The claim is created once and never changes: it ties the hidden files to exact metadata and to the options that shape
 bytes. An owner document says which attempt writes a part; resuming replaces it, and an older attempt that is still
@@ -61,14 +61,21 @@ class Claim:
 
 
 def read_claim(folder: Folder) -> Claim | None:
-    """The claim that lies in a folder, None where there is none.
+    """The claim in a folder, None where there is none.
 
     Raises:
-        IncompleteStoreError: something lies there that this version does not understand.
+        IncompleteStoreError: there is one that this version does not understand.
     """
-    raw = folder.read_or_none(CLAIM)
-    if raw is None:
-        return None
+    raw = folder.document(CLAIM)
+    return None if raw is None else parse_claim(raw, folder)
+
+
+def parse_claim(raw: bytes, folder: Folder) -> Claim:
+    """The claim in a document that was read from a folder.
+
+    Raises:
+        IncompleteStoreError: this version does not understand it.
+    """
     try:
         document = cast("dict[str, object]", json.loads(raw))
         if document["version"] != VERSION:
@@ -90,7 +97,7 @@ def read_claim(folder: Folder) -> Claim | None:
         raise IncompleteStoreError(
             f"the claim of an unfinished store cannot be understood: {error}",
             where=folder.where(CLAIM),
-            remedy="If nobody is writing there, delete the folder and start again.",
+            remedy="If no process is writing there, delete the folder and start again.",
         ) from error
     return Claim(metadata, ShapingOptions(pad, block_bytes, world), attempt)
 
@@ -142,7 +149,7 @@ class Owner:
         return json.dumps(who).encode()
 
     def create(self) -> bool:
-        """Take a part that nobody has begun; False where somebody has."""
+        """Take a part that was not begun; False where it was."""
         return self.folder.create(owner_path(self.rank), self._document())
 
     def take_over(self) -> None:
@@ -150,12 +157,12 @@ class Owner:
         self.folder.put(owner_path(self.rank), self._document())
 
     def check(self) -> None:
-        """Nobody has taken this part from us.
+        """Check that no other attempt has taken this part.
 
         Raises:
             WriterConflictError: a later attempt has resumed it, or the store was published or discarded meanwhile.
         """
-        raw = self.folder.read_or_none(owner_path(self.rank))
+        raw = self.folder.document(owner_path(self.rank))
         try:
             document = cast("dict[str, object]", json.loads(raw)) if raw is not None else None
         except ValueError:
@@ -170,7 +177,7 @@ class Owner:
             )
 
     def superseded(self) -> WriterConflictError:
-        """The error that says that there is nothing left to own."""
+        """The error for a store that was published or discarded meanwhile."""
         return WriterConflictError(
             "the store was published or discarded while this writer was at work",
             where=self.folder.where(HIDDEN),

@@ -1,9 +1,11 @@
-"""Beginning a store, or continuing one: `create_store`, and what else can be done with one that is not finished."""
+"""`create_store`: begins a store, or resumes one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.errors import (
     ArgumentError,
@@ -15,7 +17,7 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.layout import Layout
-from saev_store.transport._base import Transport
+from saev_store.transport import Transport
 from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import (
     Claim,
@@ -25,6 +27,7 @@ from saev_store.writer._claim import (
     differences,
     metadata_differences,
     new_attempt,
+    parse_claim,
     read_claim,
 )
 from saev_store.writer._folder import (
@@ -39,10 +42,11 @@ from saev_store.writer._folder import (
 )
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
 from saev_store.writer._publish import publish, published_already, remove_hidden
+from saev_store.writer._receipts import Receipt
 from saev_store.writer._resume import Kept, kept_of
 from saev_store.writer._shard_file import ShardPlan
 from saev_store.writer._unfinished import check_no_foreigner, n_durable, unfinished
-from saev_store.writer.shard_writer import ShardWriter, Verify
+from saev_store.writer.shard_writer import Publish, ShardWriter, Verify
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -72,7 +76,7 @@ def create_store(
         root_transport: The folder that holds the store's folder; it must be able to write.
         metadata: What will be written; `metadata.n_examples` is a promise.
         resume: True continues an unfinished store after its last durable example, verifying what it keeps, and begins
-            one where nothing lies (but not beside unfinished stores of other metadata: that is most often a slip).
+            one where there is none (but not beside unfinished stores of other metadata: that is most often a mistake).
             `"auto"` does not look at those. False begins one and never touches an unfinished one.
         exist_ok: For a complete store, return a writer that has nothing left to do.
         part: (rank, world): write only this part of the shards; `finalize_store` publishes when all parts are there.
@@ -94,34 +98,20 @@ def create_store(
     rank, world = _checked_part(part)
     _check_options(resume, on_nonfinite, block_bytes, checkpoint_bytes, verify)
     folder = Folder(root_transport, metadata.hash)
-    writes = folder.writes
-    options = ShapingOptions(bool(writes.pads if pad is None else pad), block_bytes, world)
+    options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
     owner = Owner(folder, rank, new_attempt())
     plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
 
-    def writer(
-        kept: Kept, held: ExitStack, *, claim: Claim | None, labelled: bool | None, complete: bool = False
-    ) -> ShardWriter:
-        def publish_now(verify: Verify) -> bool:
-            if claim is None:
-                return False
-            owner.check()
-            with folder.lock("publish"):
-                locked, takeover = folder.lock_is_real("publish"), resume is not False
-                return publish(
-                    folder, metadata, claim, verify=verify, takeover=takeover, locked=locked, progress=progress
-                )
-
+    def writer(kept: Kept, held: ExitStack, *, publish: Publish | None, complete: bool = False) -> ShardWriter:
         return ShardWriter(
             plan,
             metadata,
             shards=shards,
-            shard_idx=kept.shard_idx,
-            shard_file=kept.file,
-            labelled=labelled,
-            declare_labelled=lambda value: _declare_labelled(folder, value),
-            publish=publish_now if world == 1 else None,
+            kept=kept,
+            # A single part is labelled as its first examples are; several have to agree.
+            declare_labelled=(lambda value: _declare_labelled(folder, value)) if world > 1 else None,
+            publish=publish if world == 1 else None,
             on_nonfinite=on_nonfinite,
             progress=progress,
             held=held,
@@ -129,41 +119,71 @@ def create_store(
         )
 
     def nothing_to_do() -> ShardWriter:
-        return writer(Kept(shards.start, None, None), ExitStack(), claim=None, labelled=None, complete=True)
+        return writer(Kept(shards.start), ExitStack(), publish=None, complete=True)
 
-    if _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok):
-        return nothing_to_do()
     here = Claim.of(metadata, options)
+    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.document(CLAIM), folder.names)
+    is_complete, claimed, names = cast("tuple[bool, bytes | None, Sequence[str] | None]", tuple(found))
+    if is_complete:
+        _check_complete(folder, resume=resume, exist_ok=exist_ok)
+        return nothing_to_do()
     held = ExitStack()
     try:
-        _check_before(folder, metadata, here, rank, resume=resume)
+        there = None if claimed is None else parse_claim(claimed, folder)
+        if there is None:
+            check_no_foreigner(folder, names)
+            if resume is True:
+                _check_siblings(folder.transport, metadata)
+        else:
+            _check_resumable(folder, metadata, there, here, rank, resume=resume)
         held.enter_context(folder.lock(f"part{rank:05d}"))
-        claim = _claim(folder, here, resume=resume)
-        if resume is not False:
-            owner.take_over()
-        elif not owner.create():
-            raise _unfinished(folder, metadata.layout, claim)
-        kept = kept_of(plan, shards, verify=verify, progress=progress)
-        if kept.file is not None:
-            held.callback(kept.file.abort)
-        if not folder.exists(METADATA):
-            labelled = kept.labelled if kept.labelled is not None else _declared_labelled(folder)
-            return writer(kept, held, claim=claim, labelled=labelled)
+        claim, is_new = _claim(folder, here, resume=resume)
+        # A crash while a store was discarded or published can leave hidden files without a claim.
+        is_new = is_new and names is not None and HIDDEN not in names
+        _, is_published = folder.together(
+            lambda: _own(owner, metadata.layout, claim, resume=resume),
+            lambda: is_new and folder.document(METADATA) is not None,
+        )
+        kept = Kept(shards.start)
+        if not is_new:
+            kept = kept_of(plan, shards, verify=verify, progress=progress)
+            if kept.file is not None:
+                held.callback(kept.file.abort)
+            is_published, declared = folder.together(
+                lambda: folder.document(METADATA) is not None, lambda: _declared_labelled(folder) if world > 1 else None
+            )
+            kept = kept if kept.labelled is not None else replace(kept, labelled=declared)
+        if not is_published:
+
+            def publish_now(verify: Verify, finish: Callable[[], list[Receipt]]) -> None:
+                with folder.lock("publish"):
+                    publish(
+                        folder,
+                        metadata,
+                        claim,
+                        verify=verify,
+                        takeover=resume is not False,
+                        locked=folder.lock_is_real("publish"),
+                        progress=progress,
+                        finish=finish,
+                    )
+
+            return writer(kept, held, publish=publish_now)
     except BaseException as error:
         held.close()
         if not isinstance(error, SaevStoreError) or not published_already(folder, metadata):
             raise
-    # Somebody has published since our first look. Its hidden files are gone; those that we made have to go as well.
+    # Another process has published since the first look and deleted its hidden files; those made above have to go as well.
     held.close()
     remove_hidden(folder)
-    _complete_already(folder, metadata, resume=resume, exist_ok=exist_ok)
+    _check_complete(folder, resume=resume, exist_ok=exist_ok)
     return nothing_to_do()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _checked_part(part: tuple[int, int] | None) -> tuple[int, int]:
+def _checked_part(part: tuple[object, object] | None) -> tuple[int, int]:
     if part is None:
         return 0, 1
     try:
@@ -199,10 +219,8 @@ def _check_options(
 # -- what lies there ---------------------------------------------------------------------------------------------------
 
 
-def _complete_already(folder: Folder, metadata: Metadata, *, resume: bool | str, exist_ok: bool) -> bool:
-    """Whether the store is complete and that is fine with the caller; a crash just after publishing is tidied up."""
-    if not published_already(folder, metadata):
-        return False
+def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> None:
+    """Check that a complete store is fine with the caller; what a crash just after publishing left is deleted."""
     if not folder.exists(SHARDS):
         raise StoreExistsError(
             "metadata.json is there, shards.json is not: another tool's unfinished or damaged store",
@@ -217,17 +235,12 @@ def _complete_already(folder: Folder, metadata: Metadata, *, resume: bool | str,
         raise StoreExistsError(
             "the store is complete", where=folder.url, remedy="Open it, or pass exist_ok=True to have nothing to do."
         )
-    return True
 
 
-def _check_before(folder: Folder, metadata: Metadata, here: Claim, rank: int, *, resume: bool | str) -> None:
-    """Refuse before anything is created."""
-    there = read_claim(folder)
-    if there is None:
-        check_no_foreigner(folder)
-        if resume is True:
-            _check_siblings(folder.transport, metadata)
-        return
+def _check_resumable(
+    folder: Folder, metadata: Metadata, there: Claim, here: Claim, rank: int, *, resume: bool | str
+) -> None:
+    """Refuse, before anything is created, what lies there and may not be continued."""
     begun = folder.exists(owner_path(rank))
     if resume is False and (begun or (here.options.world == 1 and differences(there, here))):
         raise _unfinished(folder, metadata.layout, there)
@@ -251,10 +264,10 @@ def _check_siblings(root: Transport, metadata: Metadata) -> None:
         )
 
 
-def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> Claim:
-    """Our claim, or the equal one of another part or an earlier attempt."""
+def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> tuple[Claim, bool]:
+    """The claim of this store, and whether this call has created it; else it is an equal one of another part or attempt."""
     if folder.create(CLAIM, here.to_bytes()):
-        return here
+        return here, True
     there = read_claim(folder)
     if there is None:
         raise WriterConflictError(
@@ -267,7 +280,14 @@ def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> Claim:
             "another process has just begun this store", where=folder.url, remedy="Let only one writer live."
         )
     check_claim(folder, there, here)
-    return there
+    return there, False
+
+
+def _own(owner: Owner, layout: Layout, claim: Claim, *, resume: bool | str) -> None:
+    if resume is not False:
+        owner.take_over()
+    elif not owner.create():
+        raise _unfinished(owner.folder, layout, claim)
 
 
 def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
@@ -292,5 +312,5 @@ def _declare_labelled(folder: Folder, labelled: bool) -> None:
 
 
 def _declared_labelled(folder: Folder) -> bool | None:
-    raw = folder.read_or_none(LABELLED, max_bytes=16)
+    raw = folder.document(LABELLED)
     return None if raw is None else bytes(raw) == b"true"

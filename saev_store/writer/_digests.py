@@ -10,7 +10,7 @@ from typing import cast
 
 from saev_store.errors import DocumentError, NotFoundError
 from saev_store.problems import Problem
-from saev_store.transport._base import Transport
+from saev_store.transport import Transport
 from saev_store.writer._blocks import ALGORITHM, DIGEST_DIGITS, n_blocks
 from saev_store.writer._folder import DIGESTS, MAX_DOCUMENT_BYTES
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from saev_store._threads import ahead
-from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError, WriterConflictError
+from saev_store._threads import ahead, share
+from saev_store.errors import (
+    AccessError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
 from saev_store.layout import shard_name
-from saev_store.transport._base import Buffer, Lists, Sink, Transport, Upload, Uploads, Writes
+from saev_store.transport import Buffer, Lists, Moves, Sink, Transport, Writes
 from saev_store.writer._blocks import digest
 
 S = TypeVar("S")
@@ -27,26 +36,21 @@ CLAIM = f"{HIDDEN}/claim.json"
 LABELLED = f"{HIDDEN}/labelled.json"
 PUBLISHER = f"{HIDDEN}/publisher.json"
 REPAIR = f"{HIDDEN}/repair"
+#: Where labels.bin is built on a disk.
+BUILDING_LABELS = f"{HIDDEN}/labels.bin"
 
-#: Files that a crashed process left half-written start with this; nobody needs them.
+#: Files that a crashed process left half-written start with this.
 TEMPORARY = ".saev_store.tmp-"
 
-#: Our own small documents are never longer than this: nobody can make us load more by replacing one.
+#: Our own small documents are never longer than this: a replaced one cannot make us load more.
 MAX_DOCUMENT_BYTES = 256 << 20
 
-#: Questions about shards that are on their way together, where an answer takes long.
-MOST_AHEAD = 32
-#: What they may bring along is held in memory until its turn comes.
-_AHEAD_BYTES = 64 << 20
+#: Requests of one kind in flight, and how much memory their answers may take.
+MOST_AHEAD, _AHEAD_BYTES = 32, 64 << 20
 
 
 def receipt_path(shard_idx: int) -> str:
     return f"{HIDDEN}/receipts/acts{shard_idx:06d}.json"
-
-
-def tail_path(shard_idx: int, which: int) -> str:
-    """Where what has not left in a part of the upload waits: two places, for one is replaced while the other counts."""
-    return f"{HIDDEN}/tails/acts{shard_idx:06d}-{which}.bin"
 
 
 def label_part_path(shard_idx: int) -> str:
@@ -103,6 +107,10 @@ class Folder:
         except NotFoundError:
             return None
 
+    def document(self, path: str) -> bytes | None:
+        """A small document; None where there is none, or where a kill has left an empty file (without hard links)."""
+        return self.read_or_none(path) or None
+
     def size(self, path: str) -> int | None:
         """The size of a file, or None where there is none."""
         try:
@@ -120,19 +128,23 @@ class Folder:
         self.writes.put(self.path(path), data)
 
     def create(self, path: str, data: Buffer) -> bool:
-        """Create a small file; False where something else lies under that name already. See `creation`."""
+        """Create a small file; False if the name is taken by other content. See `creation`."""
         return self.creation(path, data) != "taken"
 
     def creation(self, path: str, data: Buffer) -> Literal["ours", "same", "taken"]:
-        """Create a small file, and say what came of it.
+        """Create a small file, and tell whether it is ours.
 
-        A lost response must not count as a defeat: where creating fails, what lies there is read back. The same bytes
-        are ours if they carry an attempt's identity; otherwise somebody else may have created them.
+        The response to a successful request can be lost, so after an error the file is read back. The same bytes are ours
+        if they carry an attempt's identity; otherwise another writer may have created them.
         """
         try:
             self.writes.create(self.path(path), data)
         except (StoreExistsError, TransportError, NotFoundError):
             found = self.read_or_none(path)
+            if found == b"" and not self.is_far:  # of a kill where there are no hard links
+                self.put(path, data)
+                found = self.read_or_none(path)
+                return "ours" if found == bytes(data) else "taken"
             if found is None:
                 raise
             return "same" if found == bytes(data) else "taken"
@@ -141,59 +153,56 @@ class Folder:
     def delete(self, path: str) -> None:
         self.writes.delete(self.path(path))
 
-    def new_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, block_bytes: int = 1) -> Sink | Upload:
-        """A large file from scratch; what an earlier, crashed attempt left under that name is thrown away."""
+    @property
+    def is_far(self) -> bool:
+        """Whether files are sent to a service: each request takes long, and a file appears only when it is complete."""
+        return not isinstance(self.transport, Moves)
 
-        def opened() -> Sink | Upload:
-            if isinstance(self.transport, Uploads):
-                return self.transport.open_upload(
-                    self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=block_bytes
-                )
-            return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-
+    def new_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+        """A large file from scratch. A file of that name is deleted, or (in a bucket) replaced when this one is committed."""
+        writes, path = self.writes, self.path(path)
+        if self.is_far:
+            return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
         try:
-            return opened()
+            return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         except StoreExistsError:
-            self.delete(path)
-            return opened()
-
-    def replacing_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink | Upload:
-        """A large file from scratch; where that is one step, what lies under that name stays until the new one is complete."""
-        if isinstance(self.transport, Uploads):
-            return self.transport.open_upload(
-                self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1, bookmark=""
-            )
-        return self.new_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-
-    def continued_upload(self, path: str, bookmark: str, *, used_nbytes: int, file_nbytes: int) -> Upload | None:
-        """An upload that another process has begun; None where the back end has no uploads."""
-        if not isinstance(self.transport, Uploads):
-            return None
-        return self.transport.open_upload(
-            self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, block_bytes=1, bookmark=bookmark
-        )
-
-    def drop_uploads(self) -> None:
-        """Give up all unfinished uploads of files in this folder."""
-        if isinstance(self.transport, Uploads):
-            self.transport.drop_uploads(self.name)
+            writes.delete(path)
+        return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
     def resumed_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
         return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
 
     def each(self, ask: Callable[[S], T], items: Sequence[S], *, most_nbytes: int = 0) -> Generator[T]:
-        """The answers to questions about many shards, in order: a service is asked several at once, a disk one by one.
+        """Read something about each of many items, in order: several at once from a service, one by one from a disk.
 
-        The error of the first item that has one comes out in its place. Only for questions: nothing that changes anything.
+        An error is raised in the place of its item. `ask` must not change anything: some calls may still run afterwards.
 
         Args:
-            ask: The question; called in other threads.
-            items: What to ask about.
-            most_nbytes: The longest answer, where that matters.
+            ask: Reads; called in other threads.
+            items: Its arguments.
+            most_nbytes: Length of the longest answer.
         """
         if self.transport.is_local:
             return ahead(ask, items, 1)
         return ahead(ask, items, max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, most_nbytes))))
+
+    def together(self, *calls: Callable[[], T]) -> list[T]:
+        """Make independent requests: at once to a service, one after the other on a disk.
+
+        To a service all are made, and the first error in this order is raised when all are done; a disk stops at the first.
+        """
+        if self.transport.is_local or not self.is_far:
+            return [call() for call in calls]
+        answers: list[Future[T]] = [Future() for _ in calls]
+
+        def make(number: int) -> None:
+            try:
+                answers[number].set_result(calls[number]())
+            except BaseException as error:
+                answers[number].set_exception(error)
+
+        share(make, deque(range(len(calls))), len(calls))
+        return [answer.result() for answer in answers]
 
     def digests(self, path: str, ranges: Sequence[tuple[int, int]]) -> Generator[str]:
         """The digest of each of some ranges of a file, in order."""
@@ -207,7 +216,7 @@ class Folder:
         return self.writes.lock(self.path(lock_path(what)))
 
     def lock_is_real(self, what: str) -> bool:
-        """Whether a lock that we hold now would stop anybody: taking it once more must fail."""
+        """Whether a lock that we hold now keeps others out: taking it once more must fail."""
         try:
             with self.lock(what):
                 return False
@@ -215,11 +224,13 @@ class Folder:
             return True
 
     def names(self) -> Sequence[str] | None:
-        """What lies directly in the folder, or None where the back end does not list."""
+        """The names directly in the folder, or None where the back end cannot list or may not."""
         if not isinstance(self.transport, Lists):
             return None
         try:
             entries = self.transport.list(self.name)
         except NotFoundError:
             return ()
+        except AccessError:
+            return None
         return [entry.path.rstrip("/").rsplit("/", 1)[-1] for entry in entries]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +18,26 @@ NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
 _LOSSLESS = {"float16", "bfloat16"}
 
 
+class _Tensor(Protocol):
+    """The part of a torch tensor that is used here."""
+
+    @property
+    def dtype(self) -> object: ...
+    def float(self) -> _Tensor: ...
+    def cpu(self) -> _Tensor: ...
+    def numpy(self) -> object: ...
+
+
 def _from_tensor(value: object, *, where: str) -> object:
     """A torch tensor as NumPy, found by shape alone: this module must not import torch."""
     detach = getattr(value, "detach", None)
     if not callable(detach):
         return value
     try:
-        tensor = cast("object", detach())
-        if str(getattr(tensor, "dtype", "")) == "torch.bfloat16":  # NumPy has no such type; float32 holds all of it
-            tensor = tensor.float()  # pyright: ignore[reportAttributeAccessIssue]  # a torch tensor, which must not be imported here
-        return tensor.cpu().numpy()  # pyright: ignore[reportAttributeAccessIssue]  # a torch tensor, which must not be imported here
+        tensor = cast("_Tensor", detach())
+        if str(tensor.dtype) == "torch.bfloat16":  # NumPy has no such type; float32 holds all of it
+            tensor = tensor.float()
+        return tensor.cpu().numpy()
     except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise ArgumentError(
             f"a {type(value).__name__} that does not become a NumPy array: {error}",

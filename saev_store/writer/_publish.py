@@ -1,7 +1,7 @@
-"""The last step: check every receipt, write the small documents, and `metadata.json` last of all.
+"""Publish: check every receipt, write the small documents, and create `metadata.json` last.
 
-Until `metadata.json` exists there is no store. It is created, never replaced, so that of several publishers one wins;
-which one is settled before, by a document that only one attempt can create.
+Until `metadata.json` exists there is no store. It is created, never replaced, so of several publishers one wins; a
+document that only one attempt can create decides before which one may write.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.documents import shards_bytes
@@ -22,11 +22,12 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.layout import Layout, shard_name
-from saev_store.transport._base import Transport
+from saev_store.transport import Moves, Transport
 from saev_store.writer._blocks import BlockDigester, block_ranges, part_examples, part_shards
 from saev_store.writer._claim import Claim, check_claim, new_attempt, read_claim
 from saev_store.writer._digests import Digests, FileDigests
 from saev_store.writer._folder import (
+    BUILDING_LABELS,
     CLAIM,
     DIGESTS,
     HIDDEN,
@@ -46,7 +47,7 @@ from saev_store.writer._replace import JOURNAL
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
 
-#: How often the hidden folder is removed, if others make it anew each time.
+#: How often the hidden folder is deleted if others make it again each time.
 _MOST_REMOVALS = 8
 
 
@@ -66,13 +67,13 @@ def finalize_store(
         root_transport: The folder that holds the store's folder.
         metadata: The metadata that the parts were written with.
         verify: `"digests"` reads every shard once more before publishing; `"sizes"` trusts what the parts have synced.
-        takeover: Publish even though another publisher has begun: only for back ends without locks, where nobody can
-            tell a slow publisher from one that has crashed.
+        takeover: Publish even though another publisher has begun: only for back ends without locks, where a slow publisher
+            looks like one that has crashed.
         progress: Show a bar; None shows one on a terminal.
 
     Raises:
         IncompleteStoreError: parts are missing; the message says which examples.
-        WriterConflictError: another publisher is at work, or was quicker.
+        WriterConflictError: another publisher is at work, or was faster.
         CorruptShardError: a shard is not what its receipt says.
         ResumeError: the parts there were written for other metadata.
     """
@@ -98,7 +99,7 @@ def published_already(folder: Folder, metadata: Metadata) -> bool:
     Raises:
         StoreExistsError: it is there with other bytes.
     """
-    there = folder.read_or_none(METADATA)
+    there = folder.document(METADATA)
     if there is not None and bytes(there) != metadata.to_bytes():
         raise StoreExistsError(
             "a store of that name with other metadata lies there",
@@ -117,56 +118,73 @@ def publish(
     takeover: bool,
     locked: bool,
     progress: bool | None,
+    finish: Callable[[], list[Receipt]] | None = None,
 ) -> bool:
-    """Publish what all receipts together say is whole. See `finalize_store`; `locked` is that nobody else can be at work."""
+    """Publish what all receipts together say is whole. See `finalize_store`.
+
+    With `locked`, a lock keeps all other publishers out. `finish` ends the writing, checks that the store still belongs to
+    this writer and gives its receipts; None reads the receipts of all parts.
+    """
     attempt = new_attempt()
     entered = alone = False
     try:
-        receipts = _receipts(folder, metadata.layout, claim)
+        receipts = _receipts(folder, metadata.layout, claim) if finish is None else []
         alone = _enter(folder, attempt, takeover=takeover or locked) or locked
         entered = True
-        # Whoever published between our first look and the line above has removed its traces: ours must go as well.
-        if published_already(folder, metadata):
+        if finish is not None:
+            receipts = finish()
+        # Another publisher that was done before the line above has deleted its hidden files: ours must go as well.
+        elif published_already(folder, metadata):
             remove_hidden(folder)
             return False
-        _check_shards(folder, metadata.layout, claim, receipts, verify=verify, progress=progress)
-        _write_documents(folder, metadata, claim, receipts)
-        _check_still_ours(folder, attempt)
+        if verify == "digests":  # takes long: before the documents, not beside them
+            _check_shards(folder, metadata.layout, claim, receipts, verify=verify, progress=progress)
+        folder.together(
+            lambda: _check_shards(folder, metadata.layout, claim, receipts, verify="sizes", progress=progress),
+            lambda: folder.put(SHARDS, shards_bytes(metadata.layout, metadata.count_key)),
+            lambda: _write_digests(folder, metadata, claim, receipts),
+            lambda: _check_still_ours(folder, attempt),
+        )
     except SaevStoreError:
         if published_already(folder, metadata):
             remove_hidden(folder)
             raise _lost(folder) from None
         with contextlib.suppress(SaevStoreError):
-            if entered and _is_ours(folder, attempt):  # not that of somebody who has taken over
+            if entered and _is_ours(folder, attempt):  # not that of a publisher that has taken over
                 folder.delete(PUBLISHER)
         raise
     found = folder.creation(METADATA, metadata.to_bytes())
     if found == "taken" or (found == "same" and not (alone and _is_ours(folder, attempt))):
-        # Equal bytes may be another's where somebody was overtaken, who can have published without knowing it.
+        # Equal bytes may be those of a publisher that was overtaken and went on.
         raise _lost(folder)
-    if found == "ours" and _has_entered_too(folder, attempt):
+    entered_too, is_repaired = folder.together(
+        lambda: found == "ours" and _has_entered_too(folder, attempt), lambda: folder.is_far and _is_repaired(folder)
+    )
+    if entered_too:
         raise _overtaken(folder)
-    remove_hidden(folder)
+    if not folder.is_far:
+        remove_hidden(folder)
+    elif not is_repaired:
+        _delete_hidden(folder)
     return True
 
 
-def _write_documents(folder: Folder, metadata: Metadata, claim: Claim, receipts: list[Receipt]) -> None:
-    """Everything but metadata.json; the same bytes whoever writes them."""
+def _write_digests(folder: Folder, metadata: Metadata, claim: Claim, receipts: list[Receipt]) -> None:
+    """Write digests.json, and before it labels.bin; the same bytes whichever publisher writes them."""
     files = {shard_name(i): FileDigests(receipt.used_nbytes, receipt.digests) for i, receipt in enumerate(receipts)}
     if receipts[0].labels is not None:
         files[LABELS] = _write_labels(folder, metadata.layout, claim, receipts)
     folder.put(DIGESTS, Digests(claim.options.block_bytes, files).to_bytes())
-    folder.put(SHARDS, shards_bytes(metadata.layout, metadata.count_key))
 
 
 def _lost(folder: Folder) -> WriterConflictError:
     return WriterConflictError(
-        "another publisher was quicker", where=folder.url, remedy="Open the store: it is published."
+        "another publisher was faster", where=folder.url, remedy="Open the store: it is published."
     )
 
 
 def _enter(folder: Folder, attempt: str, *, takeover: bool) -> bool:
-    """Become the publisher; False if another one was overtaken, who may still be at work."""
+    """Become the publisher; False if another one was overtaken, which may still be at work."""
     about = {"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}
     if folder.create(PUBLISHER, json.dumps(about).encode()):
         return True
@@ -181,8 +199,8 @@ def _enter(folder: Folder, attempt: str, *, takeover: bool) -> bool:
 
 
 def _publisher(folder: Folder) -> dict[str, object]:
-    """What the publisher's document says; nothing where there is none."""
-    raw = folder.read_or_none(PUBLISHER)
+    """The publisher's document; empty where there is none."""
+    raw = folder.document(PUBLISHER)
     try:
         document = cast("object", json.loads(raw)) if raw is not None else None
     except ValueError:
@@ -195,7 +213,7 @@ def _is_ours(folder: Folder, attempt: str) -> bool:
 
 
 def _has_entered_too(folder: Folder, attempt: str) -> bool:
-    """Whether the service let two create the publisher's document: it is not atomic, and the other one goes on."""
+    """Whether the service let two publishers create their document (its create is not atomic), and the other one goes on."""
     document = _publisher(folder)
     return document.get("attempt", attempt) != attempt and not document.get("has_overtaken")
 
@@ -280,8 +298,9 @@ def _check_shards(
 
 def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
     nbytes = layout.n_examples * layout.content_tokens_per_example
-    # Replaced in one step, never deleted first: a publisher that took over may have published with it meanwhile.
-    sink = folder.resumed_sink(LABELS, used_nbytes=nbytes, file_nbytes=nbytes)
+    # Replaced in one step: a publisher that took over may have published with it, and a link is replaced, not followed.
+    building = LABELS if folder.is_far else BUILDING_LABELS
+    sink = folder.new_sink(building, used_nbytes=nbytes, file_nbytes=nbytes)
     try:
         digester = BlockDigester(claim.options.block_bytes)
         with contextlib.closing(_label_parts(folder, layout, receipts)) as parts:
@@ -292,6 +311,8 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
     except BaseException:
         sink.abort()
         raise
+    if isinstance(folder.transport, Moves):
+        folder.transport.move(folder.path(building), folder.path(LABELS))
     return FileDigests(nbytes, tuple(digester.digests()))
 
 
@@ -313,12 +334,13 @@ def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Gen
 
 
 def remove_hidden(folder: Folder) -> None:
-    """Remove what only the writing needed from a published store, and what a crashed process left unfinished.
-
-    What a repair needs stays: `open_repair` finishes one that was interrupted, and removes its rests.
-    """
+    """Delete the hidden files of a published store. Those of a repair stay: `open_repair` finishes or deletes them."""
+    if folder.is_far:
+        if not _is_repaired(folder):
+            _delete_hidden(folder)
+        return
     names = folder.names()
-    # Somebody may be making the folder anew while it is being emptied; who holds the lock then looks once more.
+    # Another process may make the folder again while it is deleted; the one that holds the lock then looks once more.
     for _ in range(_MOST_REMOVALS):
         if not _remove_hidden(folder, names):
             return
@@ -327,19 +349,31 @@ def remove_hidden(folder: Folder) -> None:
             return
 
 
+def _delete_hidden(folder: Folder) -> None:
+    with contextlib.suppress(SaevStoreError):  # hidden files in a published store do no harm
+        folder.delete(HIDDEN)
+
+
+def _is_repaired(folder: Folder) -> bool:
+    """Whether a repair may be at work; also where that cannot be found out."""
+    try:
+        return _has_repair_files(folder)
+    except SaevStoreError:
+        return True
+
+
 def _remove_hidden(folder: Folder, names: Sequence[str] | None) -> bool:
-    """Remove it once; False if it has to stay, for a repair or for another process that is removing it."""
-    # Taking the lock makes the folder: not where there is nothing to remove, and perhaps no right to write.
+    """Delete them once; False if they have to stay, for a repair or for another process that is deleting them."""
+    # Taking the lock makes the folder: not where there is nothing to delete, and perhaps no permission to write.
     there = names is None or HIDDEN in names
     try:
         with folder.lock("repair") if there else contextlib.nullcontext():
-            if there and _has_repair_files(folder):  # where there are no locks, these alone tell of a repair
+            if there and _has_repair_files(folder):
                 return False
-            with contextlib.suppress(SaevStoreError):  # litter harms nobody: the store is published
+            with contextlib.suppress(SaevStoreError):
                 for name in names or ():
                     if name.startswith(TEMPORARY):
                         folder.delete(name)
-                folder.drop_uploads()
                 folder.delete(HIDDEN)
     except SaevStoreError:
         return False

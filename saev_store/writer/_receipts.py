@@ -1,4 +1,4 @@
-"""What a writer may trust after a crash: one receipt per shard, and the shard's labels beside it."""
+"""Receipts: what of each shard is durable, with its digests. The labels of a shard lie beside its receipt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import cast
 
 from saev_store.layout import Layout
 from saev_store.writer._blocks import DIGEST_DIGITS, digest, n_blocks
-from saev_store.writer._folder import Folder, label_part_path, receipt_path, tail_path
+from saev_store.writer._folder import Folder, label_part_path, receipt_path
 
 VERSION = 1
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -26,16 +26,12 @@ class Receipt:
         complete: The file is committed: these are all the bytes it will ever have.
         digests: One for every block of those bytes, the last one perhaps of a short block.
         labels: The digest of the labels of the whole examples among those bytes; None where none are recorded.
-        bookmark: Where a service keeps the parts of the file that have arrived; "" where the file itself is there.
-        tail: Which of the two tails holds the bytes that are in no part yet; 0 where there are none.
     """
 
     used_nbytes: int
     complete: bool
     digests: tuple[str, ...]
     labels: str | None
-    bookmark: str = ""
-    tail: int = 0
 
     def to_bytes(self) -> bytes:
         return json.dumps({"version": VERSION, **asdict(self)}).encode()
@@ -46,7 +42,6 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
     try:
         document = cast("dict[str, object]", json.loads(raw))
         used, complete, labels = document["used_nbytes"], document["complete"], document["labels"]
-        bookmark, tail = document.get("bookmark", ""), document.get("tail", 0)
         digests = cast("list[object]", document["digests"])
         limit = layout.used_nbytes(shard_idx)
         if (
@@ -57,13 +52,10 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
             and (used == limit or not complete)
             and len(digests) == n_blocks(used, block_bytes)
             and (labels is None or _is_digest(labels))
-            and isinstance(bookmark, str)
-            and isinstance(tail, int)
-            and tail in {0, 1, 2}
             and all(_is_digest(item) for item in digests)
         ):
             found = tuple(cast("list[str]", digests))
-            return Receipt(used, complete, found, cast("str | None", labels), bookmark, tail)
+            return Receipt(used, complete, found, cast("str | None", labels))
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
@@ -82,7 +74,7 @@ def read_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: in
 def leading_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> list[Receipt]:
     """The receipts up to the first shard that is not complete, its own included."""
     receipts: list[Receipt] = []
-    # Most often nothing has been written yet, and one question tells.
+    # Most often nothing has been written yet, and one request tells.
     for some in (shards[:1], shards[1:]):
         with closing(read_receipts(folder, layout, some, block_bytes)) as found:
             for receipt in found:
@@ -98,12 +90,10 @@ def _is_digest(value: object) -> bool:
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
-def write_receipt(folder: Folder, shard_idx: int, receipt: Receipt, labels: bytes | None, tail: bytes = b"") -> None:
-    """Record what is durable; labels and tail first, so that no receipt ever promises what is not there."""
+def write_receipt(folder: Folder, shard_idx: int, receipt: Receipt, labels: bytes | None) -> None:
+    """Record what is durable; labels first, so that no receipt promises what is not there."""
     if labels is not None:
         folder.put(label_part_path(shard_idx), labels)
-    if receipt.tail:
-        folder.put(tail_path(shard_idx, receipt.tail), tail)
     folder.put(receipt_path(shard_idx), receipt.to_bytes())
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -133,3 +136,37 @@ def labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str
     except SaevStoreError:
         return "lost"
     return "whole"
+
+
+def compare_labels(
+    folder: Folder, layout: Layout, state: str, rows: npt.NDArray[np.uint8], pieces: Sequence[tuple[int, int]]
+) -> None:
+    """Check that labels of missing examples are those that the store still has.
+
+    Args:
+        folder: The store.
+        layout: Its geometry.
+        state: What `labels_state` gave.
+        rows: (examples, content tokens), those of all pieces.
+        pieces: Half-open ranges of examples.
+
+    Raises:
+        ArgumentError: they are others, or the store has none.
+    """
+    if state != "whole":
+        raise ArgumentError(
+            "the store has no labels to compare these with" if state == "absent" else "labels.bin is lost as a whole",
+            where="labels",
+            remedy="Leave them out." if state == "absent" else "Give all of them to `restore_labels`.",
+        )
+    content, at = layout.content_tokens_per_example, 0
+    for start, end in pieces:
+        there = folder.get_range(LABELS, start * content, end * content)
+        same = np.frombuffer(there, np.uint8).reshape(-1, content) == rows[at : at + end - start]
+        if not same.all():
+            raise ArgumentError(
+                f"the labels of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
+                where="labels",
+                remedy="These are most likely other examples than the missing ones.",
+            )
+        at += end - start

@@ -8,7 +8,7 @@ from typing import cast
 
 from saev_store.errors import SaevStoreError
 from saev_store.layout import Layout, shard_name
-from saev_store.transport._base import Moves, Sink
+from saev_store.transport import Moves, Sink
 from saev_store.writer._blocks import block_ranges, digest, n_blocks
 from saev_store.writer._digests import Digests, FileDigests, load_digests
 from saev_store.writer._folder import DIGESTS, LABELS, REPAIR, Folder
@@ -46,16 +46,20 @@ def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: i
     """A sink for the new version of a file; the old one stays until `carry_out`."""
     path = _building_path(folder, name)
     if path == name:
-        # An upload is no file, and there may be no locks: this tells others that it is not theirs to give up.
-        folder.put(BEGUN, b"")
-        return folder.resumed_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        folder.put(BEGUN, b"")  # where there are no locks, this tells others that a repair is at work
     return folder.new_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
 
 def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
-    """Commit a rebuilt file, put it in its place, and say so in digests.json, if the store has one."""
-    folder.put(JOURNAL, journal.to_bytes())
-    sink.commit()
+    """Commit a rebuilt file, put it in its place, and record its digests in digests.json, if the store has one."""
+    # A journal promises a file that is on the disk: after a failed flush the page cache shows bytes that are not. A bucket
+    # replaces the old file on commit, so there the journal comes first.
+    if _building_path(folder, journal.name) != journal.name:
+        sink.commit()
+        folder.put(JOURNAL, journal.to_bytes())
+    else:
+        folder.put(JOURNAL, journal.to_bytes())
+        sink.commit()
     _move(folder, journal)
     _settle(folder, journal)
 
@@ -88,10 +92,6 @@ def finish_journal(folder: Folder, layout: Layout) -> None:
         building = _building_path(folder, journal.name)
         size = folder.size(building)
         if size is not None and building != journal.name and _is(folder, building, journal):
-            # Whole, but perhaps not yet on the disk: commit once more before it replaces anything.
-            sink = folder.resumed_sink(building, used_nbytes=journal.digests.nbytes, file_nbytes=size)
-            sink.keep(journal.digests.nbytes)
-            sink.commit()
             _move(folder, journal)
             _settle(folder, journal)
             return

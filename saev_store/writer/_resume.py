@@ -1,17 +1,17 @@
-"""Continuing after a crash: what of a part can be trusted, checked block by block."""
+"""Resume: verifies what an interrupted writer left of a part, block by block, and drops the rest."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.layout import shard_name
-from saev_store.transport._base import Sink
+from saev_store.transport import Sink
 from saev_store.writer._blocks import BlockDigester, block_ranges, digest
-from saev_store.writer._folder import METADATA, receipt_path, tail_path
+from saev_store.writer._folder import METADATA, receipt_path
 from saev_store.writer._progress import Progress
 from saev_store.writer._receipts import Receipt, leading_receipts, read_label_part, write_receipt
 from saev_store.writer._shard_file import ShardFile, ShardPlan
@@ -25,11 +25,13 @@ class Kept:
         shard_idx: The shard of the next example.
         file: That shard with what is kept of it, None where it begins anew.
         labelled: Whether what is kept has labels; None where nothing is kept.
+        receipts: Those of the complete shards before it.
     """
 
     shard_idx: int
-    file: ShardFile | None
-    labelled: bool | None
+    file: ShardFile | None = None
+    labelled: bool | None = None
+    receipts: list[Receipt] = field(default_factory=list[Receipt])
 
 
 def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | None) -> Kept:
@@ -54,6 +56,7 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
                 and (verify == "sizes" or _is_as_written(plan, shard_idx, receipt, bar))
             ):
                 continue
+            whole = receipts[: shard_idx - shards.start]
             _check_unpublished(plan)
             file = _continued(plan, shard_idx, receipt, verify, bar)
             _drop_receipts(plan, range(shard_idx + 1, shards.start + len(receipts)))
@@ -63,22 +66,21 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
             if file is None:
                 plan.folder.delete(receipt_path(shard_idx))
                 nothing = kept_nbytes == 0 and shard_idx == shards.start
-                return Kept(shard_idx, None, None if nothing else labelled)
+                return Kept(shard_idx, None, None if nothing else labelled, whole)
             if file.nbytes == plan.layout.used_nbytes(shard_idx):  # killed between its last byte and its completion
-                file.complete()
-                return Kept(shard_idx + 1, None, labelled)
-            return Kept(shard_idx, file, labelled)
-    return Kept(shards.start + len(receipts), None, labelled)
+                return Kept(shard_idx + 1, None, labelled, [*whole, file.complete()])
+            return Kept(shard_idx, file, labelled, whole)
+    return Kept(shards.start + len(receipts), None, labelled, receipts)
 
 
 def _check_unpublished(plan: ShardPlan) -> None:
-    """Nothing is dropped from a store that somebody else has published meanwhile.
+    """Check that the store was not published meanwhile, before anything of it is dropped.
 
-    Publishing removes the hidden files one by one once metadata.json is there: what looks damaged may only be one of
-    those that have gone first, while our own document of ownership has not.
+    Publishing deletes the hidden files one by one after metadata.json is created: a missing receipt or label file may be
+    one that was deleted before our own owner document.
     """
     plan.owner.check()
-    if plan.folder.exists(METADATA):
+    if plan.folder.document(METADATA) is not None:
         raise plan.owner.superseded()
 
 
@@ -111,14 +113,14 @@ def _is_as_written(plan: ShardPlan, shard_idx: int, receipt: Receipt, bar: Progr
 
 
 def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, bar: Progress) -> ShardFile | None:
-    """A shard that goes on after its last whole, undamaged example; None if nothing of it can be kept."""
+    """A shard that continues after its last whole, undamaged example; None if nothing of it can be kept."""
     labels = None
     if receipt.labels is not None:
         labels = read_label_part(plan.folder, plan.layout, shard_idx, receipt)
         if labels is None:
             return None
-    if receipt.bookmark:
-        return _continued_upload(plan, shard_idx, receipt, labels, bar)
+    if plan.folder.is_far:  # a whole file or none
+        return None
     sink = plan.resumed_sink(shard_idx)
     try:
         digester = _kept_digests(plan, sink, receipt, verify, bar)
@@ -141,43 +143,6 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
     if kept != receipt:
         write_receipt(plan.folder, shard_idx, kept, labels)
     return ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
-
-
-def _continued_upload(
-    plan: ShardPlan, shard_idx: int, receipt: Receipt, labels: bytes | None, bar: Progress
-) -> ShardFile | None:
-    """A shard whose parts have arrived: the service vouches for them, for they cannot be read back; the tail can."""
-    sink = plan.continued_upload(shard_idx, receipt.bookmark)
-    if sink is None:
-        return None
-    kept = min(sink.vouched_nbytes, receipt.used_nbytes)
-    tail = b""
-    if receipt.tail and kept < receipt.used_nbytes:
-        tail = plan.folder.read_or_none(tail_path(shard_idx, receipt.tail)) or b""
-    digester = BlockDigester(plan.block_bytes, receipt.digests[: kept // plan.block_bytes])
-    digester.update(tail)
-    whole = kept == receipt.used_nbytes == plan.layout.used_nbytes(shard_idx)
-    if whole:
-        digester = BlockDigester.finished(plan.block_bytes, receipt.digests, kept)
-    elif (
-        kept % plan.block_bytes
-        or digester.nbytes != receipt.used_nbytes
-        or receipt.used_nbytes % plan.layout.example_nbytes
-        or digester.digests() != list(receipt.digests)
-        # The shard was completed, and then the process ended before its receipt was: nothing can be added to it.
-        or sink.vouched_nbytes == plan.layout.used_nbytes(shard_idx)
-    ):
-        sink.abort()
-        return None
-    try:
-        sink.keep(kept)
-        if tail:
-            sink.write(kept, [memoryview(tail)])
-    except BaseException:
-        sink.abort()
-        raise
-    bar.advance(receipt.used_nbytes)
-    return ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels, tail=receipt.tail)
 
 
 def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, bar: Progress) -> BlockDigester:

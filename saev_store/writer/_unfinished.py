@@ -1,15 +1,16 @@
-"""Stores that were begun and never published: finding them, telling how far they are, throwing them away."""
+"""Unfinished stores: finds them, tells how far they are, discards them."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
 from saev_store.layout import Layout, shard_name
-from saev_store.transport._base import Lists, Transport
+from saev_store.transport import Lists, Transport
 from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import ShapingOptions, read_claim
 from saev_store.writer._folder import DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
@@ -29,10 +30,9 @@ def n_durable(folder: Folder, layout: Layout, options: ShapingOptions) -> int:
     return n_examples
 
 
-def check_no_foreigner(folder: Folder) -> None:
-    """Refuse a folder that somebody else has begun."""
-    names = folder.names()
-    if names is None:  # a back end that does not list: look for what a store of any tool begins with
+def check_no_foreigner(folder: Folder, names: Sequence[str] | None) -> None:
+    """Refuse a folder that another tool has begun; `names` are those in it, None where they cannot be listed."""
+    if names is None:  # look for what a store of any tool begins with
         names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
     found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
     if found:
@@ -74,7 +74,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
         folder = Folder(root_transport, name)
         try:
             claim = read_claim(folder)
-            if claim is not None and not folder.exists(METADATA):
+            if claim is not None and folder.document(METADATA) is None:
                 found.append(Unfinished(name, claim.metadata))
         except SaevStoreError as error:
             warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=2)
@@ -90,7 +90,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)
-    if folder.exists(METADATA):
+    if folder.document(METADATA) is not None:
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=folder.url,
@@ -98,14 +98,13 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         )
     claim = read_claim(folder)
     if claim is None:
-        check_no_foreigner(folder)
+        check_no_foreigner(folder, folder.names())
         folder.delete(HIDDEN)
         return
     with ExitStack() as held:
         for rank in range(claim.options.world):
             held.enter_context(folder.lock(f"part{rank:05d}"))
         held.enter_context(folder.lock("publish"))
-        folder.drop_uploads()
         # The hidden files go last: a crash in between leaves something that can still be discarded.
         names = folder.names()
         if names is None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
 from saev_store.layout import shard_name
-from saev_store.transport._base import Sink, Transport
+from saev_store.transport import Sink, Transport
 from saev_store.writer._blocks import BlockDigester, block_ranges
 from saev_store.writer._digests import Digests, FileDigests, load_digests
 from saev_store.writer._folder import CLAIM, HIDDEN, LABELS, Folder
@@ -32,7 +32,7 @@ from saev_store.writer._inputs import (
     rows_as_bytes,
 )
 from saev_store.writer._progress import Progress
-from saev_store.writer._repair_plan import DamagedShard, Ranges, damaged_shards, labels_state
+from saev_store.writer._repair_plan import DamagedShard, Ranges, compare_labels, damaged_shards, labels_state
 from saev_store.writer._replace import JOURNAL, Journal, building_sink, carry_out, finish_journal
 
 if TYPE_CHECKING:
@@ -203,7 +203,8 @@ class RepairWriter:
             )
         pieces = list(self._next_ranges(len(batch)))
         if labels is not None:
-            self._compare_labels(as_labels(labels, len(batch), self._layout), pieces)
+            rows = as_labels(labels, len(batch), self._layout)
+            compare_labels(self._folder, self._layout, self._labels_state, rows, pieces)
         if pieces:
             check_finite(batch, pieces[0][0], self._on_nonfinite)
         at = 0
@@ -298,27 +299,6 @@ class RepairWriter:
                 pieces.append((start, start + n))
                 k -= n
         return pieces
-
-    def _compare_labels(self, rows: npt.NDArray[np.uint8], pieces: Sequence[tuple[int, int]]) -> None:
-        if self._labels_state != "whole":
-            raise ArgumentError(
-                "the store has no labels to compare these with"
-                if self._labels_state == "absent"
-                else "labels.bin is lost as a whole",
-                where="labels",
-                remedy="Leave them out." if self._labels_state == "absent" else "Give all of them to `restore_labels`.",
-            )
-        content, at = self._layout.content_tokens_per_example, 0
-        for start, end in pieces:
-            there = self._folder.get_range(LABELS, start * content, end * content)
-            same = np.frombuffer(there, np.uint8).reshape(-1, content) == rows[at : at + end - start]
-            if not same.all():
-                raise ArgumentError(
-                    f"the labels of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
-                    where="labels",
-                    remedy="These are most likely other examples than the missing ones.",
-                )
-            at += end - start
 
     def _fill(self, rows: npt.NDArray[np.generic], first: int) -> None:
         """Write examples that lie in the first damaged shard, and what survives before them."""

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -16,22 +17,24 @@ import numpy.typing as npt
 
 from saev_store._forgotten import FORGOTTEN
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
-from saev_store.transport._base import Uploads
-from saev_store.transport._parts import PARTS_IN_FLIGHT
-from saev_store.writer._background import Background
+from saev_store.writer._background import Background, no_threads
 from saev_store.writer._blocks import part_examples
 from saev_store.writer._inputs import NonfinitePolicy, as_activations, as_labels, check_finite, rows_as_bytes
 from saev_store.writer._progress import Progress
+from saev_store.writer._receipts import Receipt
+from saev_store.writer._resume import Kept
 from saev_store.writer._shard_file import ShardFile, ShardPlan, guarded
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.layout import Layout
 
-#: Blocks in flight between the caller and the disk; those that are on their way to a service come on top.
-_N_BUFFERS = 6
+#: Blocks between the caller and the disk, and those that are sent to a service at the same time.
+_N_BUFFERS, _N_FAR_BUFFERS = 6, 8
 
 Verify = Literal["digests", "sizes"]
+#: Publishes: what to verify, and a call that ends the writing and gives the receipts.
+Publish = Callable[[Verify, Callable[[], list[Receipt]]], None]
 
 
 class ShardWriter:
@@ -51,11 +54,9 @@ class ShardWriter:
         metadata: Metadata,
         *,
         shards: range,
-        shard_idx: int,
-        shard_file: ShardFile | None,
-        labelled: bool | None,
-        declare_labelled: Callable[[bool], None],
-        publish: Callable[[Verify], bool] | None,
+        kept: Kept,
+        declare_labelled: Callable[[bool], None] | None,
+        publish: Publish | None,
         on_nonfinite: NonfinitePolicy,
         progress: bool | None,
         held: ExitStack,
@@ -65,15 +66,16 @@ class ShardWriter:
         self._layout = plan.layout
         self._metadata = metadata
         self._shards = shards
-        self._shard_idx = shard_idx
-        self._file = shard_file
-        self._live = [shard_file] if shard_file is not None else []  # files with an open sink, for cleaning up
-        self._offset = shard_file.nbytes if shard_file is not None else 0
-        self._labelled = labelled
+        self._shard_idx = kept.shard_idx
+        self._file = kept.file
+        self._live = [kept.file] if kept.file is not None else []  # files with an open sink, for cleaning up
+        self._receipts = list(kept.receipts)
+        self._offset = kept.file.nbytes if kept.file is not None else 0
+        self._labelled = kept.labelled
         self._declare_labelled = declare_labelled
         self._publish = publish
-        #: What is looked at before publishing; whoever writes a copy has all of it read again.
-        self._verify: Verify = "sizes"
+        #: What is checked before publishing.
+        self.verify: Verify = "sizes"
         self._on_nonfinite = on_nonfinite
         self._held = held
         self._range = part_examples(plan.layout, shards)
@@ -81,18 +83,22 @@ class ShardWriter:
         self._closed = already_complete
         self._torn = False
         self._buffer: npt.NDArray[np.uint8] | None = None
-        self._fill = 0  # bytes of the buffer that hold data
-        self._sent = 0  # bytes of the buffer that a checkpoint has written already
+        self._fill: int = 0  # bytes of the buffer that hold data
+        self._sent: int = 0  # bytes of the buffer that a checkpoint has written already
         n_bytes = (self._range[1] - self._range[0]) * plan.layout.example_nbytes
         done = (self.next_example - self._range[0]) * plan.layout.example_nbytes
         self._progress = Progress(n_bytes, "writing", shown=False if already_complete else progress, done_nbytes=done)
         self._background = Background(
             buffer_nbytes=min(plan.block_bytes, plan.layout.shard_nbytes),
-            n_buffers=_N_BUFFERS + (PARTS_IN_FLIGHT if isinstance(plan.folder.transport, Uploads) else 0),
+            n_buffers=_N_BUFFERS + (_N_FAR_BUFFERS if plan.folder.is_far else 0),
+            where=self.url,
         )
         # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
         self._ending = _Ending(self._background, self._live, self._held)
-        FORGOTTEN.begin()
+        try:
+            FORGOTTEN.begin()
+        except RuntimeError as error:
+            raise no_threads(error, where=self.url) from None
         FORGOTTEN.watch(self._ending)
         self._finalizer = weakref.finalize(self, _forgotten, self._ending)
         self._finalizer.atexit = False  # everything is closed then
@@ -175,7 +181,8 @@ class ShardWriter:
             return
         try:
             if self._labelled is None:
-                self._declare_labelled(rows is not None)
+                if self._declare_labelled is not None:
+                    self._declare_labelled(rows is not None)
                 self._labelled = rows is not None
             self._take(batch, rows)
         except BaseException:
@@ -216,13 +223,21 @@ class ShardWriter:
                     self._send_partial()
                 if (file := self._file) is not None:
                     self._submit(file.checkpoint)
-            self._background.drain()
-            if publish and self.next_example == self._range[1] and not self._torn:
-                if self._publish is not None:
-                    self._publish(self._verify)
-                self._complete = True
+            is_whole = publish and self.next_example == self._range[1] and not self._torn
+            if is_whole and self._publish is not None and not self._background.failed:
+                self._publish(self.verify, self._finish)
+            else:
+                self._background.drain()
+            self._complete = is_whole
         finally:
             self._release()
+
+    def _finish(self) -> list[Receipt]:
+        """Wait for the last shard; the receipts of all."""
+        if not self._live:  # else the shard's completion checks it
+            self._plan.owner.check()
+        self._background.drain()
+        return self._receipts
 
     def __enter__(self) -> Self:
         return self
@@ -314,8 +329,8 @@ class ShardWriter:
             self._offset += n
             taken += n
             if self._fill == block_end:
-                # First forget the buffer, then hand it over: an interrupt in between loses a block that nobody has
-                # been promised, the other way round would write one twice.
+                # First forget the buffer, then hand it over: an interrupt in between loses a block that was not
+                # promised; the other order would write a block twice.
                 buffer, sent, fill = self._buffer, self._sent, self._fill
                 self._buffer = None
                 self._send(buffer, sent, fill, last_use=True)
@@ -326,8 +341,7 @@ class ShardWriter:
             return
 
         def job() -> None:
-            done = (lambda: background.give_back(buffer)) if last_use else (lambda: None)
-            file.write(buffer[start:end].data, offset, done)
+            file.write(buffer[start:end].data, offset, partial(background.give_back, buffer) if last_use else None)
 
         self._submit(job)
 
@@ -338,10 +352,10 @@ class ShardWriter:
             self._send(self._buffer, start, self._fill, last_use=False)
 
     def _finish_shard(self, file: ShardFile) -> None:
-        live = self._live
+        live, receipts = self._live, self._receipts
 
         def job() -> None:
-            file.complete()
+            receipts.append(file.complete())
             live.remove(file)
 
         self._submit(job)

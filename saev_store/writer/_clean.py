@@ -1,0 +1,219 @@
+"""Finds and removes what writers that were killed have left, below one folder."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from saev_store.errors import AccessError, NotFoundError, ReadOnlyError, SaevStoreError, WriterConflictError
+from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload
+from saev_store.writer._folder import CLAIM, DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
+from saev_store.writer._replace import JOURNAL
+
+#: What is younger may belong to a writer that is still alive, or be wanted for a resume.
+OLDER_THAN_S = 86_400.0
+_SHARD = re.compile(r"acts\d{6}\.bin")
+_STORE = re.compile(r"[0-9a-f]{64}")
+_OURS = {LABELS, SHARDS, DIGESTS, "provenance.json"}
+_MOST_LEVELS = 4
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that a writer left.
+
+    Attributes:
+        path: Relative to the folder that was cleaned.
+        kind: `"unfinished store"`, `"hidden files"` (of a published store), `"temporary file"` or `"upload"`.
+        nbytes: Its size; None where that is not told.
+        age_s: Seconds since it was last written; None where that is not told.
+        kept_because: Why it is not removed; "" if it is.
+    """
+
+    path: str
+    kind: str
+    nbytes: int | None
+    age_s: float | None
+    kept_because: str = ""
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What `clean_leftovers` found.
+
+    Attributes:
+        leftovers: In the order of their paths, uploads last.
+        uploads_listed: False where this client cannot list unfinished uploads, which may be there all the same.
+    """
+
+    leftovers: tuple[Leftover, ...]
+    uploads_listed: bool
+
+
+def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_than_s: float = OLDER_THAN_S) -> Cleaned:
+    """Remove what killed writers, copies and publishers left in a folder of stores, or in one store's folder.
+
+    Removed are unfinished stores of this package, the hidden files of published stores, temporary files, and unfinished
+    multipart uploads of shards. Never removed: files of a published store, files that this package did not write, and what a
+    live process holds a lock on. A repair that has to be finished stays.
+
+    Args:
+        root_transport: The folder.
+        dry_run: Remove nothing.
+        older_than_s: Keep what was written later than this many seconds ago. In a bucket only this protects live writers:
+            they write nothing until a shard is complete.
+
+    Raises:
+        ReadOnlyError: the transport cannot list, or cannot write.
+        NotFoundError: there is no such folder.
+    """
+    if not isinstance(root_transport, Lists):
+        raise ReadOnlyError(f"the engine {root_transport.name!r} cannot list files", where=root_transport.url)
+    now_s = time.time()
+    root = Folder(root_transport, "")
+    entries = list(root_transport.list())
+    found: list[Leftover] = []
+    folders = [root, *(Folder(root_transport, entry.path.strip("/")) for entry in entries if entry.is_dir)]
+    for folder in folders:
+        if folder.name == HIDDEN:
+            continue
+        for leftover in _leftovers(folder, now_s):
+            kept_because = leftover.kept_because or _too_young(leftover, older_than_s)
+            if not kept_because and not dry_run:
+                kept_because = _remove(folder, leftover)
+            found.append(replace(leftover, kept_because=kept_because))
+    uploads = _uploads(root_transport)
+    for upload in uploads or ():
+        age_s = None if upload.begun_s is None else now_s - upload.begun_s
+        leftover = Leftover(upload.path, "upload", None, age_s)
+        kept_because = _too_young(leftover, older_than_s)
+        if not kept_because and not dry_run and isinstance(root_transport, CleansUploads):
+            root_transport.abort_upload(upload)
+        found.append(replace(leftover, kept_because=kept_because))
+    return Cleaned(tuple(found), uploads_listed=uploads is not None)
+
+
+def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
+    """What was left in one folder."""
+    entries = _entries(folder, "")
+    names = {_name(entry) for entry in entries}
+    for entry in entries:
+        if not entry.is_dir and _name(entry).startswith(TEMPORARY):
+            yield Leftover(entry.path, "temporary file", entry.size, _age_s([entry], now_s))
+    if HIDDEN not in names:
+        return
+    hidden = list(_tree(folder, HIDDEN, _MOST_LEVELS))
+    files = [entry for entry in entries if not entry.is_dir]
+    is_published = METADATA in names
+    foreign = sorted(name for name in names - {HIDDEN} if not _is_ours(name))
+    because = ""
+    if is_published and folder.exists(JOURNAL):
+        because = "a repair has to be finished: open the store with `repair()`"
+    elif not is_published and names - {HIDDEN} and not folder.exists(CLAIM):
+        because = "no claim of this package: another program may be writing here"
+    elif not is_published and foreign:
+        because = f"the folder also holds {foreign[0]}, which is not ours"
+    ours = hidden if is_published else [*hidden, *files]
+    kind = "hidden files" if is_published else "unfinished store"
+    nbytes = sum(entry.size or 0 for entry in ours)
+    path = folder.path(HIDDEN) if is_published else folder.name
+    yield Leftover(path, kind, nbytes, _age_s(ours, now_s), because)
+
+
+def _remove(folder: Folder, leftover: Leftover) -> str:
+    """Remove a leftover of a folder; the reason if that is not possible."""
+    if leftover.kind == "temporary file":
+        folder.writes.delete(leftover.path)
+        return ""
+    try:
+        with ExitStack() as held:
+            # A lock exists while its writer lives; taking all of them keeps new writers out.
+            locks = {"part00000", "publish", "copy", "repair"}
+            for entry in _entries(folder, f"{HIDDEN}/locks"):
+                locks.add(_name(entry).removesuffix(".lock"))
+            for what in sorted(locks):
+                held.enter_context(folder.lock(what))
+            if leftover.kind == "unfinished store":
+                if folder.exists(METADATA):
+                    return "it was published meanwhile"
+                # The hidden files last: a crash in between leaves something that is still recognised.
+                for name in folder.names() or ():
+                    if name != HIDDEN:
+                        folder.delete(name)
+            folder.delete(HIDDEN)
+        if leftover.kind == "unfinished store" and folder.name and not folder.names():
+            folder.writes.delete(folder.name)
+    except WriterConflictError as error:
+        return error.message
+    return ""
+
+
+def _too_young(leftover: Leftover, older_than_s: float) -> str:
+    if older_than_s <= 0:
+        return ""
+    if leftover.age_s is None:
+        return "the service does not tell its age"
+    return "" if leftover.age_s >= older_than_s else f"written {leftover.age_s:,.0f} s ago"
+
+
+def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
+    """The unfinished uploads of our shards; None where they cannot be listed."""
+    if transport.is_local:
+        return ()
+    if not isinstance(transport, CleansUploads):
+        return None
+    try:
+        listed = transport.list_uploads()
+    except AccessError:
+        return None
+    if listed is None:
+        return None
+    root_is_store = _STORE.fullmatch(transport.url.rstrip("/").rpartition("/")[2]) is not None
+    found: list[UnfinishedUpload] = []
+    for upload in listed:
+        folder, _, name = upload.path.rpartition("/")
+        is_store = _STORE.fullmatch(folder) is not None if folder else root_is_store
+        if is_store and (_SHARD.fullmatch(name) or name == LABELS):
+            found.append(upload)
+    return found
+
+
+def _is_ours(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None or name in _OURS or name == METADATA or name.startswith(TEMPORARY)
+
+
+def _entries(folder: Folder, path: str) -> Sequence[Entry]:
+    transport = folder.transport
+    where = folder.path(path) if path else folder.name
+    try:
+        return transport.list(where) if isinstance(transport, Lists) else ()
+    except NotFoundError:
+        return ()
+    except SaevStoreError as error:
+        # A folder that may not be read, or that was deleted meanwhile, holds nothing that can be removed.
+        if isinstance(error, AccessError):
+            return ()
+        raise
+
+
+def _tree(folder: Folder, path: str, n_levels: int) -> Iterator[Entry]:
+    """All files below a folder, a few levels deep."""
+    for entry in _entries(folder, path):
+        if not entry.is_dir:
+            yield entry
+        elif n_levels:
+            yield from _tree(folder, f"{path}/{_name(entry)}", n_levels - 1)
+
+
+def _name(entry: Entry) -> str:
+    return entry.path.rstrip("/").rpartition("/")[2]
+
+
+def _age_s(entries: Sequence[Entry], now_s: float) -> float | None:
+    """Seconds since the latest change; None where that is not told of one of them."""
+    times = [entry.modified_s for entry in entries]
+    known = [found for found in times if found is not None]
+    return max(0.0, now_s - max(known)) if known and len(known) == len(times) else None
