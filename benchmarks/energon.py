@@ -25,8 +25,8 @@ from pathlib import Path
 
 from _common import Line, report, seconds
 
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.energon.prepare import prepare
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.prepare import prepare
 from saev_store.transport import CountingTransport, LatencyTransport, PreadTransport
 
 _PEER = """

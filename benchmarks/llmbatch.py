@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from _common import Line, race, report, seconds
 
-from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_dataset, write_batch_file
+from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_dataset, write_batch_file
 from saev_store.transport import CountingTransport, LatencyTransport, open_transport
 
 BATCH, SEQ_LEN = 32, 512

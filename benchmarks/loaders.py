@@ -50,12 +50,12 @@ from _loader_peers import (
 )
 
 from saev_store import ShardStore, new_metadata
+from saev_store.core.layout import Layout
+from saev_store.core.rows import row_space
 from saev_store.documents import shards_bytes
-from saev_store.layout import Layout
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.reader import Reader
-from saev_store.selected import Selection
-from saev_store.selection import row_space
+from saev_store.store.reader import Reader
+from saev_store.store.selection import Selection
 from saev_store.transport import ReadCost
 
 #: How the others are measured: without their first batch.

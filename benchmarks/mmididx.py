@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 from _common import Line, race, report, seconds
 
-from saev_store.formats.mmididx import (
+from saev_store.sources.mmididx import (
     IndexedDataset,
     IndexedDatasetBuilder,
     TokenSamples,
     build_indices,
     build_sample_idx,
 )
-from saev_store.formats.mmididx.index import index_header
+from saev_store.sources.mmididx.index import index_header
 from saev_store.transport import CountingTransport, LatencyTransport, open_transport
 
 warnings.simplefilter("ignore")

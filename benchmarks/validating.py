@@ -20,8 +20,8 @@ from collections.abc import Callable
 import numpy as np
 
 from saev_store.documents import Metadata, new_metadata, parse_shards, shards_bytes
-from saev_store.inspect import validate
 from saev_store.transport import open_transport
+from saev_store.validation import validate
 
 BLOCK_BYTES = 8 << 20
 

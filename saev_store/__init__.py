@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 from saev_store._version import __version__
+from saev_store.core.layout import Layout
 from saev_store.documents import Metadata, new_metadata
 from saev_store.errors import SaevStoreError, SaevStoreWarning
-from saev_store.layout import Layout
 from saev_store.problems import Problem
-from saev_store.selected import Selection
-from saev_store.store import ShardStore
+from saev_store.store.selection import Selection
+from saev_store.store.store import ShardStore
 
 __all__ = [
     "Layout",

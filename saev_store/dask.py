@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from saev_store.chunks import task_lengths
+from saev_store.core.chunk_grid import task_lengths
 from saev_store.errors import ArgumentError, MissingDependencyError
 
 if TYPE_CHECKING:
     import dask.array
 
-    from saev_store.indexing import Key
-    from saev_store.reader import FloatArray
-    from saev_store.store import ShardStore
+    from saev_store.core.indexing import Key
+    from saev_store.store.reader import FloatArray
+    from saev_store.store.store import ShardStore
 
 
 class Blocks:

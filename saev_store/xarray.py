@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from saev_store.chunks import task_lengths
+from saev_store.core.chunk_grid import task_lengths
 from saev_store.dask import from_store
 from saev_store.errors import MissingDependencyError
 from saev_store.names import METADATA_NAME, SHARDS_NAME
-from saev_store.store import ShardStore
+from saev_store.store.store import ShardStore
 from saev_store.zarr import ARRAY, TensorKeys, open_view
 
 try:
@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from saev_store.store import TaskSizes
+    from saev_store.store.store import TaskSizes
     from saev_store.zarr import Chunks, Sharded
 
 

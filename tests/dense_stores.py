@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
 
 Tail = Literal["padded", "cut"]
 

@@ -6,7 +6,7 @@ import io
 import tarfile
 from pathlib import Path
 
-from saev_store.formats.energon.prepare import prepare
+from saev_store.sources.energon.prepare import prepare
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

@@ -33,7 +33,7 @@ class File:
 
 
 def in_turn(ask, items, _n):
-    """In place of `saev_store._threads.ahead`: one question after the other, in this thread."""
+    """In place of `saev_store._runtime.threads.ahead`: one question after the other, in this thread."""
     yield from map(ask, items)
 
 

@@ -25,11 +25,11 @@ from energon_tars import sample_files, tar_bytes
 from kill_children import content, ended, in_child, killed
 
 from saev_store.errors import NotFoundError
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.energon.prepare import prepare
-from saev_store.formats.llmbatch import BatchFileReader, RecordOrder, write_batch_dataset, write_batch_file
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport._local_write import TEMP_PREFIX
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_dataset, write_batch_file
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.transport.local.write import TEMP_PREFIX
 
 
 class Kind(Protocol):

@@ -34,11 +34,12 @@ from kill_harness_oracle import Case, case
 with contextlib.suppress(ImportError):
     import gcsfs  # noqa: F401 (the same)
 
-import saev_store.transport._fsspec
-import saev_store.transport._obstore  # noqa: F401 (warms the children)
+import saev_store.transport.fsspec._transport
+import saev_store.transport.obstore._transport  # noqa: F401 (warms the children)
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.store import ShardStore
-from saev_store.transport import _parts, open_transport
+from saev_store.transport import open_transport
+from saev_store.transport.obstore import _parts
 from saev_store.writer import clean_leftovers, create_store
 
 BLOCK_BYTES = 16 << 10

@@ -20,7 +20,8 @@ import pytest
 from cloud_servers import new_gcs_json_bucket, new_gcs_xml_bucket, new_swift_bucket
 from servers import Bucket, new_moto_bucket
 
-from saev_store.transport import Buffer, Entry, Sink, Transport, _open, open_transport
+from saev_store.transport import Buffer, Entry, Sink, Transport, open_transport
+from saev_store.transport import open as _open
 from saev_store.transport._wrap import Wrapper
 
 PLACES = {

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from saev_store.chunks import ChunkGrid, default_chunk, divisors, nearest_shapes, task_lengths
+from saev_store.core.chunk_grid import ChunkGrid, default_chunk, divisors, nearest_shapes, task_lengths
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import ArgumentError
-from saev_store.layout import Layout, shard_name
 
 
 @st.composite

@@ -11,7 +11,7 @@ from dense_stores import plain_store
 from servers import s3_bucket  # noqa: F401 (a fixture)
 
 from saev_store import ShardStore
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
 from saev_store.transport import open_transport
 
 PAGE = Path(__file__).parent.parent / "docs/cloud.md"

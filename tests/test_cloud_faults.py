@@ -28,11 +28,11 @@ from servers import s3_bucket, s3_endpoint  # noqa: F401 (one is a fixture)
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
-from saev_store.copying import copy_store
 from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport import open_transport
-from saev_store.transport._obstore import ObstoreTransport
+from saev_store.transport.obstore._transport import ObstoreTransport
 from saev_store.writer import create_store
+from saev_store.writer.copying import copy_store
 
 pytest.importorskip("obstore")
 

@@ -11,8 +11,8 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from waiting import HANG_S
 
 from saev_store.transport import open_transport
-from saev_store.transport._fsspec_options import tuned
-from saev_store.transport._secrets import Options
+from saev_store.transport.credentials import Options
+from saev_store.transport.fsspec._options import tuned
 
 
 def test_s3_gets_as_many_connections_as_requests():

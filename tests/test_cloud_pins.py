@@ -14,8 +14,8 @@ from dense_stores import plain_store
 from servers import Bucket, s3_bucket, s3_endpoint  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
-from saev_store.layout import Layout
 from saev_store.transport import open_transport
 
 pytest.importorskip("obstore")
@@ -141,11 +141,11 @@ def test_credentials_are_told_to_nobody(s3_bucket: Bucket, engine: str, fault: F
     with Proxy(s3_endpoint(), [copy.copy(fault)]) as proxy:
         options = {"key": key, "secret": secret, "token": token, "endpoint_url": proxy.url}
         if engine == "obstore":
-            from saev_store.transport._obstore import ObstoreTransport
+            from saev_store.transport.obstore._transport import ObstoreTransport
 
             transport = ObstoreTransport(s3_bucket.url, options, timeout_s=1)
         else:
-            from saev_store.transport._fsspec import FsspecTransport
+            from saev_store.transport.fsspec._transport import FsspecTransport
 
             transport = FsspecTransport(s3_bucket.url, {**options, "skip_instance_cache": True}, timeout_s=1)
         seen = [repr(transport), str(transport), transport.url, transport.name, str(transport.counters)]

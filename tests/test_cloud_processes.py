@@ -16,8 +16,8 @@ from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
 from waiting import HANG_S
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import AccessError, ForkError
-from saev_store.layout import Layout
 from saev_store.transport import open_transport
 
 LAYOUT = Layout(

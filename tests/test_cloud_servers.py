@@ -120,7 +120,7 @@ def test_large_documents_and_parts(place):
 
 
 def open_list(place):
-    from saev_store.listing import list_stores
+    from saev_store.store.listing import list_stores
 
     url, storage_options, engine = place
     return list_stores(open_transport(url, storage_options, engine=engine))

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.coalesce import coalesce
+from saev_store.core.coalesce import coalesce
 
 ranges = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 40)), max_size=40).map(
     lambda pairs: sorted((start, start + size) for start, size in pairs)

@@ -18,9 +18,6 @@ from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
 
 from saev_store import SaevStoreError, ShardStore
-from saev_store._open import open_documents
-from saev_store.copying import _whole, copy_store
-from saev_store.copying._layers import copy_layers, kept_tokens
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -32,8 +29,11 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.store.opening import open_documents
 from saev_store.transport import MmapTransport, PreadTransport, open_transport
-from saev_store.writer._folder import Folder
+from saev_store.writer.copying import _whole, copy_store
+from saev_store.writer.copying._layers import copy_layers, kept_tokens
+from saev_store.writer.folder import Folder
 
 SAMPLES = Path(__file__).parent / "data" / "saev"
 STORES = sorted(path.parent for path in SAMPLES.glob("v*/**/metadata.json"))
@@ -242,7 +242,7 @@ def test_no_room(store, tmp_path, monkeypatch):
 def test_two_at_once_are_refused(store, tmp_path):
     folder = Folder(open_transport(tmp_path / "to"), store.path.name)
     script = (
-        "import sys, time; from saev_store.transport import open_transport; from saev_store.writer._folder import Folder\n"
+        "import sys, time; from saev_store.transport import open_transport; from saev_store.writer.folder import Folder\n"
         "with Folder(open_transport(sys.argv[1]), sys.argv[2]).lock('copy'):\n"
         "    print('held', flush=True); time.sleep(60)"
     )
@@ -441,7 +441,7 @@ def test_tokens_that_are_not_there_or_all_there_are(tmp_path):
 
 
 def test_an_interrupted_copy_of_layers_continues(store, tmp_path, monkeypatch):
-    from saev_store.copying import _layers
+    from saev_store.writer.copying import _layers
 
     monkeypatch.setattr(_layers, "_BATCH_BYTES", 1)
     read, seen = ShardStore.read, []

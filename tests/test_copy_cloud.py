@@ -12,11 +12,11 @@ from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
 
 from saev_store import ShardStore
-from saev_store.copying import copy_store
 from saev_store.errors import ArgumentError, CorruptShardError
 from saev_store.transport import CopiesWithin, LimitTransport, MemoryTransport, Rate, open_transport
-from saev_store.transport import _limit as limit_module
+from saev_store.transport import limit as limit_module
 from saev_store.writer import create_store
+from saev_store.writer.copying import copy_store
 
 pytest.importorskip("obstore")
 PLACES = {
@@ -61,7 +61,7 @@ def place(request, monkeypatch):
     fixture, engine = PLACES[request.param]
     bucket = request.getfixturevalue(fixture)
     if engine == "fsspec":
-        monkeypatch.setattr("saev_store.transport._open._obstore_fits", lambda *_: False)
+        monkeypatch.setattr("saev_store.transport.open._obstore_fits", lambda *_: False)
     with Proxy(bucket.options["endpoint_url"]) as proxy:
         yield Place(bucket, engine, proxy)
 

@@ -16,12 +16,13 @@ from plain_stores import Plain, plain_store
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
-from saev_store._open import open_documents
-from saev_store.copying import _layers, _whole, copy_store
 from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
-from saev_store.transport import MemoryTransport, _fd_sink, open_transport
+from saev_store.store.opening import open_documents
+from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport.local import fd_sink as _fd_sink
 from saev_store.writer import create_store
+from saev_store.writer.copying import _layers, _whole, copy_store
 
 
 @pytest.fixture

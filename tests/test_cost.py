@@ -15,11 +15,11 @@ from test_chunks import layouts
 from test_indexing import component
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
-from saev_store.cost import PRICES, Price, price_of
+from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
 from saev_store.errors import ArgumentError, SelectionError
-from saev_store.layout import Layout
 from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.store.estimate import PRICES, Price, price_of
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
 
 LAYOUT = Layout(

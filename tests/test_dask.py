@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from test_chunks import layouts
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.dask import Blocks
 from saev_store.errors import ArgumentError
-from saev_store.layout import Layout
 from saev_store.transport import MemoryTransport
 
 dask = pytest.importorskip("dask")

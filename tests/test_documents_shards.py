@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saev_store.core.layout import Layout
 from saev_store.documents import (
     COUNT_KEYS,
     labels_nbytes,
@@ -16,7 +17,6 @@ from saev_store.documents import (
     shards_bytes,
 )
 from saev_store.errors import ArgumentError, DocumentError, UnsafeContentError
-from saev_store.layout import Layout
 
 
 def metadata(n_examples=7, capacity=3, protocol="2.0"):

@@ -20,10 +20,10 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.formats import Source, open_source, reopen, sniff
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.energon.joins import FolderFiles, JoinedDataset
-from saev_store.formats.energon.prepare import prepare
+from saev_store.sources import Source, open_source, reopen, sniff
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
+from saev_store.sources.energon.prepare import prepare
 from saev_store.transport import MemoryTransport
 
 DATA = Path(__file__).parent / "data/energon"
@@ -78,7 +78,7 @@ class TestFiles:
     @pytest.fixture
     def fs(self):
         fsspec = pytest.importorskip("fsspec")
-        from saev_store.formats.energon.filesystem import register
+        from saev_store.sources.energon.filesystem import register
 
         register()
         return fsspec.filesystem("energon", fo=str(CRUDE), skip_instance_cache=True)
@@ -125,7 +125,7 @@ class TestFiles:
             assert file.read() == b'{"n": 4}'
 
     def test_many_folders(self, tmp_path):
-        from saev_store.formats.energon import _tree
+        from saev_store.sources.energon import tree as _tree
 
         files = [(f"{folder}/{i:03d}.txt", b"x") for folder in ("a", "a b", "a/b", "a0", "é") for i in range(3)]
         files += [("top.txt", b""), ("a.txt", b"")]

@@ -25,12 +25,12 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.formats import reopen
-from saev_store.formats.energon import EnergonDataset, _yaml, index_sqlite
-from saev_store.formats.energon.field_map import FieldPath, decode, resolve
-from saev_store.formats.energon.filesystem import EnergonFileSystem
-from saev_store.formats.energon.nvmeta import Info, definition_bytes, parse_definition, parse_info, parse_splits
-from saev_store.formats.energon.prepare import prepare
+from saev_store.sources import reopen
+from saev_store.sources.energon import EnergonDataset, _yaml, index_sqlite
+from saev_store.sources.energon.field_map import FieldPath, decode, resolve
+from saev_store.sources.energon.filesystem import EnergonFileSystem
+from saev_store.sources.energon.nvmeta import Info, definition_bytes, parse_definition, parse_info, parse_splits
+from saev_store.sources.energon.prepare import prepare
 from saev_store.transport import MemoryTransport
 
 DATA = Path(__file__).parent / "data/energon"
@@ -116,7 +116,7 @@ class TestDatabase:
             EnergonDataset(folder)
 
     def test_a_large_index_is_checked_where_it_is_used(self, folder, monkeypatch):
-        monkeypatch.setattr("saev_store.formats.energon.check.EAGER_ROWS", 1)
+        monkeypatch.setattr("saev_store.sources.energon.check.EAGER_ROWS", 1)
         change(folder, "UPDATE samples SET byte_offset = 'abc' WHERE sample_key = 'sample_0003'")
         dataset = EnergonDataset(folder)
         assert dataset.raw("sample_0000").parts

@@ -9,7 +9,7 @@ from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import write_metadataset
 
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError
-from saev_store.formats.energon.metadataset import open_metadataset, read_metadataset
+from saev_store.sources.energon.metadataset import open_metadataset, read_metadataset
 
 
 @pytest.fixture

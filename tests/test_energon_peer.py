@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from energon_tars import tar_bytes, write_dataset, write_metadataset
 
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.energon.metadataset import open_metadataset, read_metadataset
-from saev_store.formats.energon.prepare import prepare
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.metadataset import open_metadataset, read_metadataset
+from saev_store.sources.energon.prepare import prepare
 
 DATA = Path(__file__).parent / "data/energon"
 PYTHON = os.environ.get("SAEV_STORE_ENERGON_PYTHON")

@@ -27,9 +27,9 @@ from saev_store.errors import (
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.energon import prepare as prepare_module
-from saev_store.formats.energon.prepare import WORK_FOLDER, prepare
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon import prepare as prepare_module
+from saev_store.sources.energon.prepare import WORK_FOLDER, prepare
 from saev_store.transport import CountingTransport, MemoryTransport, MmapTransport
 
 FILES = {".info.json", "dataset.yaml", "index.sqlite", "index.uuid", "split.yaml"}
@@ -218,7 +218,7 @@ class TestInterrupted:
         truth = write_dataset(tmp_path, n_shards=3, odd=False)
         for i in range(30):
             (tmp_path / f"{i:02d}.tar").write_bytes(tar_bytes(sample_files(1000 * (i + 1), 300)))
-        code = "import sys; from saev_store.formats.energon.prepare import prepare as p; p(sys.argv[1], split='1,0,0', num_workers=2, progress=False)"
+        code = "import sys; from saev_store.sources.energon.prepare import prepare as p; p(sys.argv[1], split='1,0,0', num_workers=2, progress=False)"
         command = [sys.executable, "-c", code, str(tmp_path)]
         database = tmp_path / WORK_FOLDER / "index.sqlite"
         with subprocess.Popen(
@@ -238,7 +238,7 @@ class TestInterrupted:
     def test_killed_at_any_time(self, tmp_path):
         """The whole process is killed while it prepares; what is there afterwards is no data set, or a complete one."""
         truth = write_dataset(tmp_path, n_shards=6, odd=False)
-        command = "from saev_store.formats.energon.prepare import prepare; import sys; sys.stdout.write('go'); sys.stdout.flush(); prepare(sys.argv[1], split='1,0,0', overwrite=True, num_workers=1, progress=False)"
+        command = "from saev_store.sources.energon.prepare import prepare; import sys; sys.stdout.write('go'); sys.stdout.flush(); prepare(sys.argv[1], split='1,0,0', overwrite=True, num_workers=1, progress=False)"
         for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1, 0.2):
             process = subprocess.Popen(
                 [sys.executable, "-c", command, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.energon._view import View
-from saev_store.formats.energon.keys import is_safe_path, join_name, split_name
-from saev_store.formats.energon.prepare import prepare
-from saev_store.formats.energon.split import collapse, deal, escape, expand, parse_ratio
-from saev_store.formats.energon.tar_idx import parse_tar_idx, tar_idx_bytes
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon._view import View
+from saev_store.sources.energon.keys import is_safe_path, join_name, split_name
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.energon.split import collapse, deal, escape, expand, parse_ratio
+from saev_store.sources.energon.tar_idx import parse_tar_idx, tar_idx_bytes
 from saev_store.transport import LatencyTransport, MemoryTransport
 
 name_text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0/."), min_size=1, max_size=12)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from saev_store.errors import SaevStoreError, SelectionError
-from saev_store.formats.energon import CrudeSample, EnergonDataset
+from saev_store.sources.energon import CrudeSample, EnergonDataset
 from saev_store.transport import MemoryTransport
 
 DATA = Path(__file__).parent / "data/energon"

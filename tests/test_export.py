@@ -18,9 +18,9 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.cli import main
+from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError
 from saev_store.export import _references, kerchunk
-from saev_store.layout import Layout
 
 FORMATS = ["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"]
 NEEDS = {"kerchunk-parquet": ["fastparquet"], "icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}

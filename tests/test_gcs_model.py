@@ -67,7 +67,7 @@ def test_the_stand_ins_agree_about_creation(request, fixture):
 
 
 def one_by_one(seed):
-    """In place of `saev_store._threads.share`: independent requests in this thread, in an order that a seed decides."""
+    """In place of `saev_store._runtime.threads.share`: independent requests in this thread, in an order that a seed decides."""
     order = random.Random(seed)
 
     def share(work, parts, _n):
@@ -140,8 +140,8 @@ def check_store(model, this):
 
 @pytest.mark.parametrize("seed", range(150))
 def test_publishers_that_race_have_one_winner(seed, monkeypatch):
-    monkeypatch.setattr("saev_store.writer._folder.ahead", all_at_once if seed % 4 < 2 else in_turn)
-    monkeypatch.setattr("saev_store.writer._folder.share", one_by_one(seed))
+    monkeypatch.setattr("saev_store.writer.folder.ahead", all_at_once if seed % 4 < 2 else in_turn)
+    monkeypatch.setattr("saev_store.writer.folder.share", one_by_one(seed))
     this = case(n=4, per_shard=2, pad=False, labelled=bool(seed % 2))
     turns, model = Turns(seed), GcsModel()
     transport = GcsModelTransport(model)
@@ -200,8 +200,8 @@ def test_writers_that_race_have_one_winner(seed):
 @pytest.mark.parametrize("seed", range(120))
 def test_publishers_that_take_over_have_one_winner(seed, monkeypatch):
     """Whoever was taken over leaves what is not its own alone; if it has published at the last moment, it is told so."""
-    monkeypatch.setattr("saev_store.writer._folder.ahead", all_at_once if seed % 4 < 2 else in_turn)
-    monkeypatch.setattr("saev_store.writer._folder.share", one_by_one(seed))
+    monkeypatch.setattr("saev_store.writer.folder.ahead", all_at_once if seed % 4 < 2 else in_turn)
+    monkeypatch.setattr("saev_store.writer.folder.share", one_by_one(seed))
     this = case(n=4, per_shard=2, pad=False)
     turns, model = Turns(seed), GcsModel()
     transport = GcsModelTransport(model)

@@ -10,8 +10,8 @@ from dense_stores import plain_store as random_bits
 from plain_stores import plain_store
 
 from saev_store import ShardStore
-from saev_store.identity import RecordingIdentity, recording_identity
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
+from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.transport import CountingTransport, MemoryTransport
 
 

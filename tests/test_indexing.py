@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saev_store.core.indexing import Block, Progression, parse_axis, parse_key
 from saev_store.errors import SelectionError
-from saev_store.indexing import Block, Progression, parse_axis, parse_key
 
 SHAPE = (6, 3, 4, 5)
 DENSE = np.arange(np.prod(SHAPE)).reshape(SHAPE)

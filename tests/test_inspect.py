@@ -15,9 +15,9 @@ from plain_stores import Plain, plain_store, spans
 from saev_store import ShardStore
 from saev_store.documents import parse_metadata, parse_shards
 from saev_store.errors import CorruptShardError
-from saev_store.inspect import Report, merge_ranges, problem_to_dict, quick_checks, validate
 from saev_store.problems import Problem
 from saev_store.transport import FREE, Entry, MemoryTransport, open_transport
+from saev_store.validation import Report, merge_ranges, problem_to_dict, quick_checks, validate
 
 SAMPLES = Path(__file__).parent / "data" / "saev"
 

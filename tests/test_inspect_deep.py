@@ -18,9 +18,9 @@ from test_inspect import documents, kinds
 from waiting import HANG_S
 
 from saev_store.errors import TransportError
-from saev_store.inspect import Report, validate
-from saev_store.inspect._scan import is_zero, merge_runs, scan_piece, whole_units
 from saev_store.transport import FREE, MemoryTransport, Transport, open_transport
+from saev_store.validation import Report, validate
+from saev_store.validation._scan import is_zero, merge_runs, scan_piece, whole_units
 
 
 def look(store: Plain, transport: Transport | None = None, *, absent: bool = False) -> Report:
@@ -411,7 +411,7 @@ def test_digests_that_cannot_be_read_are_an_error(digested: Plain):
 
 def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch: pytest.MonkeyPatch):
     """A thread that is in the middle of a block ends after the piece that it is reading."""
-    from saev_store.inspect import _deep
+    from saev_store.validation import _deep
     from saev_store.writer import Progress
 
     gate, n_reads = threading.Event(), []

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError
-from saev_store.layout import Layout, shard_name
 
 layer_lists = st.lists(st.integers(-50, 50), min_size=1, max_size=5, unique=True).map(tuple)
 small_layouts = st.builds(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from token_files import llmbatch_bytes
 
 from saev_store.errors import ArgumentError, CorruptShardError, ResumeError
-from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
-from saev_store.formats.llmbatch.order import block_order, epoch_batches
+from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
+from saev_store.sources.llmbatch.order import block_order, epoch_batches
 from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
 
 

@@ -12,10 +12,10 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import llmbatch_bytes
 
 from saev_store.errors import ArgumentError, NotFoundError, ReadOnlyError, StoreExistsError
-from saev_store.formats._new_file import NewFile
-from saev_store.formats.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
-from saev_store.formats.llmbatch._buckets import Buckets
-from saev_store.formats.llmbatch.order import RecordOrder
+from saev_store.sources._new_file import NewFile
+from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
+from saev_store.sources.llmbatch._buckets import Buckets
+from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.transport import MemoryTransport, open_transport
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
+from saev_store.core.rows import row_space
 from saev_store.loaders import ShuffledLoader
-from saev_store.reader import Reader
-from saev_store.selected import Selection
-from saev_store.selection import row_space
+from saev_store.store.reader import Reader
+from saev_store.store.selection import Selection
 from saev_store.transport import MemoryTransport
 
 LAYERS = (3, 7)

@@ -16,8 +16,8 @@ from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import DeadlineError, TransportError
-from saev_store.layout import Layout
 from saev_store.loaders import ShuffledLoader
 from saev_store.transport import open_transport
 

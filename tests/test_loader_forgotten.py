@@ -17,7 +17,7 @@ from plain_stores import Plain, plain_store
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
-from saev_store._forgotten import Forgotten
+from saev_store._runtime.abandoned import Forgotten
 from saev_store.loaders import ShuffledLoader
 from saev_store.loaders._iteration import Iteration, LoaderRuntime
 from saev_store.loaders._metrics import Totals

@@ -10,11 +10,12 @@ import pytest
 from plain_stores import plain_store
 from waiting import HANG_S
 
-from saev_store import ShardStore, copying
+from saev_store import ShardStore
 from saev_store.errors import TransportError
 from saev_store.loaders import _lease, stage, staging
 from saev_store.loaders._lease import Lease
 from saev_store.transport import MemoryTransport
+from saev_store.writer import copying
 
 PATH = "lease.json"
 

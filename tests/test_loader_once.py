@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
+from saev_store.core.rows import row_space
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader
-from saev_store.reader import Reader
-from saev_store.selected import Selection
-from saev_store.selection import row_space
+from saev_store.store.reader import Reader
+from saev_store.store.selection import Selection
 from saev_store.transport import MemoryTransport
 
 IGNORED = [0, 3]

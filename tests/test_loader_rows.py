@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
+from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError
-from saev_store.layout import Layout
 from saev_store.loaders import (
     NO_LABEL,
     OrderedLoader,
@@ -35,9 +36,8 @@ from saev_store.loaders._ring import BatchRing, HostMemory
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, ShuffledOrder
-from saev_store.reader import Reader
-from saev_store.selected import Selection
-from saev_store.selection import row_space
+from saev_store.store.reader import Reader
+from saev_store.store.selection import Selection
 from saev_store.transport import MemoryTransport, ReadCost
 from saev_store.transport._wrap import Wrapper
 

@@ -24,7 +24,7 @@ from saev_store.errors import (
     TransportError,
     UnknownProtocolError,
 )
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
 from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, PreadTransport, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)

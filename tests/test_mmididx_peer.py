@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
 
 PEER = os.environ.get("SAEV_STORE_PEER_PYTHON")
 SCRIPT = Path(__file__).with_name("peer_megatron.py")

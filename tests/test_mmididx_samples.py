@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from token_files import DATA, mmididx_bytes
 
 from saev_store.errors import ArgumentError, SaevStoreWarning, SelectionError
-from saev_store.formats import reopen
-from saev_store.formats.mmididx import IndexedDataset, TokenSamples, build_indices, build_sample_idx
-from saev_store.formats.mmididx.samples import build_doc_idx, build_shuffle_idx
+from saev_store.sources import reopen
+from saev_store.sources.mmididx import IndexedDataset, TokenSamples, build_indices, build_sample_idx
+from saev_store.sources.mmididx.samples import build_doc_idx, build_shuffle_idx
 from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
 
 FOLDER = DATA / "mmididx" / "samples_seed_example"
@@ -228,7 +228,7 @@ class TestCache:
         cache = open_transport(tmp_path / "cache", engine=engine)
         fresh = self.make(cache)
         assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".npy", ".npy", ".npy"]
-        monkeypatch.setattr("saev_store.formats.mmididx.token_samples.build_indices", None)  # must not be called
+        monkeypatch.setattr("saev_store.sources.mmididx.token_samples.build_indices", None)  # must not be called
         again = self.make(cache)
         for name in ("doc_idx", "sample_idx", "shuffle_idx"):
             kept, built = getattr(again.indices, name), getattr(fresh.indices, name)

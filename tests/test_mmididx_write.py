@@ -10,10 +10,10 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import CODES, mmididx_bytes
 
 from saev_store.errors import ArgumentError, StoreExistsError, WriterConflictError
-from saev_store.formats._new_file import NewFile
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.sources._new_file import NewFile
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import MemoryTransport, open_transport
-from saev_store.transport._local_write import TEMP_PREFIX
+from saev_store.transport.local.write import TEMP_PREFIX
 
 
 @given(

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saev_store.core.layout import Layout
+from saev_store.core.rows import RowSpace, row_space
 from saev_store.errors import ArgumentError
-from saev_store.layout import Layout
 from saev_store.order import (
     Batching,
     Blocks,
@@ -28,8 +29,6 @@ from saev_store.order import (
 )
 from saev_store.order._shuffle import Emitted
 from saev_store.order._words import shuffled_each, shuffled_rows, words
-from saev_store.rows import RowSpace
-from saev_store.selection import row_space
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.formats import PatchPlace, Source, TokenPlace, open_source, recorded_from
-from saev_store.formats.llmbatch import write_batch_file
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.sources import PatchPlace, Source, TokenPlace, open_source, recorded_from
+from saev_store.sources.llmbatch import write_batch_file
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 
 DATA = Path(__file__).parent / "data"
 TEXT = DATA / "mmididx" / "core_seed_example_3_4_2_int32"

@@ -84,7 +84,7 @@ HAS_TORCH = find_spec("torch") is not None
 
 def packages() -> Iterator[tuple[str, ModuleType]]:
     """All packages of the package, apart from those that need an extra which is not installed."""
-    for name in [*PUBLIC, "saev_store.documents", "saev_store.transport", "saev_store.inspect", "saev_store.writer"]:
+    for name in [*PUBLIC, "saev_store.documents", "saev_store.transport", "saev_store.validation", "saev_store.writer"]:
         if HAS_TORCH or name != "saev_store.torch":
             yield name, importlib.import_module(name)
 

@@ -16,10 +16,13 @@ import pytest
 from dense_stores import PlainStore, plain_store
 from waiting import HANG_S
 
-from saev_store import SaevStoreWarning, ShardStore, fetch, plan, reader, selected
+from saev_store import SaevStoreWarning, ShardStore
+from saev_store.core import plan
+from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError, DocumentError, MissingShardError
-from saev_store.layout import Layout
-from saev_store.transport import CountingTransport, MemoryTransport, MmapTransport, ReadCost, Transport
+from saev_store.store import reader
+from saev_store.store import selection as selected
+from saev_store.transport import CountingTransport, MemoryTransport, MmapTransport, ReadCost, Transport, fetch
 
 LAYOUT = Layout(
     n_examples=9, layers=(3, 7, 11), content_tokens_per_example=4, cls_token=True, d_model=8, examples_per_shard=3

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saev_store.core.layout import Layout
+from saev_store.core.rows import row_space
 from saev_store.errors import LayerNotFoundError, SelectionError
-from saev_store.layout import Layout
-from saev_store.selection import row_space
 
 LAYERS = (11, -2, 5)
 
@@ -108,7 +108,7 @@ def test_what_the_store_does_not_hold_is_an_error(
 @pytest.mark.parametrize("examples", [None, slice(2, 9), slice(9, 1, -2), slice(1, None, 3), [8, 0, 8, 3]])
 def test_labels_are_counted_in_pieces(chunk: int, examples: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten examples of three content tokens: pieces of one example, of some, of nearly all, of all."""
-    monkeypatch.setattr("saev_store.selection.COUNT_CHUNK_BYTES", chunk)
+    monkeypatch.setattr("saev_store.core.rows.COUNT_CHUNK_BYTES", chunk)
     layout = Layout(10, (4, 2), 3, True, 2, 4)
     labels = np.random.default_rng(0).integers(0, 3, (10, 3), dtype=np.uint8)
     rows = row_space(layout, examples=examples, ignore_labels=[1], labels=labels)

@@ -20,8 +20,8 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.cli import main
+from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, SaevStoreWarning
-from saev_store.layout import Layout
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -24,7 +24,7 @@ from dense_stores import plain_store
 from served import serving
 from waiting import HANG_S
 
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
 from saev_store.zarr._open import _CAN_READ_SHARDS
 
 BROWSER = Path(__file__).parent / "browser"

@@ -25,12 +25,12 @@ from saev_store.errors import (
     StoreExistsError,
     UnsafeContentError,
 )
-from saev_store.formats import Source, open_source, reopen, sniff
-from saev_store.formats._address import full_url, locate, split_address
-from saev_store.formats._new_file import NewFile
-from saev_store.formats.convert import batches_to_documents, documents_to_batches
-from saev_store.formats.llmbatch import BatchFileReader, RecordOrder, write_batch_file
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.sources import Source, open_source, reopen, sniff
+from saev_store.sources._new_file import NewFile
+from saev_store.sources.address import full_url, locate, split_address
+from saev_store.sources.convert import batches_to_documents, documents_to_batches
+from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 from saev_store.transport import CountingTransport, MemoryTransport, open_transport
 
 TOKENS = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
@@ -340,7 +340,7 @@ def test_documents_padded_into_batches(sizes, seq_len, end, data):
 
 
 def test_long_documents_pass_in_pieces(monkeypatch):
-    monkeypatch.setattr("saev_store.formats.convert._PIECE_TOKENS", 10)
+    monkeypatch.setattr("saev_store.sources.convert._PIECE_TOKENS", 10)
     source, store = documents_of([3, 100, 0, 25, 4, 4, 4], doc_idx=[0, 1, 4, 5, 7]), MemoryTransport()
     documents_to_batches(source, "y.batch", seq_len=7, batch_size=2, end_token=5, transport=store)
     run = np.concatenate([np.append(source.document(i), 5) for i in range(4)])

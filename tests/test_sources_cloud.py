@@ -9,11 +9,11 @@ from energon_tars import sample_files, tar_bytes
 from servers import s3_bucket  # noqa: F401 (a fixture)
 
 from saev_store.errors import NotFoundError, StoreExistsError
-from saev_store.formats import open_source, reopen
-from saev_store.formats.convert import documents_to_batches
-from saev_store.formats.energon.prepare import prepare
-from saev_store.formats.llmbatch import BatchFileReader, BatchNativeLoader, RecordOrder, write_batch_dataset
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.sources import open_source, reopen
+from saev_store.sources.convert import documents_to_batches
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, RecordOrder, write_batch_dataset
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 from saev_store.transport import open_transport
 
 pytest.importorskip("obstore")

@@ -22,6 +22,7 @@ from servers import s3_bucket  # noqa: F401  # a fixture
 
 from saev_store import ShardStore
 from saev_store.cli import main
+from saev_store.core.layout import Layout
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -31,11 +32,10 @@ from saev_store.errors import (
     SaevStoreWarning,
     TransportError,
 )
-from saev_store.identity import recording_identity
-from saev_store.layout import Layout
 from saev_store.stats import STATISTICS, Stats, _compute, _moments
 from saev_store.stats._document import parse_stats, stats_bytes
 from saev_store.stats._moments import Moments, merge, moments_of
+from saev_store.store.identity import recording_identity
 from saev_store.transport import MemoryTransport
 
 pytest.importorskip("dask")

@@ -20,6 +20,7 @@ from test_indexing import component
 from waiting import HANG_S
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -33,7 +34,6 @@ from saev_store.errors import (
     TransportError,
     UnknownProtocolError,
 )
-from saev_store.layout import Layout
 from saev_store.names import CLAIM_PATH
 from saev_store.transport import MemoryTransport, ReadCost, Transport
 

@@ -8,8 +8,8 @@ from collections import Counter, deque
 import pytest
 from waiting import HANG_S
 
-from saev_store import _threads
-from saev_store._threads import ahead, n_threads, share
+from saev_store._runtime import threads as _threads
+from saev_store._runtime.threads import ahead, n_threads, share
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])

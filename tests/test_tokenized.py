@@ -10,10 +10,10 @@ import pytest
 
 from saev_store.cli import main
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, StoreExistsError
-from saev_store.formats import open_source
-from saev_store.formats.energon import EnergonDataset
-from saev_store.formats.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.formats.tokenized import texts_to_documents
+from saev_store.sources import open_source
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.sources.tokenized import texts_to_documents
 
 DATA = Path(__file__).parent / "data" / "energon" / "captioning_ratio_split" / "dataset"
 

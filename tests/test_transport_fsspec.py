@@ -33,8 +33,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport import open_transport
-from saev_store.transport._fsspec import FsspecTransport
-from saev_store.transport._fsspec_client import means_exists, safe_url
+from saev_store.transport.fsspec._client import means_exists, safe_url
+from saev_store.transport.fsspec._transport import FsspecTransport
 
 # In this process threads are running when it forks: that is the very thing to be tested.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -258,7 +258,7 @@ def test_a_full_temporary_folder_is_known_at_once(fake, monkeypatch):
     def full(fd, nbytes):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("saev_store.transport._fsspec_sink.preallocate", full)
+    monkeypatch.setattr("saev_store.transport.fsspec._sink.preallocate", full)
     with pytest.raises(TransportError, match="ENOSPC"):
         fake.open_sink("gone", used_nbytes=10, file_nbytes=10)
 

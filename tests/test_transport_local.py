@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
+from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -34,10 +35,11 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.testing._reading import follow
-from saev_store.transport import MmapTransport, PreadTransport, _libc, _local_write, open_transport
-from saev_store.transport._checks import from_os_error
-from saev_store.transport._descriptors import DESCRIPTORS
-from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport import MmapTransport, PreadTransport, open_transport
+from saev_store.transport.checks import from_os_error
+from saev_store.transport.local import _libc
+from saev_store.transport.local import write as _local_write
+from saev_store.transport.local.descriptors import DESCRIPTORS
 
 ENGINES = (MmapTransport, PreadTransport)
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -287,7 +289,7 @@ def test_a_map_that_the_system_refuses_names_the_way_out(tmp_path, monkeypatch):
     def fail(fd, nbytes):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("saev_store.transport._local.map_file", fail)
+    monkeypatch.setattr("saev_store.transport.local.transport.map_file", fail)
     with pytest.raises(TransportError, match='engine="pread"'):
         one(MmapTransport(tmp_path), "a.bin", 0, 1)
 
@@ -589,7 +591,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     def full(fd, nbytes):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("saev_store.transport._local_sink.preallocate", full)
+    monkeypatch.setattr("saev_store.transport.local.sink.preallocate", full)
     transport = MmapTransport(tmp_path)
     with pytest.raises(TransportError, match=r"reserve 10 bytes.*ENOSPC.*resume"):
         transport.open_sink("a.bin", used_nbytes=10, file_nbytes=10)

@@ -35,9 +35,9 @@ from saev_store.errors import (
 from saev_store.testing._reading import follow
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Transport, open_transport
-from saev_store.transport._obstore import ObstoreTransport
-from saev_store.transport._obstore_client import bucket_region
-from saev_store.transport._obstore_options import place_of
+from saev_store.transport.obstore._client import bucket_region
+from saev_store.transport.obstore._options import place_of
+from saev_store.transport.obstore._transport import ObstoreTransport
 
 obstore = pytest.importorskip("obstore")
 # In this process threads are running when it forks: that is the very thing to be tested.
@@ -169,7 +169,7 @@ def test_ranges_are_not_copied_and_each_is_one_request(s3_bucket):
 
 
 def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._obstore_ranges.PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._ranges.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     assert bytes(one(transport, "a.bin", 3, 10_500)) == truth[3:]
@@ -275,7 +275,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(s3_bucket, how):
 
 
 def test_what_is_far_ahead_of_a_gap_is_refused(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._obstore_sink._AHEAD_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._sink._AHEAD_BYTES", 1000)
     sink = open_s3(s3_bucket).open_sink("a.bin", used_nbytes=5000, file_nbytes=5000)
     sink.write(900, [memoryview(bytes(500))])
     with pytest.raises(ArgumentError, match="ahead of byte 0, which is still missing"):
@@ -475,7 +475,7 @@ def test_auto_takes_obstore_where_it_can_do_everything(url, options, environment
 def test_auto_takes_obstore_where_fsspec_has_no_client(monkeypatch):
     for variable in [variable for variable in os.environ if variable.startswith("AWS_")]:
         monkeypatch.delenv(variable)
-    found = "saev_store.transport._open.find_spec"
+    found = "saev_store.transport.open.find_spec"
     monkeypatch.setattr(found, lambda name: None if name == "s3fs" else object())
     assert open_transport("s3://b/x").name == "obstore:s3"
 
@@ -511,7 +511,7 @@ def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, mon
             raise KeyboardInterrupt
 
         with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
-            changed.setattr("saev_store.transport._obstore_client.awaited", interrupt)
+            changed.setattr("saev_store.transport.obstore._client.awaited", interrupt)
             transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
     monkeypatch.setattr(obstore, "get_async", get)
     transport._client.timeout_s = HANG_S
@@ -522,7 +522,7 @@ def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, mon
 
 
 def test_ranges_of_readinto_are_pieces_of_one_object(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._obstore_ranges.PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._ranges.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     memory = bytearray(2600)

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saev_store import _threads
+from saev_store._runtime import threads as _threads
 from saev_store.errors import CorruptShardError, TransportError
 from saev_store.testing._reading import follow
-from saev_store.transport import MmapTransport, _spread
+from saev_store.transport import MmapTransport
+from saev_store.transport.local import _spread
 
 FILE = np.random.default_rng(5).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
 

@@ -28,7 +28,8 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from waiting import HANG_S
 
 from saev_store.errors import NotFoundError, SaevStoreError, SaevStoreWarning, StoreExistsError, TransportError
-from saev_store.transport import CleansUploads, _obstore_client, open_transport
+from saev_store.transport import CleansUploads, open_transport
+from saev_store.transport.obstore import _client as _obstore_client
 from saev_store.writer import create_store, discard_unfinished
 
 pytest.importorskip("obstore")
@@ -77,7 +78,7 @@ class Place:
 
 @pytest.fixture(params=PLACES)
 def place(request, monkeypatch):
-    monkeypatch.setattr("saev_store.transport._parts.PART_BYTES", PART)
+    monkeypatch.setattr("saev_store.transport.obstore._parts.PART_BYTES", PART)
     fixture, engine = PLACES[request.param]
     bucket = request.getfixturevalue(fixture)
     with Proxy(bucket.options[endpoint_option(bucket)]) as proxy:

@@ -187,7 +187,7 @@ def test_killed_while_creating_without_hard_links(tmp_path, monkeypatch, name, r
 
     monkeypatch.setattr(os, "link", no_link)
     if not renames:
-        monkeypatch.setattr("saev_store.transport._local_write.rename_exclusive", lambda old, new: False)
+        monkeypatch.setattr("saev_store.transport.local.write.rename_exclusive", lambda old, new: False)
     monkeypatch.setattr(os, "pwritev", dying)
     try:
         write_whole(tmp_path, this)

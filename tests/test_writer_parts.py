@@ -30,7 +30,7 @@ from saev_store.errors import (
 from saev_store.transport import Transport, open_transport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer._claim import Claim, read_claim
-from saev_store.writer._folder import Folder
+from saev_store.writer.folder import Folder
 
 
 def write_part(transport: Transport, this: Case, rank: int, world: int, **options: object) -> tuple[int, int]:
@@ -176,7 +176,7 @@ def test_a_part_is_resumed_while_another_process_publishes(
     labelled: bool, ahead: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every operation of the resume, the publisher has come as far as each of its own operations."""
-    monkeypatch.setattr("saev_store.writer._folder.ahead", ahead)
+    monkeypatch.setattr("saev_store.writer.folder.ahead", ahead)
     this = case(n=6, per_shard=2, labelled=labelled)
     options = {"pad": this.pad, "block_bytes": this.block_bytes, "on_nonfinite": "allow"}
     written = Disk()

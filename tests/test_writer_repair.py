@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kill_harness_disk import Disk, PowerCut
 from kill_harness_oracle import Case, case
 
-from saev_store.copying import copy_store
 from saev_store.documents import parse_metadata
 from saev_store.errors import (
     ArgumentError,
@@ -27,8 +26,9 @@ from saev_store.errors import (
 from saev_store.store import ShardStore
 from saev_store.transport import MemoryTransport, MmapTransport, open_transport
 from saev_store.writer import RepairWriter, create_store, open_repair
-from saev_store.writer._folder import Folder
 from saev_store.writer._publish import remove_hidden
+from saev_store.writer.copying import copy_store
+from saev_store.writer.folder import Folder
 
 
 def store_of(this: Case, *, digests: bool = True) -> MemoryTransport:

@@ -15,7 +15,8 @@ from test_writer_parts import race, write_part
 from waiting import HANG_S, soon
 
 from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConflictError
-from saev_store.transport import Transport, _obstore_client, open_transport
+from saev_store.transport import Transport, open_transport
+from saev_store.transport.obstore import _client as _obstore_client
 from saev_store.writer import create_store, open_repair
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow"}

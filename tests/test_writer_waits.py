@@ -75,8 +75,8 @@ class Timed(Disk):
 def clock(monkeypatch):
     """A clock; the writer's thread is another time line of it."""
     clock = Clock()
-    monkeypatch.setattr("saev_store.writer._folder.share", clock.share)
-    monkeypatch.setattr("saev_store.writer._folder.ahead", clock.ahead)
+    monkeypatch.setattr("saev_store.writer.folder.share", clock.share)
+    monkeypatch.setattr("saev_store.writer.folder.ahead", clock.ahead)
 
     class Background:
         failed = False

@@ -18,8 +18,8 @@ from dense_stores import PlainStore, plain_store
 from waiting import HANG_S
 
 from saev_store import SaevStoreWarning, ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, LayerNotFoundError, NotFoundError
-from saev_store.layout import Layout
 from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport
 
 xr = pytest.importorskip("xarray")

@@ -16,8 +16,8 @@ from dense_stores import plain_store
 from zarr.abc.store import Store
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
+from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
-from saev_store.layout import Layout
 from saev_store.transport import Counters, CountingTransport, LatencyTransport, MemoryTransport, Transport
 from saev_store.zarr import TensorKeys, ZarrView
 

@@ -15,7 +15,7 @@ from dense_stores import PlainStore, plain_store
 from waiting import HANG_S
 
 from saev_store import ShardStore
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
 from saev_store.transport import Transport
 from saev_store.zarr import ZarrView
 

@@ -17,8 +17,8 @@ from waiting import HANG_S
 from zarr.abc.store import Store
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError
-from saev_store.layout import Layout
 from saev_store.transport import Writes, open_transport
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,7 +24,7 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.core.sync import sync
 from zarr.testing.store import StoreTests
 
-from saev_store.chunks import Extent
+from saev_store.core.chunk_grid import Extent
 from saev_store.transport import (
     CountingTransport,
     LatencyTransport,

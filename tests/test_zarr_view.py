@@ -26,9 +26,9 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from saev_store import SaevStoreWarning, ShardStore
-from saev_store.chunks import ChunkGrid
+from saev_store.core.chunk_grid import ChunkGrid
+from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, DocumentError
-from saev_store.layout import Layout
 from saev_store.transport import LatencyTransport, MemoryTransport, ReadCost, Transport
 from saev_store.zarr import TensorKeys, ZarrView
 

@@ -71,7 +71,7 @@ def error_to_dict(error: Exception) -> dict[str, object]:
         return {"kind": "usage", "message": str(error)}
     if not isinstance(error, SaevStoreError):
         return {"kind": "defect", "message": f"{type(error).__name__}: {error}"}
-    from saev_store.inspect import problem_to_dict
+    from saev_store.validation import problem_to_dict
 
     problems = getattr(error, "problems", ())
     return {

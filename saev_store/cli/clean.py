@@ -33,7 +33,7 @@ def clean(
     option: Pairs = None,
 ) -> None:
     """Remove what killed writers left: unfinished stores, hidden and temporary files, uploads. Published files stay."""
-    from saev_store.display import human_bytes
+    from saev_store.store.card import human_bytes
     from saev_store.writer import clean_leftovers
 
     if engine not in ("auto", "fsspec"):

@@ -37,7 +37,7 @@ def export(
     ] = None,
 ) -> None:
     """Write references to a store's shards that other tools open without this package; no data is copied."""
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     if format not in _FORMATS:
         raise ArgumentError(f"{format!r} is not one of {', '.join(_FORMATS)}", where="--format")

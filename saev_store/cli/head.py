@@ -26,7 +26,7 @@ def head(
     """Show the first vectors of a layer with their example, token and norm."""
     import numpy as np
 
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
         label = store.layers[0] if layer is None else layer

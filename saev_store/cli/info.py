@@ -9,13 +9,13 @@ from saev_store.cli._output import emit, emit_json
 from saev_store.errors import DocumentError
 
 if TYPE_CHECKING:
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
     """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
     from saev_store.cli.sources import source_at, source_info
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
     source = source_at(url, given)
@@ -28,7 +28,7 @@ def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, opti
 
 def describe(store: ShardStore) -> dict[str, object]:
     """A store as plain JSON types."""
-    from saev_store.inspect import problem_to_dict
+    from saev_store.validation import problem_to_dict
 
     layout, metadata = store.layout, store.metadata
     return {

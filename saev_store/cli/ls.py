@@ -17,7 +17,7 @@ from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Lists, Transport, open_transport
 
 if TYPE_CHECKING:
-    from saev_store.listing import StoreEntry
+    from saev_store.store.listing import StoreEntry
 
 _N_THREADS = 16
 _MAX_RECEIPT_BYTES = 64 << 20
@@ -30,8 +30,8 @@ Root = Annotated[
 def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
     """List the stores in a folder, also unfinished and damaged ones; or the samples of an Energon data set."""
     from saev_store.cli.parts import dataset_at, list_parts
-    from saev_store.display import human_bytes
-    from saev_store.store import ShardStore
+    from saev_store.store.card import human_bytes
+    from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
     if (found := dataset_at(root, given)) is not None:
@@ -82,7 +82,7 @@ def state_of(root: Transport, entry: StoreEntry) -> tuple[str, str]:
         return entry.state, how_far(root, entry)
     if entry.state != "complete":
         return entry.state, entry.note
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     try:
         with warnings.catch_warnings():

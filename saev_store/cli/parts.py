@@ -9,7 +9,7 @@ from saev_store.cli._output import emit, emit_json
 from saev_store.errors import NotFoundError, SaevStoreError
 
 if TYPE_CHECKING:
-    from saev_store.formats.energon import EnergonDataset
+    from saev_store.sources.energon import EnergonDataset
 
 #: Parent folders of an address that are searched for a data set.
 _MAX_LEVELS = 8
@@ -17,9 +17,9 @@ _MAX_LEVELS = 8
 
 def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonDataset, str] | None:
     """The data set at an address or in a parent folder, and the path within it; None if there is none."""
-    from saev_store.formats._address import split_address
-    from saev_store.formats.energon import EnergonDataset
-    from saev_store.formats.energon.keys import INFO_JSON, INFO_YAML
+    from saev_store.sources.address import split_address
+    from saev_store.sources.energon import EnergonDataset
+    from saev_store.sources.energon.keys import INFO_JSON, INFO_YAML
     from saev_store.transport import open_transport
 
     inner: list[str] = []
@@ -41,7 +41,7 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
 
 def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
     """Print the entries of a folder of a data set, or the parts of a sample."""
-    from saev_store.formats.energon._tree import Node, children, node
+    from saev_store.sources.energon.tree import Node, children, node
 
     try:
         found = node(dataset, folder)

@@ -54,7 +54,7 @@ def prepare(
     progress: Progress = None,
 ) -> None:
     """Index and split tars, and write .nv-meta beside them: an Energon data set. The tars are not changed."""
-    from saev_store.formats.energon.prepare import prepare as prepare_folder
+    from saev_store.sources.energon.prepare import prepare as prepare_folder
     from saev_store.transport import open_transport
 
     transport = open_transport(path, storage_options(options, option))
@@ -76,7 +76,7 @@ def prepare(
     if not as_json:
         emit(str(made))
         return
-    from saev_store.inspect import problem_to_dict
+    from saev_store.validation import problem_to_dict
 
     emit_json({
         "url": made.url,
@@ -122,11 +122,11 @@ def _ask(
     """Ask for missing options on standard error, after listing the parts of the first tar."""
     from itertools import islice
 
-    from saev_store.formats.energon.field_map import FieldPath
-    from saev_store.formats.energon.prepare import find_tars
-    from saev_store.formats.energon.samples import CRUDE, SAMPLE_TYPES
-    from saev_store.formats.energon.split import parse_ratio
-    from saev_store.formats.energon.tar_scan import Scan
+    from saev_store.sources.energon.field_map import FieldPath
+    from saev_store.sources.energon.prepare import find_tars
+    from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
+    from saev_store.sources.energon.split import parse_ratio
+    from saev_store.sources.energon.tar_scan import Scan
     from saev_store.transport import Lists
 
     if not isinstance(transport, Lists):

@@ -47,7 +47,7 @@ def serve(
         raise MissingDependencyError(
             f"{error.name} is not installed", where="serve", remedy="pip install 'saev_store[serve]'"
         ) from error
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     shape = "auto" if chunks is None else parse_chunks(chunks)
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:

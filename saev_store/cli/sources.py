@@ -20,8 +20,8 @@ from saev_store.errors import (
 )
 
 if TYPE_CHECKING:
-    from saev_store.formats._sniff import Found
-    from saev_store.formats.tokenized import Tokenizer
+    from saev_store.sources.sniff import Found
+    from saev_store.sources.tokenized import Tokenizer
 
 _FILES = (".batch", ".batch.json", ".idx", ".bin")
 
@@ -32,8 +32,8 @@ def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
     Raises:
         NotFoundError, DocumentError: the name is that of a data set's file, but the file is missing or invalid.
     """
-    from saev_store.formats._sniff import find_source, sniff
     from saev_store.names import METADATA_NAME
+    from saev_store.sources.sniff import find_source, sniff
     from saev_store.transport import open_transport
 
     if url.endswith(_FILES):
@@ -49,8 +49,8 @@ def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
 
 def source_info(found: Found, *, as_json: bool) -> None:
     """Describe a data set."""
-    from saev_store.formats._sniff import open_found
-    from saev_store.inspect import problem_to_dict
+    from saev_store.sources.sniff import open_found
+    from saev_store.validation import problem_to_dict
 
     with open_found(found, damaged_ok=True) as source:
         if not as_json:
@@ -66,10 +66,10 @@ def source_info(found: Found, *, as_json: bool) -> None:
 
 def source_validate(found: Found, *, deep: bool, as_json: bool, progress: bool | None) -> None:
     """Validate a data set, also one that does not open; exit with 1 if there is an error."""
-    from saev_store.formats._address import full_url
-    from saev_store.formats._sniff import open_found
-    from saev_store.inspect import Report
     from saev_store.problems import Problem
+    from saev_store.sources.address import full_url
+    from saev_store.sources.sniff import open_found
+    from saev_store.validation import Report
 
     try:
         with open_found(found, damaged_ok=True) as source:
@@ -123,12 +123,12 @@ def convert(
     progress: Progress = None,
 ) -> None:
     """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
-    from saev_store.formats import open_source
-    from saev_store.formats.convert import batches_to_documents, documents_to_batches
-    from saev_store.formats.energon import EnergonDataset
-    from saev_store.formats.llmbatch import BatchFileReader
-    from saev_store.formats.mmididx import IndexedDataset
-    from saev_store.formats.tokenized import texts_to_documents
+    from saev_store.sources import open_source
+    from saev_store.sources.convert import batches_to_documents, documents_to_batches
+    from saev_store.sources.energon import EnergonDataset
+    from saev_store.sources.llmbatch import BatchFileReader
+    from saev_store.sources.mmididx import IndexedDataset
+    from saev_store.sources.tokenized import texts_to_documents
 
     target = storage_options(dst_options, dst_option, name="--dst-storage-options")
     with open_source(src, storage_options(options, option)) as source:

@@ -30,7 +30,7 @@ def stats(
     progress: Progress = None,
 ) -> None:
     """Show count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option)) as store:
         found = store.stats(sample=sample, seed=seed, client=scheduler, refresh=refresh, save=save, progress=progress)

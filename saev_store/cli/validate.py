@@ -22,7 +22,7 @@ def validate(
 ) -> None:
     """Validate a store or a data set; exit with 1 if there is an error."""
     from saev_store.cli.sources import source_at, source_validate
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
     source = source_at(url, given)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from saev_store.layout import MAX_INT64
+from saev_store.core.layout import MAX_INT64
 
 MIN_INT64 = -(2**63)
 #: Wrong layers that are reported one by one.

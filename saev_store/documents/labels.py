@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from saev_store.core.layout import Layout
 from saev_store.errors import DocumentError
-from saev_store.layout import Layout
 from saev_store.problems import Problem
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
+from saev_store.core.layout import IntArray, Layout
 from saev_store.documents import _json
 from saev_store.documents._choose import choose_version, refuse_breaking, refuse_unversioned
 from saev_store.documents._findings import Findings, shown
@@ -16,7 +17,6 @@ from saev_store.documents._oddities import find_oddities
 from saev_store.documents.hashing import Recipe, content_hashes, known_names
 from saev_store.documents.versions import FIELDS, WRITABLE_VERSIONS, WrittenVersion
 from saev_store.errors import ArgumentError, DocumentError
-from saev_store.layout import IntArray, Layout
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.documents import _json
 from saev_store.documents._findings import Findings, key_list, shown
 from saev_store.errors import ArgumentError, UnsafeContentError
-from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:

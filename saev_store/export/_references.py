@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.chunks import ChunkGrid, Shape, default_chunk
+from saev_store.core.chunk_grid import ChunkGrid, Shape, default_chunk
+from saev_store.core.layout import DIMS, IntArray, shard_name
 from saev_store.documents import labels_nbytes
 from saev_store.errors import ArgumentError, SaevStoreWarning
-from saev_store.layout import DIMS, IntArray, shard_name
 from saev_store.names import LABELS_NAME
-from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, attributes_of
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of
 
 if TYPE_CHECKING:
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 Chunks = Literal["auto"] | Sequence[int]
 

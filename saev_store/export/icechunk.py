@@ -9,13 +9,13 @@ import numpy as np
 
 from saev_store.errors import ArgumentError, MissingDependencyError, StoreExistsError
 from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
-from saev_store.zarr._documents import array_document
+from saev_store.zarr.documents import array_document
 
 if TYPE_CHECKING:
     import icechunk
     import xarray
 
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 _BRANCH = "main"
 

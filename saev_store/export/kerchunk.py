@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from saev_store.core.layout import IntArray
 from saev_store.errors import AccessError, ArgumentError, MissingDependencyError, NotFoundError, StoreExistsError
 from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
-from saev_store.layout import IntArray
 from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
 
 if TYPE_CHECKING:
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 Format = Literal["json", "parquet"]
 

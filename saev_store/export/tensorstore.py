@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from saev_store.core.layout import DIMS, shard_name
 from saev_store.errors import ArgumentError
 from saev_store.export._references import usable_base
-from saev_store.layout import DIMS, shard_name
 from saev_store.names import LABELS_NAME
-from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, array_document
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, array_document
 
 if TYPE_CHECKING:
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 Spec = dict[str, object]
 

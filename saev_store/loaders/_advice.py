@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import SaevStoreError
-from saev_store.layout import Layout, shard_name
-from saev_store.transport._descriptors import DESCRIPTORS
+from saev_store.transport.local.descriptors import DESCRIPTORS
 
 #: From this many times the machine's memory on, what was read is forgotten: keeping it would only push out other things.
 _MUCH_LARGER = 2

@@ -13,8 +13,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.layout import IntArray
+from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError
-from saev_store.layout import IntArray
 from saev_store.loaders._advice import Advice, advice_for
 from saev_store.loaders._batch_coordinates import Batch, BatchMaker
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
@@ -30,8 +31,7 @@ from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadOptions
 from saev_store.order import Batching, Blocks
-from saev_store.rows import Labels
-from saev_store.selected import Selection
+from saev_store.store.selection import Selection
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}

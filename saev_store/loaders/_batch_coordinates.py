@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from saev_store.layout import IntArray
-from saev_store.reader import FloatArray
-from saev_store.rows import Labels, RowSpace
+from saev_store.core.layout import IntArray
+from saev_store.core.rows import Labels, RowSpace
+from saev_store.store.reader import FloatArray
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
 #: `token_labels` (n,) uint8.

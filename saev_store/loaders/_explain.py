@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from saev_store.cost import Estimate, estimate, price_of
+from saev_store.core.rows import RowSpace
 from saev_store.loaders._reads import PlannedReads
 from saev_store.loaders._runs import Runs
 from saev_store.order import Mixing
-from saev_store.reader import Reader
-from saev_store.rows import RowSpace
+from saev_store.store.estimate import Estimate, estimate, price_of
+from saev_store.store.reader import Reader
 
 #: Parts of an epoch that are planned to tell its cost.
 _N_PLANNED = 64

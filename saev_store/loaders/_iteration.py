@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from saev_store._forgotten import FORGOTTEN
+from saev_store._runtime.abandoned import FORGOTTEN
 from saev_store.errors import ArgumentError, ForkError
 from saev_store.loaders._batch_coordinates import Batch, BatchMaker
 from saev_store.loaders._metrics import Totals

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from saev_store.errors import SaevStoreError
 from saev_store.transport import Transport
-from saev_store.writer._folder import Folder
+from saev_store.writer.folder import Folder
 
 #: How often the document changes.
 BEAT_S = 5.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from saev_store.layout import Layout, shard_name
+from saev_store.core.layout import Layout, shard_name
 from saev_store.transport import Transport
 
 #: `memory`: a dict or tmpfs; `cached`: a disk whose pages are in memory now; `flash`, `disk`: a local device, by whether

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from saev_store.errors import ArgumentError
-from saev_store.reader import FloatArray
+from saev_store.store.reader import FloatArray
 
 #: Makes memory: float32, C order, of the given shape, with undefined content.
 Allocate = Callable[[tuple[int, int]], FloatArray]

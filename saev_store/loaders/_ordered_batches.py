@@ -14,7 +14,7 @@ from saev_store.loaders._reads import ArrayTarget
 from saev_store.loaders._runs import runs_of_rows
 from saev_store.loaders._workers import Group
 from saev_store.order import Batching
-from saev_store.reader import FloatArray
+from saev_store.store.reader import FloatArray
 
 
 class OrderedBatches:

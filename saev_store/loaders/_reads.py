@@ -13,15 +13,15 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.cost import PlanCount
+from saev_store.core.indexing import Axis, Progression
+from saev_store.core.layout import IntArray, shard_name
 from saev_store.errors import NotFoundError, TransportError
-from saev_store.indexing import Axis, Progression
-from saev_store.layout import IntArray, shard_name
 from saev_store.loaders._advice import Advice
 from saev_store.loaders._medium import unwrapped
 from saev_store.loaders._metrics import ReadTotals
 from saev_store.loaders._runs import Runs, cut
-from saev_store.reader import FloatArray, Reader
+from saev_store.store.estimate import PlanCount
+from saev_store.store.reader import FloatArray, Reader
 from saev_store.transport import Buffer
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.layout import IntArray
+from saev_store.core.layout import IntArray
 from saev_store.loaders._batch_coordinates import Positions
 from saev_store.loaders._memory import BufferPool, allocate, lent
-from saev_store.reader import FloatArray
+from saev_store.store.reader import FloatArray
 from saev_store.transport import Buffer
 
 #: Bytes that are kept of each row besides the row: where it comes from, and its place in the order.

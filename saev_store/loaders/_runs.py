@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from saev_store.layout import IntArray, Layout
+from saev_store.core.layout import IntArray, Layout
+from saev_store.core.rows import RowSpace
 from saev_store.loaders._batch_coordinates import Positions
 from saev_store.order import Blocks
-from saev_store.rows import RowSpace
 
 
 class Runs(NamedTuple):

@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
+from saev_store.core.rows import Layers, Tokens
 from saev_store.errors import ArgumentError
 from saev_store.order import shuffled
-from saev_store.selected import Selection
-from saev_store.selection import Layers, Tokens
 from saev_store.stats import sampled_stats
-from saev_store.store import ShardStore
+from saev_store.store.selection import Selection
+from saev_store.store.store import ShardStore
 
 #: Rows whose norms are averaged: the standard error of the mean is then a hundredth of the norms' spread.
 _N_ROWS = 8192

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from saev_store.layout import IntArray
+from saev_store.core.layout import IntArray
 from saev_store.loaders._advice import advice_for
 from saev_store.loaders._batch_coordinates import Positions
 from saev_store.loaders._medium import Medium
 from saev_store.loaders._metrics import ReadTotals
 from saev_store.loaders._reads import ArrayTarget, Reads
 from saev_store.loaders._runs import runs_of_planes
-from saev_store.reader import FloatArray
-from saev_store.selected import Selection
+from saev_store.store.reader import FloatArray
+from saev_store.store.selection import Selection
 
 #: What a task reads. A disk of this machine is told of 128 vectors at a time; a file system over a network may not listen to
 #: that, so there each thread waits for one.

@@ -10,8 +10,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
-from saev_store.layout import IntArray
 from saev_store.loaders._batch_coordinates import Positions
 from saev_store.loaders._iteration import Batch, BatchContext
 from saev_store.loaders._metrics import ReadTotals
@@ -19,7 +19,7 @@ from saev_store.loaders._ring import BatchRing, RingMemory
 from saev_store.loaders._runs import runs_of_blocks
 from saev_store.loaders._workers import Group
 from saev_store.order import Partition, Placement
-from saev_store.reader import FloatArray
+from saev_store.store.reader import FloatArray
 from saev_store.transport import Buffer
 
 #: Where slots are free, because the consumer has fewer batches than it may, so many times as many cohorts are read ahead.

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from saev_store.core.indexing import Progression
+from saev_store.core.rows import RowSpace
 from saev_store.errors import ArgumentError
-from saev_store.indexing import Progression
-from saev_store.rows import RowSpace
 
 STATE_VERSION = 1
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from saev_store._runtime.locks import ForkSafeLock
+from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import ArgumentError
-from saev_store.layout import IntArray, Layout
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
-from saev_store.transport._checks import joined_runs, run_end, scatter
-from saev_store.transport._locks import ForkSafeLock
+from saev_store.transport.checks import joined_runs, run_end, scatter
 
 #: Whether vectors will be read, given their shards and their numbers in these.
 Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]

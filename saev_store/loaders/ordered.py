@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
+from saev_store.core.rows import Labels
 from saev_store.loaders._base import Loader
 from saev_store.loaders._batch_coordinates import Batch
 from saev_store.loaders._explain import Plan
@@ -15,8 +16,7 @@ from saev_store.loaders._memory import Allocate, BufferPool, allocate
 from saev_store.loaders._ordered_batches import OrderedBatches
 from saev_store.loaders._runs import Runs, runs_of_rows
 from saev_store.loaders.options import ReadArguments, ReadOptions
-from saev_store.rows import Labels
-from saev_store.selected import Selection
+from saev_store.store.selection import Selection
 
 
 class OrderedLoader(Loader):

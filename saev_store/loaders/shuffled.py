@@ -9,6 +9,7 @@ from typing import Unpack
 
 import numpy as np
 
+from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
 from saev_store.loaders._base import Loader
 from saev_store.loaders._batch_coordinates import Batch
@@ -22,8 +23,7 @@ from saev_store.loaders._shuffled_batches import ShuffledBatches, n_batches_ahea
 from saev_store.loaders._state import whole_number
 from saev_store.loaders.options import ShuffleArguments, ShuffleOptions
 from saev_store.order import Blocks, Partition, ShuffledOrder
-from saev_store.rows import Labels, RowSpace
-from saev_store.selected import Selection
+from saev_store.store.selection import Selection
 
 #: The window where nothing else is said.
 WINDOW_BYTES = 2 << 30

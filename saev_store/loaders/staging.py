@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Literal
 
+from saev_store.core.rows import Tokens
 from saev_store.errors import DeadlineError, NotFoundError, WriterConflictError
 from saev_store.loaders._lease import Lease
 from saev_store.loaders.cache import CachedTransport
-from saev_store.selection import Tokens
-from saev_store.store import ShardStore
+from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.writer._folder import METADATA, TEMPORARY
+from saev_store.writer.folder import METADATA, TEMPORARY
 
 Layer = int | Sequence[int] | Literal["all"]
 
@@ -51,9 +51,9 @@ def stage(
 
     Raises:
         DeadlineError: another process did not finish its copy in time.
-        LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.copying.copy_store`.
+        LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.writer.copying.copy_store`.
     """
-    from saev_store.copying import copy_store, target_of
+    from saev_store.writer.copying import copy_store, target_of
 
     wanted = None if isinstance(layers, str) else [layers] if isinstance(layers, int) else list(layers)
     folder = os.path.expandvars(os.fspath(to))

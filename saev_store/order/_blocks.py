@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from saev_store.core.indexing import Progression
+from saev_store.core.layout import IntArray
+from saev_store.core.rows import RowSpace
 from saev_store.errors import ArgumentError
-from saev_store.indexing import Progression
-from saev_store.layout import IntArray
-from saev_store.rows import RowSpace
 
 
 class Places(NamedTuple):
@@ -35,8 +35,8 @@ class Blocks:
     Blocks are numbered by group of examples, in it by layer; those of which no row is kept have no number. Inside a block
     a *cell* is a vector of the full block (example by example, token by token), and a *row* is a cell that is kept.
 
-    >>> from saev_store.layout import Layout
-    >>> from saev_store.selection import row_space
+    >>> from saev_store.core.layout import Layout
+    >>> from saev_store.core.rows import row_space
     >>> blocks = Blocks(row_space(Layout(7, (2, 5), 4, True, 8, 3), tokens="content"), examples_per_block=2)
     >>> len(blocks), blocks.sizes(np.arange(8)).tolist()
     (8, [8, 8, 8, 8, 8, 8, 4, 4])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from saev_store.layout import IntArray
+from saev_store.core.layout import IntArray
 from saev_store.order._words import Words, derive, shuffled, words
 
 #: Up to here a permutation is a table (half a MiB) made by sorting; above it, a cipher over the positions.

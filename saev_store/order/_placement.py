@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.layout import IntArray
+from saev_store.core.layout import IntArray
 from saev_store.order._words import ranges, shuffled_each, shuffled_rows, words
 
 if TYPE_CHECKING:

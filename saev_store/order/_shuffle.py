@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
-from saev_store.layout import IntArray
 from saev_store.order._blocks import Blocks
 from saev_store.order._mixing import Mixing, predict_mixing
 from saev_store.order._permutation import Permutation
@@ -145,8 +145,8 @@ class ShuffledOrder:
     def mixing(self, batch_size: int, n_partitions: int | None = None) -> Mixing:
         """The expected mixing of a batch that takes `batch_size` rows from `n_partitions` of the partitions; default: all.
 
-        >>> from saev_store.layout import Layout
-        >>> from saev_store.selection import row_space
+        >>> from saev_store.core.layout import Layout
+        >>> from saev_store.core.rows import row_space
         >>> rows = row_space(Layout(1_281_167, (11,), 196, True, 768, 4000), tokens="content")
         >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
         >>> mixing = order.mixing(16_384)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.layout import IntArray
+from saev_store.core.layout import IntArray
 
 Words = npt.NDArray[np.uint64]
 

@@ -13,7 +13,7 @@ from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError
 from saev_store.record._batches import Batches
 from saev_store.record._hooks import Recorder, place
-from saev_store.store import ShardStore
+from saev_store.store.store import ShardStore
 
 if TYPE_CHECKING:
     import os

@@ -22,7 +22,7 @@ from saev_store.record._hooks import Recorder, patch_size, place
 from saev_store.record._photos import GRID, load_photographs
 from saev_store.record._picture import draw, patch_colours, principal_colours, stitch
 from saev_store.record._weights import load_model
-from saev_store.store import ShardStore
+from saev_store.store.store import ShardStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,14 +19,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from zarr.abc.store import RangeByteRequest
 
-from saev_store.chunks import Extent, default_chunk
+from saev_store.core.chunk_grid import Extent, default_chunk
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
-from saev_store.identity import recording_identity
-from saev_store.inspect import local_folder
 from saev_store.serve._ranges import UnsatisfiableError, parse_range
+from saev_store.store.identity import recording_identity
+from saev_store.validation import local_folder
 
 if TYPE_CHECKING:
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
     from saev_store.zarr import ZarrView
 
 #: Clients pay for each request, however the store itself is read.

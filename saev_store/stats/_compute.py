@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from saev_store.chunks import task_lengths
+from saev_store.core.chunk_grid import task_lengths
+from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, MissingDependencyError, TransportError
-from saev_store.inspect import Promised
-from saev_store.layout import IntArray, Layout, shard_name
 from saev_store.stats._moments import Moments, merge, merge_all, moments_of
+from saev_store.validation import Promised
 from saev_store.writer import Progress
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 #: Examples of one task: a half-open range, or their positions.
 Work: TypeAlias = "tuple[int, int] | IntArray"

@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from saev_store.errors import DocumentError
-from saev_store.identity import RecordingIdentity
 from saev_store.stats._moments import Moments
 from saev_store.stats._result import Stats
+from saev_store.store.identity import RecordingIdentity
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from saev_store.core.layout import Layout
+from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.errors import ArgumentError
-from saev_store.layout import Layout
-from saev_store.selection import Layers, Tokens, row_space
 from saev_store.stats._moments import Counts, Floats, Moments, of_none_as_nan
 
 #: The names of the arrays of a `Stats`, in the order of tables.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from saev_store.core.layout import IntArray
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -17,19 +18,18 @@ from saev_store.errors import (
     SaevStoreError,
     SaevStoreWarning,
 )
-from saev_store.identity import RecordingIdentity, recording_identity
-from saev_store.inspect import Promised, local_folder, promised_digests
-from saev_store.layout import IntArray
 from saev_store.stats._compute import compute, compute_here
 from saev_store.stats._document import max_nbytes, parse_stats, stats_bytes
 from saev_store.stats._moments import Moments
 from saev_store.stats._result import Stats
+from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.transport import Writes
+from saev_store.validation import Promised, local_folder, promised_digests
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 STATS_NAME = "stats.json"
 

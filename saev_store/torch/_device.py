@@ -12,7 +12,7 @@ import torch
 
 from saev_store.errors import ArgumentError
 from saev_store.loaders import Allocate
-from saev_store.reader import FloatArray
+from saev_store.store.reader import FloatArray
 from saev_store.torch.batch import ExampleBatch
 
 

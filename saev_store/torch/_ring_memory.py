@@ -10,7 +10,7 @@ import torch
 
 from saev_store.errors import ArgumentError
 from saev_store.loaders import RowNumbers
-from saev_store.reader import FloatArray
+from saev_store.store.reader import FloatArray
 from saev_store.torch._device import Copies
 from saev_store.transport import Buffer
 

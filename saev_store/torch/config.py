@@ -13,9 +13,9 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError, brief
 from saev_store.loaders import ReadOptions, ShuffleOptions
-from saev_store.selection import Tokens
 
 _SETTINGS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
 from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of, n_cpus
-from saev_store.store import ShardStore
+from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
 from saev_store.torch.config import IndexedConfig
 

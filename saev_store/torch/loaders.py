@@ -31,8 +31,8 @@ from saev_store.loaders import (
     open_for_training,
     stored_scale,
 )
-from saev_store.selected import Selection
-from saev_store.store import ShardStore
+from saev_store.store.selection import Selection
+from saev_store.store.store import ShardStore
 from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
 from saev_store.torch._ring_memory import DeviceMemory
 from saev_store.torch.batch import ExampleBatch, tensors

@@ -6,7 +6,9 @@ and `LatencyTransport` are for tests and benchmarks.
 
 from __future__ import annotations
 
-from saev_store.transport._base import (
+from saev_store.transport._counting import CountingTransport
+from saev_store.transport._latency import LatencyTransport
+from saev_store.transport.base import (
     FREE,
     Buffer,
     CleansUploads,
@@ -21,12 +23,10 @@ from saev_store.transport._base import (
     UnfinishedUpload,
     Writes,
 )
-from saev_store.transport._counting import CountingTransport
-from saev_store.transport._latency import LatencyTransport
-from saev_store.transport._limit import LimitTransport, Rate
-from saev_store.transport._local import MmapTransport, PreadTransport
-from saev_store.transport._memory import MemoryTransport
-from saev_store.transport._open import Engine, open_transport
+from saev_store.transport.limit import LimitTransport, Rate
+from saev_store.transport.local.transport import MmapTransport, PreadTransport
+from saev_store.transport.memory import MemoryTransport
+from saev_store.transport.open import Engine, open_transport
 
 __all__ = [
     "FREE",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from saev_store.transport._base import Buffer, Counters, Transport
 from saev_store.transport._tally import Tally
 from saev_store.transport._wrap import Wrapper
+from saev_store.transport.base import Buffer, Counters, Transport
 
 T = TypeVar("T")
 

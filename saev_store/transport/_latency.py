@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from saev_store.errors import ArgumentError
-from saev_store.transport._base import Buffer, ReadCost, Transport
 from saev_store.transport._wrap import Wrapper
+from saev_store.transport.base import Buffer, ReadCost, Transport
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from saev_store.transport._base import Counters
-from saev_store.transport._locks import ForkSafeLock
+from saev_store._runtime.locks import ForkSafeLock
+from saev_store.transport.base import Counters
 
 
 class Tally:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Self, TypeVar, cast
 
-from saev_store.transport._base import (
+from saev_store.transport.base import (
     Buffer,
     CleansUploads,
     CopiesWithin,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
 
 ALGORITHM = "xxh3_128"
 #: Length of a digest in hexadecimal digits.

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from saev_store.errors import IncompleteStoreError, ResumeError, WriterConflictError
-from saev_store.writer._folder import CLAIM, HIDDEN, Folder, owner_path
+from saev_store.writer.folder import CLAIM, HIDDEN, Folder, owner_path
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata

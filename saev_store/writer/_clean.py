@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from saev_store.errors import AccessError, NotFoundError, ReadOnlyError, SaevStoreError, WriterConflictError
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload
-from saev_store.writer._folder import CLAIM, DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
 from saev_store.writer._replace import JOURNAL
+from saev_store.writer.folder import CLAIM, DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
 
 #: What is younger may belong to a writer that is still alive, or be wanted for a resume.
 OLDER_THAN_S = 86_400.0

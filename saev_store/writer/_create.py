@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
+from saev_store.core.layout import Layout
 from saev_store.errors import (
     ArgumentError,
     IncompleteStoreError,
@@ -16,7 +17,6 @@ from saev_store.errors import (
     WriterConflictError,
     brief,
 )
-from saev_store.layout import Layout
 from saev_store.transport import Transport
 from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import (
@@ -30,7 +30,13 @@ from saev_store.writer._claim import (
     parse_claim,
     read_claim,
 )
-from saev_store.writer._folder import (
+from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
+from saev_store.writer._publish import publish, published_already, remove_hidden
+from saev_store.writer._receipts import Receipt
+from saev_store.writer._resume import Kept, kept_of
+from saev_store.writer._shard_file import ShardPlan
+from saev_store.writer._unfinished import check_no_foreigner, n_durable, unfinished
+from saev_store.writer.folder import (
     CLAIM,
     HIDDEN,
     LABELLED,
@@ -40,12 +46,6 @@ from saev_store.writer._folder import (
     Folder,
     owner_path,
 )
-from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
-from saev_store.writer._publish import publish, published_already, remove_hidden
-from saev_store.writer._receipts import Receipt
-from saev_store.writer._resume import Kept, kept_of
-from saev_store.writer._shard_file import ShardPlan
-from saev_store.writer._unfinished import check_no_foreigner, n_durable, unfinished
 from saev_store.writer.shard_writer import Publish, ShardWriter, Verify
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from saev_store.errors import DocumentError, NotFoundError
 from saev_store.problems import Problem
 from saev_store.transport import Transport
 from saev_store.writer._blocks import ALGORITHM, DIGEST_DIGITS, n_blocks
-from saev_store.writer._folder import DIGESTS, MAX_DOCUMENT_BYTES
+from saev_store.writer.folder import DIGESTS, MAX_DOCUMENT_BYTES
 
 VERSION = 1
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")

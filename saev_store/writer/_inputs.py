@@ -8,8 +8,8 @@ from typing import Literal, Protocol, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.layout import DTYPE, Layout
 from saev_store.errors import ArgumentError, SaevStoreWarning
-from saev_store.layout import DTYPE, Layout
 
 NonfinitePolicy = Literal["raise", "warn", "allow"]
 NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)

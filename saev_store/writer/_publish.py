@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
+from saev_store._runtime.progress import Progress
+from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
     CorruptShardError,
@@ -21,12 +23,13 @@ from saev_store.errors import (
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.layout import Layout, shard_name
 from saev_store.transport import Moves, Transport
 from saev_store.writer._blocks import BlockDigester, block_ranges, part_examples, part_shards
 from saev_store.writer._claim import Claim, check_claim, new_attempt, read_claim
 from saev_store.writer._digests import Digests, FileDigests
-from saev_store.writer._folder import (
+from saev_store.writer._receipts import Receipt, read_label_part, read_receipts
+from saev_store.writer._replace import JOURNAL
+from saev_store.writer.folder import (
     BUILDING_LABELS,
     CLAIM,
     DIGESTS,
@@ -40,9 +43,6 @@ from saev_store.writer._folder import (
     Folder,
     label_part_path,
 )
-from saev_store.writer._progress import Progress
-from saev_store.writer._receipts import Receipt, read_label_part, read_receipts
-from saev_store.writer._replace import JOURNAL
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata

@@ -9,9 +9,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from saev_store.layout import Layout
+from saev_store.core.layout import Layout
 from saev_store.writer._blocks import DIGEST_DIGITS, digest, n_blocks
-from saev_store.writer._folder import Folder, label_part_path, receipt_path
+from saev_store.writer.folder import Folder, label_part_path, receipt_path
 
 VERSION = 1
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.progress import Progress
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -16,11 +18,9 @@ from saev_store.errors import (
     SaevStoreError,
     TransportError,
 )
-from saev_store.layout import Layout, shard_name
 from saev_store.writer._blocks import block_ranges, digest, lost_examples
 from saev_store.writer._digests import Digests, FileDigests
-from saev_store.writer._folder import LABELS, Folder
-from saev_store.writer._progress import Progress
+from saev_store.writer.folder import LABELS, Folder
 
 Ranges = list[tuple[int, int]]
 

@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import cast
 
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import SaevStoreError
-from saev_store.layout import Layout, shard_name
 from saev_store.transport import Moves, Sink
 from saev_store.writer._blocks import block_ranges, digest, n_blocks
 from saev_store.writer._digests import Digests, FileDigests, load_digests
-from saev_store.writer._folder import DIGESTS, LABELS, REPAIR, Folder
+from saev_store.writer.folder import DIGESTS, LABELS, REPAIR, Folder
 
 JOURNAL = f"{REPAIR}/journal.json"
 BEGUN = f"{REPAIR}/begun"

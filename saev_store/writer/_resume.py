@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from saev_store._runtime.progress import Progress
+from saev_store.core.layout import shard_name
 from saev_store.errors import SaevStoreError, SaevStoreWarning
-from saev_store.layout import shard_name
 from saev_store.transport import Sink
 from saev_store.writer._blocks import BlockDigester, block_ranges, digest
-from saev_store.writer._folder import METADATA, receipt_path
-from saev_store.writer._progress import Progress
 from saev_store.writer._receipts import Receipt, leading_receipts, read_label_part, write_receipt
 from saev_store.writer._shard_file import ShardFile, ShardPlan
+from saev_store.writer.folder import METADATA, receipt_path
 
 
 @dataclass(frozen=True)

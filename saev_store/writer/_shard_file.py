@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
-from saev_store.layout import Layout, shard_name
 from saev_store.transport import Sink
 from saev_store.writer._blocks import BlockDigester, digest
 from saev_store.writer._claim import Owner
-from saev_store.writer._folder import Folder
 from saev_store.writer._receipts import Receipt, write_receipt
+from saev_store.writer.folder import Folder
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
-from saev_store.layout import Layout, shard_name
 from saev_store.transport import Lists, Transport
 from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import ShapingOptions, read_claim
-from saev_store.writer._folder import DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
 from saev_store.writer._receipts import leading_receipts
+from saev_store.writer.folder import DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata

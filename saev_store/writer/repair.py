@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.progress import Progress
+from saev_store.core.layout import shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
-from saev_store.layout import shard_name
 from saev_store.transport import Sink, Transport
 from saev_store.writer._blocks import BlockDigester, block_ranges
 from saev_store.writer._digests import Digests, FileDigests, load_digests
-from saev_store.writer._folder import CLAIM, HIDDEN, LABELS, Folder
 from saev_store.writer._inputs import (
     NONFINITE_POLICIES,
     NonfinitePolicy,
@@ -31,9 +31,9 @@ from saev_store.writer._inputs import (
     check_finite,
     rows_as_bytes,
 )
-from saev_store.writer._progress import Progress
 from saev_store.writer._repair_plan import DamagedShard, Ranges, compare_labels, damaged_shards, labels_state
 from saev_store.writer._replace import JOURNAL, Journal, building_sink, carry_out, finish_journal
+from saev_store.writer.folder import CLAIM, HIDDEN, LABELS, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata

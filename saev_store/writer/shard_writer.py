@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._forgotten import FORGOTTEN
+from saev_store._runtime.abandoned import FORGOTTEN
+from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.writer._background import Background, no_threads
 from saev_store.writer._blocks import part_examples
 from saev_store.writer._inputs import NonfinitePolicy, as_activations, as_labels, check_finite, rows_as_bytes
-from saev_store.writer._progress import Progress
 from saev_store.writer._receipts import Receipt
 from saev_store.writer._resume import Kept
 from saev_store.writer._shard_file import ShardFile, ShardPlan, guarded
 
 if TYPE_CHECKING:
+    from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
-    from saev_store.layout import Layout
 
 #: Blocks between the caller and the disk, and those that are sent to a service at the same time.
 _N_BUFFERS, _N_FAR_BUFFERS = 6, 8

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from saev_store.zarr._documents import ARRAY
 from saev_store.zarr._keys import Keys, TensorKeys
 from saev_store.zarr._open import Chunks, Sharded, open_view
 from saev_store.zarr._view import ZarrView
+from saev_store.zarr.documents import ARRAY
 
 __all__ = ["ARRAY", "Chunks", "Keys", "Sharded", "TensorKeys", "ZarrView", "open_view"]

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 import google_crc32c
 import numpy as np
 
-from saev_store.chunks import ChunkGrid, Extent
+from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.documents import labels_nbytes
 from saev_store.names import LABELS_NAME
-from saev_store.zarr._documents import ARRAY, CONTENT, LABELS, array_documents, group_document, to_json
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, array_documents, group_document, to_json
 
 if TYPE_CHECKING:
-    from saev_store.layout import Layout
+    from saev_store.core.layout import Layout
 
 #: A chunk of labels has at most about this size.
 _LABEL_CHUNK_BYTES = 16 << 20

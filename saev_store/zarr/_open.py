@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from zarr.abc.store import Store
 
-from saev_store.chunks import ChunkGrid, Shape, default_chunk
+from saev_store.core.chunk_grid import ChunkGrid, Shape, default_chunk
 from saev_store.errors import ArgumentError
-from saev_store.zarr._documents import attributes_of
 from saev_store.zarr._keys import TensorKeys
 from saev_store.zarr._view import ZarrView
+from saev_store.zarr.documents import attributes_of
 
 if TYPE_CHECKING:
-    from saev_store.store import ShardStore
+    from saev_store.store.store import ShardStore
 
 Chunks = Literal["auto"] | Sequence[int]
 Sharded = Literal["auto"] | bool

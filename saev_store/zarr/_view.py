@@ -17,11 +17,11 @@ from typing import ParamSpec, TypeVar
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from saev_store.chunks import Extent
+from saev_store.core.chunk_grid import Extent
 from saev_store.errors import CorruptShardError, NotFoundError
-from saev_store.fetch import fetch_ranges
 from saev_store.transport import Buffer as Bytes
 from saev_store.transport import Transport
+from saev_store.transport.fetch import fetch_ranges
 from saev_store.zarr._keys import Keys, TensorKeys
 
 P = ParamSpec("P")

@@ -1,0 +1,1 @@
+"""Thread pools, locks that survive forks, closing of abandoned objects, progress bars."""

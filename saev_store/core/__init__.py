@@ -1,0 +1,1 @@
+"""Arithmetic of layouts, indices, selections and read plans; opens nothing."""

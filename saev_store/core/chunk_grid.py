@@ -1,0 +1,264 @@
+"""Chunks of the tensor that are exact byte ranges of shards: their shapes, places and defaults.
+
+Pure arithmetic, nothing is opened. A chunk is one contiguous range if its shape follows the *pivot rule*: the axes left
+of one pivot axis have length 1, the axes right of it are whole, and the length on the pivot divides its axis, where the
+example axis is divided within a shard, so that no chunk spans two files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.layout import DIMS, ITEMSIZE, Layout, shard_name
+from saev_store.errors import ArgumentError
+
+Shape = tuple[int, int, int, int]
+
+#: Chunks of mapped memory: large enough that the cost per chunk is negligible, small enough for many tasks.
+_MAPPED_CHUNK_BYTES = 64 << 20
+_MAPPED_CHUNK_LEAST_BYTES = 1 << 20
+#: A chunk beyond the end of a cut file is padded in memory, which costs at most this part of the tensor.
+_MAPPED_CHUNKS_AT_LEAST = 32
+#: One dask task: some tens of milliseconds of work; many tasks fit into memory at once.
+_TASK_BYTES = 128 << 20
+#: 16 bytes for each inner chunk: four million vectors of one shard.
+_INDEX_MAX_BYTES = 64 << 20
+_INDEX_ENTRY_BYTES = 16
+_CHECKSUM_BYTES = 4
+#: What the index of a shard holds for a chunk that is not there.
+_ABSENT = np.uint64(2**64 - 1)
+#: Divisors are looked for by trial up to here, so that a wild number in a document costs milliseconds.
+_TRIAL_DIVISORS = 1 << 16
+_PROPOSALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A value in a file: bytes `start` to `end` of `path`, then zeros up to `nbytes`, then perhaps an index.
+
+    Attributes:
+        path: The file, relative to the store.
+        start: First byte.
+        end: One past the last byte that has to be in the file.
+        nbytes: Length without the index; more than `end - start` where the last chunk goes beyond the examples.
+        shard_idx: The shard, or None if the file is none.
+        index_nbytes: Length of the index that follows, with its checksum; 0 for none.
+    """
+
+    path: str
+    start: int
+    end: int
+    nbytes: int
+    shard_idx: int | None = None
+    index_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkGrid:
+    """The tensor cut into chunks of one legal shape, each of them a key, or with one key for each shard.
+
+    Args:
+        layout: The geometry.
+        chunk: Shape of a chunk, over `DIMS`.
+        sharded: One key stands for a whole shard, whose chunks are then *inner* chunks that an index points at.
+
+    Raises:
+        ArgumentError: the shape breaks the pivot rule, or is too small for what it costs; proposes the nearest legal ones.
+
+    >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+    >>> grid = ChunkGrid(layout, (1, 1, 5, 8))
+    >>> grid.counts, grid.extent((4, 1, 0, 0))
+    ((7, 3, 1, 1), Extent(path='acts000001.bin', start=640, end=800, nbytes=160, shard_idx=1, index_nbytes=0))
+    """
+
+    layout: Layout
+    chunk: Shape
+    sharded: bool = False
+
+    def __post_init__(self) -> None:
+        _check_shape(self.layout, self.chunk, sharded=self.sharded)
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        return math.prod(self.chunk) * ITEMSIZE
+
+    @cached_property
+    def outer(self) -> Shape:
+        """Shape of what one key holds."""
+        if not self.sharded:
+            return self.chunk
+        k = self.chunk[0]
+        examples = self.layout.examples_per_shard if self.layout.n_shards > 1 else -(-self.layout.n_examples // k) * k
+        return (examples, *self.layout.shape[1:])
+
+    @cached_property
+    def counts(self) -> Shape:
+        """How many keys there are along each axis."""
+        counts = (-(-full // part) for full, part in zip(self.layout.shape, self.outer, strict=True))
+        return cast("Shape", tuple(counts))
+
+    @cached_property
+    def inner_counts(self) -> Shape:
+        """How many chunks one key holds along each axis."""
+        return cast("Shape", tuple(whole // part for whole, part in zip(self.outer, self.chunk, strict=True)))
+
+    @cached_property
+    def index_nbytes(self) -> int:
+        """Length of a shard's index with its checksum; 0 where keys are chunks."""
+        return math.prod(self.inner_counts) * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES if self.sharded else 0
+
+    def extent(self, position: Sequence[int]) -> Extent:
+        """Where the value of a key is, by its position in the grid, which the caller has checked."""
+        layout = self.layout
+        example, layer, token, column = (place * length for place, length in zip(position, self.outer, strict=True))
+        shard_idx, in_shard = divmod(example, layout.examples_per_shard)
+        vectors = (in_shard * layout.n_layers + layer) * layout.tokens_per_example + token
+        start = (vectors * layout.d_model + column) * ITEMSIZE
+        nbytes = math.prod(self.outer) * ITEMSIZE
+        end = min(start + nbytes, layout.used_nbytes(shard_idx))
+        return Extent(shard_name(shard_idx), start, end, nbytes, shard_idx, self.index_nbytes)
+
+    def index(self, shard_idx: int) -> npt.NDArray[np.uint64]:
+        """Offset and length of each inner chunk of a shard, uint64 (n, 2), in C order; all ones where there is none."""
+        per_example = math.prod(self.inner_counts[1:])
+        n_present = -(-self.layout.examples_in(shard_idx) // self.chunk[0]) * per_example
+        entries = np.full((math.prod(self.inner_counts), 2), _ABSENT, dtype="<u8")
+        entries[:n_present, 0] = np.arange(n_present, dtype="<u8") * np.uint64(self.chunk_nbytes)
+        entries[:n_present, 1] = self.chunk_nbytes
+        return entries
+
+
+def default_chunk(layout: Layout, *, max_gap_bytes: float) -> Shape:
+    """The chunk shape that suits a transport.
+
+    Mapped memory (no price for a gap) gets many whole examples, for a part of a chunk costs only that part there. Elsewhere
+    a chunk is fetched as a whole: it is a plane of one layer, or more where that is less than a request is worth.
+
+    >>> layout = Layout(12_000, tuple(range(6)), 196, True, 768, 2_000)
+    >>> default_chunk(layout, max_gap_bytes=math.inf), default_chunk(layout, max_gap_bytes=1 << 20)
+    ((16, 6, 197, 768), (1, 1, 197, 768))
+    """
+    n_layers, plane = layout.n_layers, layout.shape[2:]
+    plane_nbytes = layout.tokens_per_example * layout.vector_nbytes
+    is_mapped = math.isinf(max_gap_bytes)
+    if is_mapped:
+        target = max(_MAPPED_CHUNK_LEAST_BYTES, min(_MAPPED_CHUNK_BYTES, layout.nbytes // _MAPPED_CHUNKS_AT_LEAST))
+    else:
+        target = int(max_gap_bytes)
+        if layout.example_nbytes > target:
+            layers = max((n for n in divisors(n_layers) if n * plane_nbytes <= target), default=1)
+            return (1, layers, *plane)
+    most = target // layout.example_nbytes
+    if layout.n_shards == 1:
+        return (max(1, min(most, layout.n_examples)), n_layers, *plane)
+    lengths = divisors(layout.examples_per_shard)
+    examples = max((n for n in lengths if n <= most), default=1)
+    if is_mapped and examples * layout.example_nbytes < _MAPPED_CHUNK_LEAST_BYTES // 8:
+        # A capacity with few divisors, such as a prime: larger chunks cost nothing where memory is mapped.
+        larger = (n for n in lengths if examples < n and n * layout.example_nbytes <= 16 * _MAPPED_CHUNK_BYTES)
+        examples = min(larger, default=examples)
+    return (examples, n_layers, *plane)
+
+
+def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TASK_BYTES) -> tuple[int, ...]:
+    """Lengths along the example axis for few tasks of about `task_bytes`; no task has parts of two shards.
+
+    A task is whole shards, where several fit into `task_bytes`, or an equal part of one.
+
+    Args:
+        layout: The geometry.
+        multiple_of: Lengths are multiples of this, so that no chunk is read by two tasks; the last one of a shard may be
+            shorter.
+        task_bytes: About the size of a task.
+
+    >>> task_lengths(Layout(25, (0,), 1, False, 2, 10), task_bytes=48)
+    (5, 5, 5, 5, 5)
+    """
+    # A budget may be far beyond the examples: lengths of a shard that is never full are not listed.
+    n, capacity = layout.n_examples, min(layout.examples_per_shard, layout.n_examples)
+    most = max(1, task_bytes // layout.example_nbytes)
+    if most >= capacity:
+        step = most // capacity * capacity
+        return (*(step for _ in range(n // step)), *((n % step,) if n % step else ()))
+    n_parts = math.ceil(capacity / most)
+    part = math.ceil(capacity / n_parts / multiple_of) * multiple_of
+    whole = (*(part for _ in range(capacity // part)), *((capacity % part,) if capacity % part else ()))
+    lengths = whole * (n // capacity)
+    rest = n % capacity
+    return (*lengths, *(part for _ in range(rest // part)), *((rest % part,) if rest % part else ()))
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending; of numbers beyond 2^32 those with a factor below 65,537.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    trial = np.arange(1, min(math.isqrt(number), _TRIAL_DIVISORS) + 1, dtype=np.int64)
+    small = trial[number % trial == 0].tolist()
+    return sorted({*small, *(number // n for n in small)})
+
+
+def nearest_shapes(layout: Layout, wanted: Sequence[int], *, sharded: bool = False) -> list[Shape]:
+    """The legal shapes that are nearest to one that is not, by the ratios of their lengths."""
+    found: list[tuple[float, Shape]] = []
+    full = layout.shape
+    for axis in range(4 if sharded else 2):
+        length = layout.examples_per_shard if axis == 0 else full[axis]
+        candidates = [n for n in divisors(length) if n <= full[axis]]
+        if axis == 0 and layout.n_shards == 1:
+            candidates.append(max(1, min(int(wanted[0]), layout.n_examples)))
+        for n in candidates:
+            shape = cast("Shape", (*(1,) * axis, n, *full[axis + 1 :]))
+            if _problem(layout, shape, sharded=sharded) is None:
+                distance = sum(abs(math.log(max(a, 1) / b)) for a, b in zip(wanted, shape, strict=True))
+                found.append((distance, shape))
+    return list(islice(dict.fromkeys(shape for _, shape in sorted(found)), _PROPOSALS))
+
+
+def _check_shape(layout: Layout, chunk: Sequence[int], *, sharded: bool) -> None:
+    lengths = cast("Sequence[object]", chunk)
+    if len(lengths) != 4 or not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
+        raise ArgumentError(
+            f"{chunk!r} is no chunk shape: four integers are, one for each of {', '.join(DIMS)}", where="chunks"
+        )
+    problem = _problem(layout, chunk, sharded=sharded)
+    if problem is not None:
+        shapes = " or ".join(str(shape) for shape in nearest_shapes(layout, chunk, sharded=sharded))
+        raise ArgumentError(
+            f"chunks of shape {tuple(chunk)} cannot be laid over a tensor of shape {layout.shape} in shards of "
+            f"{layout.examples_per_shard} examples: {problem}",
+            where="chunks",
+            remedy=f"The nearest shapes that can: {shapes}.",
+        )
+
+
+def _problem(layout: Layout, chunk: Sequence[int], *, sharded: bool) -> str | None:
+    """The rule that a shape breaks, if any."""
+    full = layout.shape
+    if any(not 1 <= part <= whole for part, whole in zip(chunk, full, strict=True)):
+        return "a chunk is at least 1 and at most the whole axis long"
+    pivot = next((axis for axis in range(4) if chunk[axis] != 1), 3)
+    for axis in range(pivot + 1, 4):
+        if chunk[axis] != full[axis]:
+            return f"{DIMS[pivot]} is taken {chunk[pivot]} at a time, so {DIMS[axis]} has to be whole ({full[axis]})"
+    if pivot == 0:
+        if layout.n_shards > 1 and layout.examples_per_shard % chunk[0]:
+            return f"{chunk[0]} examples at a time do not divide a shard of {layout.examples_per_shard}"
+    elif full[pivot] % chunk[pivot]:
+        return f"{chunk[pivot]} does not divide the {full[pivot]} of {DIMS[pivot]}"
+    if not sharded and math.prod(chunk) < full[2] * full[3]:
+        return "chunks smaller than one layer of one example would be a request each, unless one key is a whole shard"
+    examples = -(-min(layout.examples_per_shard, layout.n_examples) // chunk[0])
+    per_example = math.prod(full[1:]) // math.prod(chunk[1:])
+    if sharded and examples * per_example * _INDEX_ENTRY_BYTES > _INDEX_MAX_BYTES:
+        return f"{examples * per_example:,} chunks in a shard need an index of more than {_INDEX_MAX_BYTES:,} bytes"
+    return None

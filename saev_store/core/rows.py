@@ -1,0 +1,244 @@
+"""A row space: which vectors of a store are chosen, counted and indexed without reading any of them.
+
+Pure. `row_space` makes one from layer labels, kinds of tokens, examples and ignored labels. Rows are numbered in storage order: by example (in the order the examples were given), then by layer, then by token.
+A row is one vector of `d_model` numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.indexing import Axis, Progression, length, parse_axis
+from saev_store.core.layout import IntArray, Layout
+from saev_store.errors import SelectionError, brief
+
+Labels = npt.NDArray[np.uint8]
+#: Which tokens of an example: those that stand for content, the special ones before them (CLS), or all.
+Tokens = Literal["content", "special", "all"]
+#: Which layers, by label: one, several in the order given, or every recorded one.
+Layers = int | Sequence[int] | Literal["all"]
+
+#: Labels are counted in pieces of this many bytes, so that a mapped labels file never has to fit in memory.
+COUNT_CHUNK_BYTES = 16 << 20
+
+
+class Coordinates(NamedTuple):
+    """Where rows come from, one int64 array each.
+
+    Attributes:
+        example_idx: Position on the example axis.
+        layer: The layer's *label*.
+        token_idx: The content token, from 0; -1 stands for the special token (CLS).
+    """
+
+    example_idx: IntArray
+    layer: IntArray
+    token_idx: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpace:
+    """The vectors chosen by layers x tokens x examples, minus those whose label is ignored.
+
+    Attributes:
+        layout: The geometry of the store.
+        examples: The chosen examples, by position.
+        layer_idx: The chosen layers, by position on the layer axis.
+        tokens: The chosen tokens; a contiguous run on the token axis.
+        ends: Only with ignored labels: rows up to and including each chosen example, int64.
+        labels: Only with ignored labels: the store's labels (n_examples, content tokens), borrowed.
+        kept: Only with ignored labels: a table of 256 booleans, true for labels that stay.
+    """
+
+    layout: Layout
+    examples: Axis
+    layer_idx: tuple[int, ...]
+    tokens: Progression
+    ends: IntArray | None = None
+    labels: Labels | None = None
+    kept: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def n_examples(self) -> int:
+        """How many examples are chosen (also counting those of which no token is left)."""
+        return length(self.examples)
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of an example of which nothing is ignored."""
+        return len(self.layer_idx) * self.tokens.count
+
+    def __len__(self) -> int:
+        if self.ends is not None:
+            return int(self.ends[-1]) if len(self.ends) else 0
+        return self.n_examples * self.rows_per_example
+
+    def locate(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
+        """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`."""
+        row = np.asarray(rows, dtype=np.int64)
+        if self.ends is not None:
+            return self._locate_kept(row)
+        ordinal, within = np.divmod(row, np.int64(max(self.rows_per_example, 1)))
+        layer, token = np.divmod(within, np.int64(max(self.tokens.count, 1)))
+        return self._example(ordinal), self._layer(layer), self.tokens.start + token
+
+    def coordinates(self, rows: npt.ArrayLike) -> Coordinates:
+        """Example, layer *label* and content token of rows."""
+        example, layer, token = self.locate(rows)
+        labels = np.asarray(self.layout.layers, dtype=np.int64)[layer]
+        return Coordinates(example, labels, np.maximum(token - self.layout.n_special_tokens, -1))
+
+    def _example(self, ordinal: IntArray) -> IntArray:
+        if isinstance(self.examples, Progression):
+            return self.examples.start + self.examples.step * ordinal
+        return self.examples[ordinal]
+
+    def _layer(self, ordinal: IntArray) -> IntArray:
+        return np.asarray(self.layer_idx, dtype=np.int64)[ordinal]
+
+    def _locate_kept(self, row: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        ends, labels, kept = (
+            cast("IntArray", self.ends),
+            cast("Labels", self.labels),
+            cast("npt.NDArray[np.bool_]", self.kept),
+        )
+        flat = row.reshape(-1)
+        ordinal = np.searchsorted(ends, flat, side="right")
+        rows_before = np.where(ordinal > 0, ends[ordinal - 1], 0)
+        per_layer = (ends[ordinal] - rows_before) // max(len(self.layer_idx), 1)
+        layer, nth = np.divmod(flat - rows_before, np.maximum(per_layer, 1))
+        # The nth kept token: look only at the examples that occur, once each.
+        seen, which = np.unique(self._example(ordinal), return_inverse=True)
+        stays = np.ones((len(seen), self.tokens.count), dtype=np.bool_)
+        n_special = self.tokens.count - self.layout.content_tokens_per_example
+        stays[:, n_special:] = kept[labels[seen]]
+        token_of = np.nonzero(stays)[1]
+        starts = np.concatenate(([0], np.cumsum(stays.sum(axis=1, dtype=np.int64))))
+        token = self.tokens.start + token_of[starts[which] + nth]
+        shape = row.shape
+        return self._example(ordinal).reshape(shape), self._layer(layer).reshape(shape), token.reshape(shape)
+
+
+def row_space(
+    layout: Layout,
+    *,
+    layer: Layers = "all",
+    tokens: Tokens = "all",
+    examples: object = None,
+    ignore_labels: Sequence[int] | None = None,
+    labels: Labels | None = None,
+) -> RowSpace:
+    """The rows that a labelled selection means.
+
+    Args:
+        layout: The geometry of the store.
+        layer: A label, several labels (their order is the order of the rows), or `"all"`.
+        tokens: `"content"`, `"special"` or `"all"`.
+        examples: Positions: `None` for all, an integer, a slice, a list (repeats allowed) or a boolean mask.
+        ignore_labels: Content tokens that carry one of these labels are left out. Special tokens have no label and stay.
+        labels: The store's labels, uint8 (n_examples, content tokens); needed with `ignore_labels`.
+
+    Raises:
+        LayerNotFoundError: a label was not recorded.
+        SelectionError: anything else that the store does not hold.
+
+    >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+    >>> rows = row_space(layout, layer=5, tokens="content", examples=slice(2, 4))
+    >>> len(rows), rows.coordinates([0, 4])
+    (8, Coordinates(example_idx=array([2, 3]), layer=array([5, 5]), token_idx=array([0, 0])))
+    """
+    space = RowSpace(layout, _examples(examples, layout), _layers(layer, layout), _tokens(tokens, layout))
+    if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
+        return space
+    kept = _kept_table(ignore_labels)
+    if tokens == "special":
+        raise SelectionError(
+            "special tokens have no labels to ignore", where="ignore_labels", remedy="Drop one of the two."
+        )
+    if labels is None:
+        raise SelectionError(
+            "the store has no labels.bin, so no label can be ignored",
+            where="ignore_labels",
+            remedy="Drop ignore_labels.",
+        )
+    ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(len(space.layer_idx)))
+    return RowSpace(layout, space.examples, space.layer_idx, space.tokens, ends, labels, kept)
+
+
+def _examples(examples: object, layout: Layout) -> Axis:
+    if examples is None:
+        return Progression(0, 1, layout.n_examples)
+    return parse_axis(examples, layout.n_examples, "example")
+
+
+def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
+    if isinstance(layer, str):
+        if layer != "all":
+            raise SelectionError(
+                f"layer is {brief(layer)}; it must be a label out of {list(layout.layers)}, a list of them, or 'all'",
+                where="layer",
+            )
+        return tuple(range(layout.n_layers))
+    wanted: list[int] = list(layer) if isinstance(layer, (Sequence, np.ndarray)) else [layer]
+    if not wanted:
+        raise SelectionError(f"no layer was chosen; the store holds the layers {list(layout.layers)}", where="layer")
+    positions = tuple(layout.layer_index(label) for label in wanted)
+    if len(set(positions)) != len(positions):
+        raise SelectionError(f"layers {wanted} names a layer twice", where="layer")
+    return positions
+
+
+def _tokens(tokens: Tokens, layout: Layout) -> Progression:
+    if tokens not in get_args(Tokens):
+        raise SelectionError(f"tokens is {brief(tokens)}; it must be 'content', 'special' or 'all'", where="tokens")
+    if tokens == "all":
+        return Progression(0, 1, layout.tokens_per_example)
+    if tokens == "content":
+        return Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
+    if not layout.n_special_tokens:
+        raise SelectionError(
+            "the store has no special tokens (cls_token is false)", where="tokens", remedy="Use tokens='content'."
+        )
+    return Progression(0, 1, layout.n_special_tokens)
+
+
+def _kept_table(ignore_labels: Sequence[int]) -> npt.NDArray[np.bool_]:
+    refusal = SelectionError(
+        f"ignore_labels is {brief(ignore_labels)}; labels are integers from 0 to 255", where="ignore_labels"
+    )
+    try:
+        given = np.atleast_1d(np.asarray(ignore_labels))
+    except ValueError:  # lists of unequal lengths
+        raise refusal from None
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise refusal
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) < 256:
+        raise refusal
+    kept = np.ones(256, dtype=np.bool_)
+    kept[given.astype(np.int64)] = False
+    return kept
+
+
+def _kept_per_example(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool_]) -> IntArray:
+    """Tokens of one layer that stay, per chosen example; reads the labels once, in pieces."""
+    counts = np.empty(space.n_examples, dtype=np.int64)
+    chunk = max(1, COUNT_CHUNK_BYTES // space.layout.content_tokens_per_example)
+    for start in range(0, space.n_examples, chunk):
+        ordinals = np.arange(start, min(start + chunk, space.n_examples), dtype=np.int64)
+        if isinstance(space.examples, Progression) and space.examples.step == 1:
+            first = space.examples.start + start
+            piece = labels[first : first + len(ordinals)]
+        else:
+            picked = (
+                space.examples.positions()[ordinals]
+                if isinstance(space.examples, Progression)
+                else space.examples[ordinals]
+            )
+            piece = labels[picked]
+        counts[start : start + len(ordinals)] = np.count_nonzero(kept[piece], axis=1)
+    return counts + (space.tokens.count - space.layout.content_tokens_per_example)

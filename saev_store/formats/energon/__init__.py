@@ -1,8 +1,0 @@
-"""Energon: WebDatasets with an index in `.nv-meta` (`docs/formats/energon.md`)."""
-
-from __future__ import annotations
-
-from saev_store.formats.energon.reader import EnergonDataset, RawSample
-from saev_store.formats.energon.samples import SAMPLE_TYPES, CrudeSample, Sample
-
-__all__ = ["SAMPLE_TYPES", "CrudeSample", "EnergonDataset", "RawSample", "Sample"]

@@ -1,0 +1,209 @@
+"""What is wrong with an Energon data set: documents against index, index against tars."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from saev_store._runtime.progress import Progress
+from saev_store.errors import CorruptShardError, DeadlineError, DocumentError, NotFoundError, SaevStoreError, brief
+from saev_store.problems import Problem
+from saev_store.sources._identity import ResolvesPaths
+from saev_store.sources.address import full_url
+from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INFO_JSON, SPLIT_YAML, idx_path
+from saev_store.sources.energon.tar_scan import BLOCK, Scan
+from saev_store.validation import Report
+
+if TYPE_CHECKING:
+    from saev_store.core.layout import IntArray
+    from saev_store.sources.energon.reader import EnergonDataset
+
+#: On opening, an index with fewer rows is looked at whole, a larger one where it is used.
+EAGER_ROWS = 200_000
+#: On opening, so many local shards are looked at.
+_EAGER_SHARDS = 1024
+_MAX_TAR_NBYTES = 2**62
+
+
+def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem, ...]:
+    """What a quick look finds: counts, small indices whole, and the sizes of local tars.
+
+    Raises:
+        DocumentError: the index breaks a rule, or does not fit `.info.json`.
+        CorruptShardError: a tar is missing, cut, or was changed after it was indexed.
+    """
+    problems: list[Problem] = []
+    index, info = dataset.places.index, dataset.documents.info
+    local = dataset.transport.is_local
+    eager = local and len(info.shards) <= _EAGER_SHARDS
+    small = index is not None and index.size_hint() <= EAGER_ROWS and int(info.counts.sum()) <= EAGER_ROWS
+    if index is not None and index.has_parts:
+        problems += _counts(dataset, whole=small)
+    for shard in range(len(info.shards)) if eager or small else ():
+        problems += _shard(dataset, shard, sizes=eager, rows=small and not problems)
+        if problems and not damaged_ok:
+            break
+    if eager:
+        problems += _links_outside(dataset)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors and not damaged_ok:
+        first = errors[0]
+        kind = DocumentError if first.kind == "index_sqlite" else CorruptShardError
+        raise kind(
+            first.message,
+            where=first.where,
+            remedy="Prepare the data set again, or restore its tars.",
+            problems=problems,
+        )
+    return tuple(problems)
+
+
+def _links_outside(dataset: EnergonDataset) -> list[Problem]:
+    """Files of the data set that are links to other folders: they are read, and reported."""
+    transport = dataset.transport
+    if not isinstance(transport, ResolvesPaths):
+        return []
+    problems: list[Problem] = []
+    root = os.path.join(os.path.realpath(transport.url), "")
+    for name in (INFO_JSON, INDEX_SQLITE, SPLIT_YAML, DATASET_YAML, *dataset.documents.info.shards):
+        target = transport.resolve(name)
+        if not target.startswith(root):
+            message = f"{name} is, or lies behind, a symbolic link to {target}"
+            problems.append(Problem("symlink_outside", message, full_url(transport, name), severity="info"))
+    return problems
+
+
+def _counts(dataset: EnergonDataset, *, whole: bool) -> list[Problem]:
+    """Whether the index has as many samples in each shard as `.info.json` says."""
+    index, info = dataset.places.index, dataset.documents.info
+    assert index is not None  # noqa: S101 - said by the caller
+    problems: list[Problem] = []
+
+    def add(message: str) -> None:
+        problems.append(Problem("index_sqlite", message, index.where))
+
+    try:
+        if whole:
+            found = dict(index.shard_counts())
+            for shard in sorted(found.keys() - set(range(len(info.shards))))[:8]:
+                add(f"it has samples of shard {shard}, but there are {len(info.shards)} shards")
+            for shard, count in enumerate(info.counts.tolist()):
+                if found.get(shard, 0) != count:
+                    add(
+                        f"it has {found.get(shard, 0):,} samples of {brief(info.shards[shard])}, .info.json says {count:,}"
+                    )
+            for key in index.repeated_keys():
+                message = f"several samples have the key {brief(key)}: they are found by position only"
+                problems.append(Problem("repeated_key", message, index.where, severity="warning"))
+        else:
+            for shard, count in enumerate(info.counts.tolist()):
+                last = index.last_sample(shard)
+                if last != count - 1:
+                    add(f"it has {last + 1:,} samples of {brief(info.shards[shard])}, .info.json says {count:,}")
+    except (DocumentError, DeadlineError) as error:
+        add(error.message)
+    return problems
+
+
+def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_idx: bool = False) -> list[Problem]:
+    """One shard: is it there, is it long enough, does its index end where its samples do."""
+    info, places = dataset.documents.info, dataset.places
+    name, n_samples = info.shards[shard], int(info.counts[shard])
+    where = full_url(dataset.transport, name)
+    lost = _lost(dataset, shard)
+    nbytes, offsets = _MAX_TAR_NBYTES, None
+    try:
+        if sizes:
+            nbytes = dataset.transport.size(name)
+        if rows and places.index is not None and places.index.has_parts:
+            offsets = places.index.check_shard(shard, n_samples=n_samples, tar_nbytes=nbytes)
+        elif sizes and (places.index is None or not places.index.has_parts):
+            offsets = places.offsets(shard)
+        if tar_idx:
+            _compare_tar_idx(dataset, shard, offsets)
+        if sizes and offsets is not None and nbytes > offsets[-1]:
+            end = int(offsets[-1])
+            (block,) = dataset.transport.get_ranges(name, starts=[end], ends=[min(end + BLOCK, nbytes)])
+            if any(bytes(block)):
+                message = f"the index ends at {end:,}, but the tar goes on: files were added after it was indexed"
+                return [Problem("stale_index", message, where, lost=lost)]
+    except NotFoundError as error:
+        missing = f"{idx_path(name)} is missing" if idx_path(name) in str(error.where) else "the shard is missing"
+        return [Problem("missing_shard", missing, where, lost=lost)]
+    except SaevStoreError as error:
+        return [
+            Problem(
+                "index_sqlite" if isinstance(error, DocumentError) else error.kind,
+                error.message,
+                error.where or where,
+                lost=lost,
+            )
+        ]
+    return []
+
+
+def _compare_tar_idx(dataset: EnergonDataset, shard: int, offsets: IntArray | None) -> None:
+    found = dataset.places.offsets(shard)
+    if offsets is not None and found.tolist() != offsets.tolist():
+        path = full_url(dataset.transport, idx_path(dataset.documents.info.shards[shard]))
+        raise CorruptShardError("it has other offsets than index.sqlite: one of them is stale", where=path)
+
+
+def _lost(dataset: EnergonDataset, shard: int) -> tuple[tuple[int, int], ...]:
+    span = dataset._view.span(shard) if shard in dataset._view._slots else (0, 0)
+    return (span,) if span[0] < span[1] else ()
+
+
+def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> Report:
+    """What `EnergonDataset.validate` returns."""
+    started = time.perf_counter()
+    info, index = dataset.documents.info, dataset.places.index
+    problems = [*dataset.documents.problems, *_links_outside(dataset)]
+    if index is not None and index.has_parts:
+        problems += _counts(dataset, whole=True)
+    shards = sorted(set(dataset._view.shard_ids.tolist()))
+    checked = 0
+    with Progress(len(shards), "check", shown=progress) as bar:
+        for shard in shards:
+            found = _shard(dataset, shard, sizes=True, rows=True, tar_idx=True)
+            problems += found
+            if deep and not any(problem.kind == "missing_shard" for problem in found):
+                problems += _headers(dataset, shard)
+                checked += dataset.transport.size(info.shards[shard])
+            bar.advance(1)
+    return Report(
+        dataset.url,
+        len(dataset),
+        len(shards),
+        tuple(problems),
+        deep=deep,
+        checked_bytes=checked,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def _headers(dataset: EnergonDataset, shard: int) -> list[Problem]:
+    """Go through a tar, and compare every sample and part with the index."""
+    name = dataset.documents.info.shards[shard]
+    where = full_url(dataset.transport, name)
+    n_samples, position = int(dataset.documents.info.counts[shard]), 0
+    problems: list[Problem] = []
+    try:
+        scan = Scan.of(dataset.transport, name, where=where)
+        for position, sample in enumerate(scan.samples()):
+            if position >= n_samples:
+                raise CorruptShardError(f"the tar has more than the {n_samples:,} samples of the index", where=where)
+            place = dataset.places.run(shard, position, position + 1)[0]
+            parts = None if place.parts is None else [(part.name, part.offset, part.nbytes) for part in place.parts]
+            same = (place.offset, place.nbytes) == (sample.offset, sample.nbytes)
+            if not same or place.key not in {None, sample.key} or parts not in (None, sample.parts):
+                raise CorruptShardError(
+                    f"sample {position} ({brief(sample.key)}) is not what the index says", where=where
+                )
+        if n_samples and position + 1 != n_samples:
+            raise CorruptShardError(f"the tar has {position + 1:,} samples, the index {n_samples:,}", where=where)
+        problems += [Problem("odd_tar", oddity, where, severity="warning") for oddity in scan.oddities]
+    except SaevStoreError as error:
+        problems.append(Problem(error.kind, error.message, where, lost=_lost(dataset, shard)))
+    return problems

@@ -1,0 +1,184 @@
+"""From parts to fields: `image: jpg,png`, `caption: json[caption]`, and what a part decodes to. Pure but for images."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn, cast
+
+import numpy as np
+
+from saev_store.documents import parse_json
+from saev_store.errors import DocumentError, SaevStoreError, brief
+from saev_store.problems import Problem
+from saev_store.sources.energon._images import Images, decode_image, is_image
+
+IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
+MAX_JSON_NBYTES = 256 << 20
+_MAX_INTEGER_NBYTES = 256
+_OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+_TEXT = {"txt", "text", "transcript"}
+_NUMBER = {"cls", "cls2", "index", "inx", "id"}
+_JSON = {"json", "jsn"}
+_MSGPACK = {"mp", "msg"}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPath:
+    """Where a field comes from: alternatives, each a part and the keys to follow inside it.
+
+    >>> FieldPath.parse("json[caption][0],txt", where="field_map").options
+    (('json', ('caption', '0')), ('txt', ()))
+    """
+
+    options: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str, *, where: str) -> FieldPath:
+        """The path that `text` describes.
+
+        Raises:
+            DocumentError: it is written in another way.
+        """
+        options: list[tuple[str, tuple[str, ...]]] = []
+        for option in text.split(","):
+            match = _OPTION.fullmatch(option.strip())
+            if match is None:
+                raise DocumentError(
+                    f"{brief(text)} is no path; write for example 'jpg,png' or 'json[caption]'", where=where
+                )
+            options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
+        return cls(tuple(options))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts it may need."""
+        return tuple(part for part, _ in self.options)
+
+
+def parse_field_map(value: object, *, where: str) -> dict[str, FieldPath]:
+    """The field map of a `dataset.yaml`.
+
+    Raises:
+        DocumentError: it does not map names to paths.
+    """
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and isinstance(path, str) for name, path in cast("dict[object, object]", value).items()
+    ):
+        raise DocumentError(f"field_map is {brief(value)}; it must map fields to parts", where=where)
+    return {name: FieldPath.parse(path, where=where) for name, path in cast("dict[str, str]", value).items()}
+
+
+def resolve(path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8") -> object:
+    """The value of a field: of the first alternative that the sample has.
+
+    Raises:
+        DocumentError: the sample has none of them, or a part does not decode.
+    """
+    for part, keys in path.options:
+        if part in parts:
+            found = _follow(decode(part, parts[part], where=where, images=images), keys)
+            if not isinstance(found, _Missing):
+                return found
+    shown = ",".join(part + "".join(f"[{key}]" for key in keys) for part, keys in path.options)
+    raise DocumentError(f"the sample has no {brief(shown)}; its parts are {', '.join(parts) or 'none'}", where=where)
+
+
+class _Missing:
+    pass
+
+
+def _follow(value: object, keys: tuple[str, ...]) -> object:
+    for key in keys:
+        if isinstance(value, dict) and key in value:
+            value = cast("dict[str, object]", value)[key]
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 19 and int(key) < len(value):
+            value = cast("list[object]", value)[int(key)]
+        else:
+            return _Missing()
+    return value
+
+
+def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> object:
+    """What a part holds, told by the last ending of its name; bytes where no safe decoder is known.
+
+    Text, JSON, numbers, `.npy` and `.npz` (never with objects), MessagePack and images are decoded. Pickles (`.pyd`,
+    `.pkl`, `.pth`) and everything else stay bytes: nothing in a data set is ever executed.
+
+    Raises:
+        DocumentError: it does not decode.
+        MissingDependencyError: an image needs Pillow, a MessagePack part msgpack.
+
+    >>> decode("detail.json", b'{"a": 1}', where="x"), decode("cls", b"7", where="x"), decode("pth", b"..", where="x")
+    ({'a': 1}, 7, b'..')
+    """
+    kind = part.rpartition(".")[2].lower()
+    try:
+        if kind in _JSON:
+            return parse_json(raw, where=where, max_nbytes=MAX_JSON_NBYTES)
+        if kind in _TEXT:
+            return raw.decode()
+        if kind in _NUMBER:
+            return _integer(raw)
+        if kind == "npy":
+            return _npy(raw)
+        if kind in _MSGPACK:
+            return _msgpack(raw)
+        if images != "bytes" and is_image(kind):
+            return decode_image(raw, where=where, images=images)
+    except SaevStoreError as error:
+        _refuse(part, error.message, where) if isinstance(error, DocumentError) else _raise(error)
+    except (ValueError, OverflowError, EOFError, RecursionError, KeyError, TypeError, OSError) as error:
+        _refuse(part, str(error) or type(error).__name__, where)
+    return raw
+
+
+def _integer(raw: bytes) -> int:
+    if len(raw) > _MAX_INTEGER_NBYTES:
+        raise ValueError(f"{len(raw):,} bytes are no number; it may have {_MAX_INTEGER_NBYTES}")
+    return int(raw)
+
+
+def _npy(raw: bytes) -> object:
+    stream = io.BytesIO(raw)
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream, max_header_size=10_000)
+    # Before anything is allocated: a wrong shape must not cost memory.
+    nbytes = int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
+    if dtype.hasobject or nbytes != len(raw) - stream.tell():
+        raise ValueError(f"the array is {dtype} of shape {shape}, but {len(raw) - stream.tell():,} bytes follow")
+    return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
+
+
+def _msgpack(raw: bytes) -> object:
+    try:
+        import msgpack
+    except ImportError as error:
+        from saev_store.errors import MissingDependencyError
+
+        raise MissingDependencyError(
+            "a MessagePack part needs msgpack", remedy='Run: pip install "saev-store[energon]"'
+        ) from error
+    return msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType)
+
+
+def printable(value: object) -> str:
+    """A field as one line of text, for the command line."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    return brief(json.dumps(value, ensure_ascii=False, default=str)) if not isinstance(value, str) else brief(value)
+
+
+def _refuse(part: str, message: str, where: str) -> NoReturn:
+    text = f"part {brief(part)} does not decode: {message}"
+    raise DocumentError(text, where=where, problems=[Problem("bad_part", text, where)]) from None
+
+
+def _raise(error: SaevStoreError) -> NoReturn:
+    raise error

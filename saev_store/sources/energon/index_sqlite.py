@@ -1,0 +1,389 @@
+"""`index.sqlite`, read as what a stranger sent: which byte ranges are which sample and part.
+
+The database is opened read-only and immutable, its schema is looked at before its rows, no view, trigger, virtual table
+or generated column is accepted, and every statement has a time limit. Columns of SQLite hold whatever somebody put there,
+so every number is checked when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NoReturn, Self, cast
+from urllib.parse import quote
+
+import numpy as np
+
+from saev_store.core.layout import IntArray
+from saev_store.errors import DeadlineError, DocumentError, UnsafeContentError, brief
+from saev_store.problems import Problem
+
+MAGIC = b"SQLite format 3\0"
+#: No statement takes longer.
+TIMEOUT_S = 60.0
+_SAMPLES = ("tar_file_id", "sample_key", "sample_index", "byte_offset", "byte_size")
+_PARTS = ("tar_file_id", "sample_index", "part_name", "content_byte_offset", "content_byte_size")
+_MAX_OBJECTS = 64
+_MAX_TEXT_NBYTES = 1 << 20
+_MAX_NUMBER = 2**62
+#: Parts of one sample.
+MAX_PARTS = 100_000
+
+_KEYS = (
+    "SELECT sample_key, tar_file_id, sample_index FROM samples"
+    " WHERE sample_key >= ? AND sample_key > ? ORDER BY sample_key LIMIT ?"
+)
+_PART_OF_KEY = (
+    "SELECT s.tar_file_id, s.sample_index, p.content_byte_offset, p.content_byte_size FROM samples AS s"
+    " JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
+    " WHERE s.sample_key = ? AND p.part_name = ? LIMIT 2"
+)
+
+SampleRow = tuple[int, str, int, int]
+"""sample_index, key, offset, nbytes"""
+PartRow = tuple[int, str, int, int]
+"""sample_index, part, offset of its content, nbytes"""
+
+
+class SqliteIndex:
+    """The index of a data set, open for reading; may be shared between threads.
+
+    Args:
+        path: The database on this machine.
+        where: How messages name it.
+
+    Attributes:
+        has_parts: Whether it knows single parts; those of Energon 6 know samples only.
+        unique_keys: Whether its schema rules out that two samples share a key.
+
+    Raises:
+        UnsafeContentError: it has views, triggers or virtual tables.
+        DocumentError: it is no database, or its tables are others.
+    """
+
+    def __init__(self, path: str, *, where: str) -> None:
+        self.where = where
+        self._path, self._pid = path, 0
+        self._lock = threading.Lock()
+        self._deadline = 0.0
+        self._db: sqlite3.Connection | None = None
+        objects = self._rows("SELECT type, name, sql FROM sqlite_master LIMIT ?", (_MAX_OBJECTS + 1,))
+        if len(objects) > _MAX_OBJECTS:
+            self._refuse(f"it has more than {_MAX_OBJECTS} tables and indices")
+        for kind, name, sql in objects:
+            if kind not in {"table", "index"} or (kind == "table" and not str(sql).upper().startswith("CREATE TABLE")):
+                raise UnsafeContentError(
+                    f"it has a {brief(kind)} {brief(name)}; an index has plain tables only",
+                    where=where,
+                    remedy="Do not trust this data set, or prepare it again.",
+                )
+        self._columns("samples", _SAMPLES)
+        self.has_parts = any(name == "sample_parts" for _, name, _ in objects)
+        if self.has_parts:
+            self._columns("sample_parts", _PARTS)
+        self.unique_keys = any(
+            unique and [row[2] for row in self._rows(f"PRAGMA index_info({_quoted(name)})")] == ["sample_key"]
+            for _, name, unique, *_ in self._rows("PRAGMA index_list(samples)")
+        )
+        self._by_key: dict[str, list[tuple[int, int]]] | None = None
+        firsts = {
+            str(row[2])
+            for _, name, *_ in self._rows("PRAGMA index_list(samples)")
+            for row in self._rows(f"PRAGMA index_info({_quoted(name)})")
+            if row[0] == 0
+        }
+        self._key_is_indexed = "sample_key" in firsts
+
+    def _columns(self, table: str, names: Sequence[str]) -> None:
+        found = {str(row[1]): row for row in self._rows(f"PRAGMA table_xinfo({table})")}
+        if not found:
+            self._refuse(f"it has no table {table!r}")
+        missing = [name for name in names if name not in found]
+        if missing:
+            self._refuse(f"table {table!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(found)}")
+        if any(row[6] for row in found.values()):
+            raise UnsafeContentError(f"table {table!r} has computed columns", where=self.where)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def last_sample(self, tar_file_id: int) -> int:
+        """The largest `sample_index` of a shard, -1 if it has no samples."""
+        ((last,),) = self._rows("SELECT MAX(sample_index) FROM samples WHERE tar_file_id = ?", (tar_file_id,))
+        return -1 if last is None else self._number(last, "samples", "sample_index")
+
+    def size_hint(self) -> int:
+        """About how many rows there are, found out in no time."""
+        ((samples,),) = self._rows("SELECT MAX(rowid) FROM samples")
+        ((parts,),) = self._rows("SELECT MAX(rowid) FROM sample_parts") if self.has_parts else ((0,),)
+        return max(0, cast("int", samples or 0)) + max(0, cast("int", parts or 0))
+
+    def shard_counts(self) -> list[tuple[int, int]]:
+        """How many samples each `tar_file_id` has, ascending."""
+        rows = self._rows("SELECT tar_file_id, COUNT(*) FROM samples GROUP BY tar_file_id ORDER BY tar_file_id")
+        return [(self._number(shard, "samples", "tar_file_id"), cast("int", n)) for shard, n in rows]
+
+    def samples(self, tar_file_id: int, first: int, end: int) -> list[SampleRow]:
+        """Samples `first` to `end` of a shard, exactly one row each, in order.
+
+        Raises:
+            DocumentError: there are others, or a row holds what is no offset.
+        """
+        rows = self._rows(
+            "SELECT sample_index, sample_key, byte_offset, byte_size FROM samples"
+            " WHERE tar_file_id = ? AND sample_index >= ? AND sample_index < ? ORDER BY sample_index LIMIT ?",
+            (tar_file_id, first, end, end - first + 1),
+        )
+        number, text = self._number, self._text
+        found = [
+            (
+                number(index, "samples", "sample_index"),
+                text(key, "samples", "sample_key"),
+                number(offset, "samples", "byte_offset"),
+                number(nbytes, "samples", "byte_size"),
+            )
+            for index, key, offset, nbytes in rows
+        ]
+        if [row[0] for row in found] != list(range(first, end)):
+            self._refuse(f"samples {first} to {end - 1} of shard {tar_file_id} are not there exactly once")
+        return found
+
+    def parts(self, tar_file_id: int, first: int, end: int) -> list[PartRow]:
+        """Parts of samples `first` to `end` of a shard, by sample and then by offset; no part twice.
+
+        Raises:
+            DocumentError: a row holds what is no offset, or a part is there twice.
+        """
+        limit = (end - first) * 64 + MAX_PARTS
+        rows = self._rows(
+            "SELECT sample_index, part_name, content_byte_offset, content_byte_size FROM sample_parts"
+            " WHERE tar_file_id = ? AND sample_index >= ? AND sample_index < ?"
+            " ORDER BY sample_index, content_byte_offset LIMIT ?",
+            (tar_file_id, first, end, limit + 1),
+        )
+        if len(rows) > limit:
+            self._refuse(f"samples {first} to {end - 1} of shard {tar_file_id} have more than {limit:,} parts")
+        number, text = self._number, self._text
+        found = [
+            (
+                number(index, "sample_parts", "sample_index"),
+                text(part, "sample_parts", "part_name"),
+                number(offset, "sample_parts", "content_byte_offset"),
+                number(nbytes, "sample_parts", "content_byte_size"),
+            )
+            for index, part, offset, nbytes in rows
+        ]
+        if len({row[:2] for row in found}) < len(found):
+            seen: set[tuple[int, str]] = set()
+            for index, part, *_ in found:
+                if (index, part) in seen:
+                    self._refuse(f"sample {index} of shard {tar_file_id} has the part {brief(part)} twice")
+                seen.add((index, part))
+        return found
+
+    def find_part(self, key: str, part: str) -> list[tuple[int, int, int, int]]:
+        """Where a part is, in one question: (tar_file_id, sample_index, offset of its content, nbytes) of each that is named so."""
+        if not self.has_parts or not self._key_is_indexed:
+            return []
+        try:
+            rows = self._rows(_PART_OF_KEY, (key, part))
+        except UnicodeEncodeError:
+            return []
+        return [
+            (
+                self._number(shard, "samples", "tar_file_id"),
+                self._number(index, "samples", "sample_index"),
+                self._number(offset, "sample_parts", "content_byte_offset"),
+                self._number(nbytes, "sample_parts", "content_byte_size"),
+            )
+            for shard, index, offset, nbytes in rows
+        ]
+
+    def find(self, key: str) -> list[tuple[int, int]]:
+        """Where samples of a key are, as (tar_file_id, sample_index): none, one, or (Energon 7.0) two or more."""
+        if not self._key_is_indexed:
+            if self._by_key is None:
+                self._by_key = self._read_keys()
+            return self._by_key.get(key, [])
+        try:
+            rows = self._rows(
+                "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100", (key,)
+            )
+        except UnicodeEncodeError:
+            return []
+        return [
+            (self._number(shard, "samples", "tar_file_id"), self._number(index, "samples", "sample_index"))
+            for shard, index in rows
+        ]
+
+    def keys(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[str]:
+        """Keys that begin with a prefix, in the order of their UTF-8 bytes, those after `after` only, at most `limit`."""
+        rows = self._rows(f"SELECT sample_key FROM ({_KEYS})", (prefix, after, limit))  # noqa: S608 - a constant
+        keys = [self._text(key, "samples", "sample_key") for (key,) in rows]
+        return [key for key in keys if key.startswith(prefix)]
+
+    def files(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[tuple[str, str | None, int]]:
+        """Key, part and size of all parts of the samples that `keys` finds; part None where single parts are not known."""
+        if not self.has_parts:
+            return [(key, None, 0) for key in self.keys(prefix, after=after, limit=limit)]
+        rows = self._rows(
+            "SELECT s.sample_key, p.part_name, p.content_byte_size"  # noqa: S608 - a constant
+            f" FROM ({_KEYS}) AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id"
+            " AND p.sample_index = s.sample_index ORDER BY s.sample_key, p.content_byte_offset LIMIT ?",
+            (prefix, after, limit, limit * 64 + MAX_PARTS),
+        )
+        found = [
+            (
+                self._text(key, "samples", "sample_key"),
+                self._text(part, "sample_parts", "part_name"),
+                self._number(nbytes, "sample_parts", "content_byte_size"),
+            )
+            for key, part, nbytes in rows
+        ]
+        return [row for row in found if row[0].startswith(prefix)]
+
+    def _read_keys(self) -> dict[str, list[tuple[int, int]]]:
+        """All keys, where the database has no index of them."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for shard, index, key in self._rows("SELECT tar_file_id, sample_index, sample_key FROM samples"):
+            place = (self._number(shard, "samples", "tar_file_id"), self._number(index, "samples", "sample_index"))
+            found.setdefault(self._text(key, "samples", "sample_key"), []).append(place)
+        return found
+
+    def repeated_keys(self) -> list[str]:
+        """Keys that several samples share, at most 100."""
+        if self.unique_keys:
+            return []
+        rows = self._rows("SELECT sample_key FROM samples GROUP BY sample_key HAVING COUNT(*) > 1 LIMIT 100")
+        return [self._text(key, "samples", "sample_key") for (key,) in rows]
+
+    def check_shard(self, tar_file_id: int, *, n_samples: int, tar_nbytes: int) -> IntArray:
+        """Look at every row of a shard: samples follow each other in whole blocks, parts lie in their samples.
+
+        Returns:
+            Where samples begin, and where the last one ends: int64, `n_samples + 1`.
+
+        Raises:
+            DocumentError: a row breaks a rule, or lies outside a tar of `tar_nbytes` bytes.
+        """
+        rows = self.samples(tar_file_id, 0, n_samples)
+        starts = np.array([row[2] for row in rows], np.int64)
+        ends = starts + np.array([row[3] for row in rows], np.int64)
+        wrong = (starts % 512 != 0) | (ends % 512 != 0) | (ends - starts < 512) | (ends > tar_nbytes)
+        wrong[1:] |= starts[1:] != ends[:-1]
+        if np.any(wrong):
+            row = rows[int(np.flatnonzero(wrong)[0])]
+            self._refuse(
+                f"sample {brief(row[1])} of shard {tar_file_id} lies at {row[2]:,} and has {row[3]:,} bytes: that overlaps"
+                f" another sample, is no whole number of blocks, or ends outside the tar of {tar_nbytes:,} bytes"
+            )
+        if self.has_parts:
+            self._check_parts(tar_file_id, starts, ends)
+        return np.append(starts, ends[-1:] if n_samples else [0])
+
+    def _check_parts(self, tar_file_id: int, starts: IntArray, ends: IntArray) -> None:
+        n_samples = len(starts)
+        for first in range(0, n_samples, 65_536):
+            rows = self.parts(tar_file_id, first, min(first + 65_536, n_samples))
+            index = np.array([row[0] for row in rows], np.int64)
+            begin = np.array([row[2] for row in rows], np.int64)
+            end = begin + np.array([row[3] for row in rows], np.int64)
+            wrong = (begin % 512 != 0) | (begin - 512 < starts[index]) | (end > ends[index])
+            wrong[1:] |= (index[1:] == index[:-1]) & (begin[1:] - 512 < end[:-1])
+            if np.any(wrong):
+                row = rows[int(np.flatnonzero(wrong)[0])]
+                self._refuse(
+                    f"part {brief(row[1])} of sample {row[0]} of shard {tar_file_id} lies at {row[2]:,} and has {row[3]:,}"
+                    " bytes: that is outside its sample, or overlaps another part"
+                )
+            without = np.setdiff1d(np.arange(first, min(first + 65_536, n_samples)), index)
+            if len(without):
+                self._refuse(f"sample {int(without[0])} of shard {tar_file_id} has no parts")
+        ((strays,),) = self._rows(
+            "SELECT COUNT(*) FROM sample_parts WHERE tar_file_id = ? AND (sample_index < 0 OR sample_index >= ?)",
+            (tar_file_id, n_samples),
+        )
+        if strays:
+            self._refuse(f"{strays} parts of shard {tar_file_id} belong to no sample")
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _number(self, value: object, table: str, column: str) -> int:
+        if type(value) is int and 0 <= value < _MAX_NUMBER:
+            return value
+        self._refuse(f"{table}.{column} holds {brief(value)}; it must be an integer that is not negative")
+        return None
+
+    def _text(self, value: object, table: str, column: str) -> str:
+        if type(value) is str:
+            return value
+        self._refuse(f"{table}.{column} holds {brief(value)}; it must be text")
+        return None
+
+    def _refuse(self, message: str) -> NoReturn:
+        raise DocumentError(
+            message,
+            where=self.where,
+            remedy="Prepare the data set again: `saev-store prepare --overwrite`.",
+            problems=[Problem("index_sqlite", message, self.where)],
+        )
+
+    # -- the connection ------------------------------------------------------------------------------------------------
+
+    def _rows(self, statement: str, values: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+        with self._lock:
+            try:
+                db = self._connection()
+                self._deadline = time.monotonic() + TIMEOUT_S
+                return db.execute(statement, values).fetchall()
+            except sqlite3.OperationalError as error:
+                if "interrupted" in str(error):
+                    raise DeadlineError(
+                        f"a question to the database took longer than {TIMEOUT_S:.0f} s", where=self.where
+                    ) from None
+                self._refuse(f"the database cannot be read: {error}")
+            except (sqlite3.Error, OverflowError, MemoryError, UnicodeDecodeError) as error:
+                self._refuse(f"the database cannot be read: {error or type(error).__name__}")
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None or self._pid != os.getpid():
+            # A connection must not be used in a child of the process that opened it.
+            self._db, self._pid = _connect(self._path), os.getpid()
+            self._finalizer = weakref.finalize(self, self._db.close)
+            self._db.set_progress_handler(self._is_late, 100_000)
+        return self._db
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def close(self) -> None:
+        """Let go of the database; using the index again opens it again."""
+        with self._lock:
+            if self._db is not None:
+                self._finalizer()
+            self._db = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    # Immutable: no journal of somebody else's is looked at or replayed, nothing is locked.
+    db = sqlite3.connect(
+        f"file:{quote(path)}?mode=ro&immutable=1", uri=True, check_same_thread=False, isolation_level=None
+    )
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_NBYTES)
+    db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
+        db.execute(f"PRAGMA {pragma}").close()
+    return db
+
+
+def _quoted(name: object) -> str:
+    return '"' + str(name).replace('"', '""') + '"'

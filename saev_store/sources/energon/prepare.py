@@ -1,0 +1,358 @@
+"""Preparing a folder of tars: `.nv-meta` and the `.tar.idx` files that make an Energon data set of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.progress import Progress
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    NotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
+    StoreExistsError,
+    brief,
+)
+from saev_store.problems import Problem
+from saev_store.sources._identity import file_identity
+from saev_store.sources._new_file import NewFile
+from saev_store.sources.address import Url
+from saev_store.sources.energon._build import build_index
+from saev_store.sources.energon._open import read_documents
+from saev_store.sources.energon._scan_all import scan_all
+from saev_store.sources.energon._split_plan import SplitPlan, compiled
+from saev_store.sources.energon.field_map import FieldPath
+from saev_store.sources.energon.keys import (
+    DATASET_YAML,
+    INDEX_SQLITE,
+    INDEX_UUID,
+    INFO_JSON,
+    INFO_YAML,
+    META,
+    SPLIT_JSON,
+    SPLIT_YAML,
+    check_shard_names,
+    idx_path,
+)
+from saev_store.sources.energon.nvmeta import (
+    definition_bytes,
+    info_bytes,
+    parse_info,
+    parse_splits,
+    split_bytes,
+)
+from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
+from saev_store.sources.energon.tar_idx import tar_idx_bytes
+from saev_store.sources.energon.tar_scan import ScannedShard
+from saev_store.transport import Engine, Lists, Moves, Transport, Writes, open_transport
+
+#: Holds the lock, and the database while it is built.
+WORK_FOLDER = f"{META}/.saev_store"
+_N_THREADS = 16
+_MAX_PART_NAMES = 50
+_MAX_FOLDERS = 100_000
+_CHUNK_NBYTES = 32 << 20
+
+
+@runtime_checkable
+class _Local(Moves, Writes, Protocol):
+    def resolve(self, path: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` made.
+
+    Attributes:
+        url: The data set.
+        shards: Its tars and how many samples each has, in the order of the index.
+        n_parts: Parts of all samples.
+        part_names: Names of parts that were met, at most 50.
+        splits: The tars of each split.
+        problems: What is odd, although the data set can be read.
+    """
+
+    url: str
+    shards: Mapping[str, int]
+    n_parts: int
+    part_names: tuple[str, ...]
+    splits: Mapping[str, tuple[str, ...]]
+    problems: tuple[Problem, ...]
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of all shards."""
+        return sum(self.shards.values())
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.url}: {self.n_samples:,} samples, {self.n_parts:,} parts in {len(self.shards):,} shards",
+            f"  parts: {', '.join(self.part_names)}",
+        ]
+        for name, shards in self.splits.items():
+            lines.append(f"  {name}: {sum(self.shards[shard] for shard in shards):,} samples in {len(shards):,} shards")
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+
+def prepare(
+    url: Url,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    split: str | None = None,
+    split_parts: Sequence[str] = (),
+    exclude: str | None = None,
+    sample_type: str | None = None,
+    field_map: Mapping[str, str] | None = None,
+    num_workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    engine: Engine = "auto",
+    transport: Transport | None = None,
+) -> Prepared:
+    """Index the tars below a folder, deal them out to splits, and write `.nv-meta` beside them. The tars stay as they are.
+
+    Tars are read in parallel. Nothing is replaced before all of them were read; `.info.json`, which makes the folder a data
+    set, is deleted first and written last, so an interrupted call leaves a complete data set or none, and is repeated.
+
+    Args:
+        url: The folder: a path, any fsspec URL; ignored with `transport`.
+        storage_options: What fsspec hands to the file system.
+        split: Shares of train, val and test, such as `"8,1,1"`: whole shards, in order, none left over.
+        split_parts: Instead of shares: `"train:shards/train_.*"`, a name and a regular expression that the beginning of
+            a shard's path must match. `{000..099}` in it is a range.
+        exclude: Leave out tars whose path has a match of this regular expression anywhere.
+        sample_type: One of `SAMPLE_TYPES`, or `"CrudeWebdataset"`, which is also the default where no `dataset.yaml` is.
+        field_map: Which part each field of the sample type comes from: `{"image": "jpg", "caption": "json[caption]"}`.
+        num_workers: Processes (threads for remote folders); by default as many as the work is worth.
+        overwrite: Prepare it again although it is prepared; without `split` and `split_parts`, its `split.yaml` stays.
+        progress: None shows a bar on a terminal.
+        engine: As in `open_transport`.
+        transport: Read and write through this one.
+
+    Raises:
+        ArgumentError: no split is asked for, or the sample type and field map do not fit.
+        NotFoundError: there is no tar.
+        StoreExistsError: it is prepared already, and `overwrite` is false.
+        CorruptShardError: tars are damaged or cut; `problems` names all of them. Nothing is published.
+        DocumentError: two samples share a key.
+        WriterConflictError: another process prepares it.
+    """
+    there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
+    if not isinstance(there, Writes) or not isinstance(there, Lists):
+        raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
+    definition = _definition(sample_type, field_map)
+    plan = SplitPlan(split, split_parts)
+    prepared = _exists(there, INFO_JSON) or _exists(there, INFO_YAML)
+    if prepared and not overwrite:
+        raise StoreExistsError("it is prepared already", where=there.url, remedy="Pass overwrite=True (--overwrite).")
+    if plan.is_empty and not _exists(there, SPLIT_YAML):
+        raise ArgumentError(
+            "it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=[...]."
+        )
+    shards, problems = find_tars(there, exclude=exclude)
+    with there.lock(f"{WORK_FOLDER}/lock"):
+        before = {shard: file_identity(there, shard) for shard, _ in shards}
+        facts = _Facts(there.url, len(shards))
+        with (
+            Progress(sum(nbytes for _, nbytes in shards), "index", shown=progress) as bar,
+            _built_index(there, facts.checked(scan_all(there, list(before), num_workers=num_workers), bar)) as built,
+        ):
+            publish, uuid = built
+            counts = facts.counts
+            info = parse_info(info_bytes(counts), where=INFO_JSON)
+            splits, split_problems = plan.deal(counts)
+            if splits is None:
+                # Before anything is replaced: it may name shards that are gone.
+                splits = dict(parse_splits(there.read(SPLIT_YAML), info, where=SPLIT_YAML).parts)
+            changed = [shard for shard, identity in before.items() if file_identity(there, shard) != identity]
+            if changed:
+                raise CorruptShardError(
+                    f"{brief(changed[0])} was changed while it was indexed", where=there.url, remedy="Prepare again."
+                )
+            # From here on, until .info.json is there again, the folder is no data set.
+            there.delete(INFO_JSON)
+            there.delete(INFO_YAML)
+            publish()
+            with ThreadPoolExecutor(_N_THREADS) as pool:
+                for _ in pool.map(
+                    lambda item: there.put(idx_path(item[0]), tar_idx_bytes(item[1])), facts.offsets.items()
+                ):
+                    pass
+            there.put(INDEX_UUID, uuid.encode())
+            if not plan.is_empty:
+                there.delete(SPLIT_JSON)
+                there.put(SPLIT_YAML, split_bytes({name: list(found) for name, found in splits.items()}, []))
+            if definition is not None:
+                there.put(DATASET_YAML, definition)
+            elif not _exists(there, DATASET_YAML):
+                there.put(DATASET_YAML, definition_bytes(CRUDE, {}))
+            there.put(INFO_JSON, info_bytes(counts))
+        there.delete(WORK_FOLDER)
+    documents = read_documents(there, split_config=None, dataset_config=None)
+    return Prepared(
+        there.url,
+        counts,
+        facts.n_parts,
+        tuple(facts.part_names),
+        splits,
+        (*problems, *facts.problems, *split_problems, *documents.problems),
+    )
+
+
+def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tuple[str, int]], list[Problem]]:
+    """The tars below a folder, as (path, nbytes), in the order of their paths; hidden folders are left out.
+
+    Raises:
+        NotFoundError: there is none.
+        ArgumentError: `exclude` is no regular expression.
+    """
+    pattern = compiled(exclude, "exclude") if exclude else None
+    found: list[tuple[str, int]] = []
+    problems: list[Problem] = []
+    folders = [""]
+    for n_folders in range(_MAX_FOLDERS + 1):
+        if not folders:
+            break
+        if n_folders == _MAX_FOLDERS:
+            raise ArgumentError(
+                f"there are more than {_MAX_FOLDERS:,} folders below it", where=str(getattr(transport, "url", ""))
+            )
+        for entry in transport.list(folders.pop()):
+            name = entry.path.rpartition("/")[2]
+            if entry.is_dir:
+                if not name.startswith("."):
+                    folders.append(entry.path)
+            elif name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")):
+                message = "it is compressed, so its parts have no byte ranges: it is left out"
+                problems.append(Problem("compressed_tar", message, entry.path, severity="warning"))
+            elif name.endswith(".tar") and not name.startswith(".") and not (pattern and pattern.search(entry.path)):
+                found.append((entry.path, entry.size or 0))
+    if not found:
+        raise NotFoundError(
+            "there are no tars (*.tar)" + (" that `exclude` leaves" if exclude else ""),
+            where=str(getattr(transport, "url", "")),
+        )
+    found.sort(key=lambda item: item[0].split("/"))
+    check_shard_names((path for path, _ in found), where="names of tars")
+    return found, problems
+
+
+class _Facts:
+    """What is collected from scanned shards on their way to the index."""
+
+    def __init__(self, url: str, n_shards: int) -> None:
+        self._url, self._n_shards = url, n_shards
+        self.counts: dict[str, int] = {}
+        self.offsets: dict[str, npt.NDArray[np.int64]] = {}
+        self.n_parts = 0
+        self.part_names: dict[str, None] = {}
+        self.problems: list[Problem] = []
+
+    def checked(self, results: Iterable[ScannedShard | SaevStoreError], bar: Progress) -> Iterator[ScannedShard]:
+        """Pass shards on; all are tried even if some are damaged.
+
+        Raises:
+            CorruptShardError: after the last one, if some are damaged.
+        """
+        errors: list[SaevStoreError] = []
+        for result in results:
+            if isinstance(result, SaevStoreError):
+                errors.append(result)
+                continue
+            self._collect(result)
+            bar.advance(result.nbytes)
+            yield result
+        if errors:
+            problems = [Problem(error.kind, error.message, error.where or "") for error in errors]
+            shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
+            more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
+            raise CorruptShardError(
+                f"{len(errors)} of {self._n_shards} tars cannot be indexed: {shown}{more}",
+                where=self._url,
+                remedy="Restore them or leave them out with `exclude`, then prepare again.",
+                problems=problems,
+            )
+
+    def _collect(self, scanned: ScannedShard) -> None:
+        self.counts[scanned.shard] = len(scanned.samples)
+        self.offsets[scanned.shard] = np.array([*(row[1] for row in scanned.samples), scanned.end], np.int64)
+        for oddity in scanned.oddities:
+            self.problems.append(Problem("odd_tar", oddity, scanned.shard, severity="warning"))
+        if not scanned.samples:
+            message = "it has no samples: no split has it"
+            self.problems.append(Problem("empty_shard", message, scanned.shard, severity="warning"))
+        for _, _, _, parts in scanned.samples:
+            self.n_parts += len(parts)
+            if len(self.part_names) < _MAX_PART_NAMES:
+                self.part_names.update((name, None) for name, _, _ in parts)
+
+
+def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) -> bytes | None:
+    """`dataset.yaml`, if one is to be written."""
+    if sample_type is None:
+        if field_map:
+            raise ArgumentError("a field map needs a sample type", where="field_map")
+        return None
+    if sample_type == CRUDE:
+        if field_map:
+            raise ArgumentError(f"{CRUDE} has parts as they are, and takes no field map", where="field_map")
+        return definition_bytes(CRUDE, {})
+    if sample_type not in SAMPLE_TYPES:
+        raise ArgumentError(f"{brief(sample_type)} is none of {', '.join(SAMPLE_TYPES)}, {CRUDE}", where="sample_type")
+    field_map = dict(field_map or {})
+    try:
+        SAMPLE_TYPES[sample_type].check_fields(field_map, where="field_map")
+        for name, path in field_map.items():
+            FieldPath.parse(path, where=name)
+    except SaevStoreError as error:
+        raise ArgumentError(error.message, where="field_map", remedy=error.remedy) from None
+    return definition_bytes(sample_type, field_map)
+
+
+class _Publish(Protocol):
+    def __call__(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _built_index(there: Transport, shards: Iterable[ScannedShard]) -> Iterator[tuple[_Publish, str]]:
+    """A database beside its final place, and what moves it there; where files do not move, one that is uploaded."""
+    if isinstance(there, _Local):
+        path = f"{WORK_FOLDER}/index.sqlite"
+        there.delete(path)
+        try:
+            uuid = build_index(there.resolve(path), shards, where=there.url)
+            yield lambda: there.move(path, INDEX_SQLITE), uuid
+        finally:
+            there.delete(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="saev-store-prepare-") as folder:
+        local = os.path.join(folder, "index.sqlite")
+        uuid = build_index(local, shards, where=there.url)
+
+        def upload() -> None:
+            with (
+                open(local, "rb") as file,
+                NewFile(there, INDEX_SQLITE, nbytes=os.path.getsize(local), overwrite=True) as new,
+            ):
+                while data := file.read(_CHUNK_NBYTES):
+                    new.write(data)
+                new.commit()
+
+        yield upload, uuid
+
+
+def _exists(transport: Transport, path: str) -> bool:
+    try:
+        return transport.size(path) >= 0
+    except NotFoundError:
+        return False

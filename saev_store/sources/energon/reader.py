@@ -1,0 +1,377 @@
+"""Reading Energon data sets: samples by position, key and part, over byte ranges; no tar is ever gone through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Self, SupportsIndex
+
+from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
+from saev_store.sources._digest import describe_digest
+from saev_store.sources._source import DigestScope, check_index, steps, text_card
+from saev_store.sources.address import Url, full_url
+from saev_store.sources.energon._fetch import Fetcher, RawSample
+from saev_store.sources.energon._images import Images
+from saev_store.sources.energon._open import Documents, open_index, read_documents
+from saev_store.sources.energon._places import PartPlace, Places, SamplePlace
+from saev_store.sources.energon._view import View
+from saev_store.sources.energon.field_map import IMAGES, resolve
+from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
+from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
+from saev_store.sources.energon.tar_scan import parse_sample
+from saev_store.transport import Engine, Transport, open_transport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from saev_store.problems import Problem
+    from saev_store.validation import Report
+
+
+class EnergonDataset:
+    """A prepared WebDataset: `dataset[i]` and `dataset.raw(key)` for stored parts, `dataset.sample(i)` for decoded samples.
+
+    As a source it has all samples of all shards, in the order of `.info.json`; `split("train")` gives those of one split,
+    without what `exclude` names. May be shared between threads and pickled.
+
+    Args:
+        url: The folder that holds `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
+        storage_options: What fsspec hands to the file system.
+        engine: As in `open_transport`.
+        transport: Read through this one.
+        images: What images decode to in `sample`: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
+            0 to 1, as Energon does, for `"torchrgb"`; `"bytes"` leaves them as they are.
+        split_config: Another document in `.nv-meta` than `split.yaml`.
+        dataset_config: Another document in `.nv-meta` than `dataset.yaml`.
+        damaged_ok: Open it even if shards are missing or the index does not fit; `problems` says what is wrong.
+
+    Raises:
+        NotFoundError: the folder was not prepared.
+        DocumentError: a document or the index breaks a rule.
+        UnsafeContentError: a document names files outside the folder, or wants code to be run.
+        CorruptShardError: a shard is missing or cut.
+    """
+
+    format = "energon"
+
+    def __init__(
+        self,
+        url: Url,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+        images: Images = "rgb8",
+        split_config: str | None = None,
+        dataset_config: str | None = None,
+        damaged_ok: bool = False,
+    ) -> None:
+        if images not in IMAGES:
+            raise ArgumentError(f"{brief(images)} is none of {', '.join(IMAGES)}", where="images")
+        if transport is None:
+            self._transport = open_transport(url, storage_options, engine=engine)
+        elif storage_options is not None:
+            raise ArgumentError("a transport has its options already", where="storage_options")
+        else:
+            self._transport = transport.at(str(url))
+        self.images: Images = images
+        self._options = (split_config, dataset_config, damaged_ok)
+        self._documents: Documents = read_documents(
+            self._transport, split_config=split_config, dataset_config=dataset_config
+        )
+        info = self._documents.info
+        self._places = Places(self._transport, info, open_index(self._transport))
+        self._fetcher = Fetcher(self._transport, self._places)
+        #: The split that `split` chose; None is everything, also where a split is called "all".
+        self._chosen_split: str | None = None
+        self._view = View(range(len(info.shards)), info.counts)
+        self._by_name = {name: i for i, name in enumerate(info.shards)}
+        from saev_store.sources.energon.check import check_on_open
+
+        self._problems = (*self._documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (self._transport, self.images, self._options, self._chosen_split))
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The folder's address, without credentials."""
+        return self._transport.url
+
+    @property
+    def transport(self) -> Transport:
+        """What the bytes are read through; its root is the data set's folder."""
+        return self._transport
+
+    @property
+    def documents(self) -> Documents:
+        """What `.nv-meta` says."""
+        return self._documents
+
+    @property
+    def places(self) -> Places:
+        """Where samples lie."""
+        return self._places
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is odd about the data set, although it can be read."""
+        return self._problems
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self._documents.splits.parts) or ("all",)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The tars of this source, in order."""
+        names = self._documents.info.shards
+        return tuple(names[i] for i in self._view.shard_ids.tolist())
+
+    @property
+    def sample_type(self) -> str | None:
+        """Name of the sample type, `"CrudeWebdataset"`, or None where `dataset.yaml` names none of Energon's."""
+        return self._documents.definition.sample_type
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __repr__(self) -> str:
+        info, definition = self._documents.info, self._documents.definition
+        facts = {
+            "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards"
+            + f" (split {self._chosen_split!r})" * (self._chosen_split is not None),
+            "splits": ", ".join(
+                f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()
+            ),
+            "sample type": definition.sample_type or "parts as they are",
+            "prepared by": info.version or "a release before 7.4",
+            "read through": self._transport.name,
+        }
+        return text_card(f"Energon {self.url}", facts, self.problems)
+
+    # -- samples ---------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> RawSample:
+        """The sample at a position; negative ones count from the end."""
+        return self._fetcher.fetch(self._view.places([check_index(index, len(self), what="sample")]))[0]
+
+    def raw(self, sample: SupportsIndex | str) -> RawSample:
+        """The sample at a position, or of a key."""
+        if not isinstance(sample, str):
+            return self[sample]
+        found = self[self.index_of(sample)]
+        if found.key != sample:  # an index of keys without parts: only the tar has the sample's own name
+            raise self._fetcher.stale(
+                self._by_name[found.shard], f"the index has {brief(sample)} there, the tar {brief(found.key)}"
+            )
+        return found
+
+    def part(self, sample: SupportsIndex | str, part: str) -> bytes:
+        """The bytes of one part; nothing else of the sample is read where the index knows parts.
+
+        Raises:
+            SelectionError: there is no such sample or part.
+        """
+        if isinstance(sample, str) and self._places.index is not None:
+            rows = self._places.index.find_part(sample, part)
+            if len(rows) == 1 and rows[0][0] < len(self._documents.info.shards):
+                shard, sample_index, offset, nbytes = rows[0]
+                if self._chosen_split is None or self._view.position(shard, sample_index) is not None:
+                    return self._fetcher.content(shard, sample, PartPlace(part, offset, nbytes))
+        return self.part_range(sample, part)
+
+    def part_range(
+        self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        """Return bytes `start` to `end` of a part, as a slice would take them; only its headers are read besides.
+
+        Raises:
+            SelectionError: there is no such sample or part.
+        """
+        place = self._place(sample)
+        if place.parts is None or place.key is None:
+            return self.raw(sample)[part][start:end]
+        for found in place.parts:
+            if found.name == part:
+                return self._fetcher.content(place.shard, place.key, found, start=start, end=end)
+        raise SelectionError(
+            f"sample {place.key!r} has no part {brief(part)}; it has {', '.join(each.name for each in place.parts)}",
+            where="part",
+        )
+
+    def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
+        """Names, offsets in the tar and sizes of a sample's parts."""
+        place = self._place(sample)
+        if place.parts is not None:
+            return place.parts
+        (data,) = self._transport.get_ranges(
+            self._documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
+        )
+        members = parse_sample(memoryview(data), where=self._fetcher.where(place.shard))
+        return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
+
+    def file(self, name: str) -> bytes:
+        """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`.
+
+        Raises:
+            SelectionError: there is no such file.
+        """
+        found = split_name(name)
+        if found is None:
+            raise SelectionError(f"{brief(name)} is no name of a part: it has no dot", where="name")
+        return self.part(*found)
+
+    def key(self, index: SupportsIndex) -> str:
+        """The key of the sample at a position."""
+        place = self._place(index)
+        return place.key if place.key is not None else self._fetcher.read([place])[0].key
+
+    def index_of(self, key: str) -> int:
+        """The position of a key.
+
+        Raises:
+            SelectionError: no sample of this source has it, or several have (Energon 7.0 allowed that).
+            NotFoundError: the data set has no index of keys.
+        """
+        shard, sample_index = self._places.find_one(key)
+        position = self._view.position(shard, sample_index)
+        if position is None:
+            raise SelectionError(
+                f"sample {brief(key)} is not in split {self._chosen_split!r}, or left out of it", where="key"
+            )
+        return position
+
+    def rows(self, indices: Sequence[int]) -> list[RawSample]:
+        """Samples by position, in the order asked for; neighbours are fetched together."""
+        return self._fetcher.fetch(self._view.places([check_index(i, len(self), what="sample") for i in indices]))
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[list[RawSample]]:
+        """Consecutive samples in order, `batch_size` at a time, read together."""
+        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
+            yield self._fetcher.fetch(self._view.places(range(first, end)))
+
+    def sample(self, sample: SupportsIndex | str) -> Sample:
+        """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
+
+        Raises:
+            DocumentError: a part that the field map needs is missing, or does not decode.
+            MissingDependencyError: images need Pillow.
+        """
+        return self.decode(self.raw(sample))
+
+    def decode(self, raw: RawSample) -> Sample:
+        """What `sample` makes of stored parts."""
+        definition = self._documents.definition
+        restore_key = (self.url, raw.shard, raw.sample_index)
+        if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:
+            return CrudeSample(__key__=raw.key, __restore_key__=restore_key, parts=raw.parts)
+        where = full_url(self._transport, f"{raw.shard}/{raw.key}")
+        values = {
+            name: resolve(path, raw.parts, where=where, images=self.images)
+            for name, path in definition.field_map.items()
+        }
+        kind = SAMPLE_TYPES[definition.sample_type]
+        return build(kind, values, key=raw.key, restore_key=restore_key, where=where)
+
+    def split(self, name: str) -> Self:
+        """The samples of one split, without what `exclude` names; `"all"` is everything.
+
+        Raises:
+            SelectionError: there is no split of that name.
+        """
+        splits = self._documents.splits
+        info = self._documents.info
+        chosen: str | None = name
+        if name == "all" and name not in splits.parts:
+            chosen, view = None, View(range(len(info.shards)), info.counts)
+        elif name in splits.parts:
+            ids = [self._by_name[shard] for shard in splits.parts[name]]
+            view = View(ids, info.counts[ids], self._left_out(set(splits.parts[name])))
+        else:
+            raise SelectionError(
+                f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
+            )
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._chosen_split, other._view = chosen, view
+        return other
+
+    def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
+        """Samples of these shards that `exclude` names; keys that no sample has are nothing to leave out."""
+        found: list[tuple[int, int]] = []
+        for shard, key in self._documents.splits.exclude:
+            if shard in shards:
+                found += [place for place in self._places.find(key) if place[0] == self._by_name[shard]]
+        return found
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def _place(self, sample: SupportsIndex | str) -> SamplePlace:
+        position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")
+        ((shard, index),) = self._view.places([position])
+        return self._places.run(shard, index, index + 1)[0]
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def uuid(self) -> str:
+        """What `index.uuid` holds: another one after each preparation that changed something; empty if there is none."""
+        try:
+            return self._transport.read(INDEX_UUID, max_bytes=1024).decode("ascii", "replace").strip()
+        except NotFoundError:
+            return ""
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """What a store recorded from these samples says about them in `metadata.data`."""
+        files: list[tuple[str, int]] = []
+        for path in (SPLIT_YAML, DATASET_YAML, INDEX_SQLITE, *dict.fromkeys(self.shards)):
+            try:
+                files.append((path, self._transport.size(path)))
+            except NotFoundError:
+                if path in self._by_name:
+                    raise
+        return {
+            "format": self.format,
+            "url": self.url,
+            "split": self._chosen_split,
+            "n_samples": len(self),
+            "mapping": "example i is sample i of the split, in the order of its shards, without those that are excluded",
+            "index_uuid": self.uuid(),
+            "sample_type": self.sample_type,
+            "digest": describe_digest(self._transport, files, scope=digest),
+        }
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """What is wrong with it: every row of the index against the tars' sizes; `deep` reads the headers of all tars."""
+        from saev_store.sources.energon.check import validate
+
+        return validate(self, deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Let go of the database, maps and connections; using the data set afterwards opens them again."""
+        if self._places.index is not None:
+            self._places.index.close()
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _reopen(
+    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str | None
+) -> EnergonDataset:
+    split_config, dataset_config, damaged_ok = options
+    dataset = EnergonDataset(
+        "",
+        transport=transport,
+        images=images,
+        split_config=split_config,
+        dataset_config=dataset_config,
+        damaged_ok=damaged_ok,
+    )
+    return dataset if split is None else dataset.split(split)

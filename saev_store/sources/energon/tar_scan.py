@@ -1,0 +1,266 @@
+"""Going through a tar once: which samples and parts lie where. `tarfile` reads the headers; contents are skipped.
+
+`tarfile` takes a damaged or cut header for the end of the archive. What really follows is looked at here.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from saev_store.errors import CorruptShardError, SaevStoreError, brief
+from saev_store.sources.address import full_url
+from saev_store.sources.energon.keys import split_name
+from saev_store.transport import Transport
+
+BLOCK = 512
+#: The largest extension header: `tarfile` needs quadratic time for some contents, and file names are much shorter.
+MAX_EXTENSION_NBYTES = 16 << 10
+#: Bounds of what is read at once. Between them, as much as travels while a request is under way.
+_LEAST_AHEAD_NBYTES, _MOST_AHEAD_NBYTES = 256 << 10, 8 << 20
+_TAIL_NBYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A part in a tar: its name, where its headers begin, and where its content lies."""
+
+    key: str
+    part: str
+    header_offset: int
+    content_offset: int
+    content_nbytes: int
+
+
+@dataclass
+class ScannedSample:
+    """Members that follow each other with the same key; `nbytes` reaches to the next sample."""
+
+    key: str
+    offset: int
+    nbytes: int
+    parts: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ScannedShard:
+    """What a tar holds, by `scan_shard`.
+
+    Attributes:
+        shard: Its path below the data set.
+        nbytes: Its size.
+        end: Where its last sample ends; 0 without samples.
+        oddities: What is odd about it, although all of it can be read.
+        samples: Of each sample: key, offset, nbytes, and of each part: name, offset of its content, nbytes.
+    """
+
+    shard: str
+    nbytes: int
+    end: int
+    oddities: tuple[str, ...]
+    samples: Sequence[tuple[str, int, int, Sequence[tuple[str, int, int]]]]
+
+
+def scan_shard(transport: Transport, shard: str) -> ScannedShard:
+    """Read the headers of a tar.
+
+    Raises:
+        CorruptShardError: it is damaged or cut.
+    """
+    scan = Scan.of(transport, shard, where=full_url(transport, shard))
+    found = [(each.key, each.offset, each.nbytes, each.parts) for each in scan.samples()]
+    return ScannedShard(shard, scan.file.nbytes, scan.end if found else 0, tuple(scan.oddities), found)
+
+
+class RangeFile(io.RawIOBase):
+    """A file of a transport as `tarfile` wants it, with read-ahead; or a part of one that is in memory already."""
+
+    def __init__(self, transport: Transport, path: str, nbytes: int) -> None:
+        super().__init__()
+        self._transport, self._path, self.nbytes = transport, path, nbytes
+        self._position = self._start = 0
+        self._buffer: bytes | bytearray | memoryview = b""
+        # A mapped file is one buffer: nothing is read before it is looked at.
+        self._whole = getattr(transport, "name", "") in {"mmap", "memory"}
+        self._ahead_nbytes = int(min(max(transport.cost.max_gap_bytes, _LEAST_AHEAD_NBYTES), _MOST_AHEAD_NBYTES))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Bytes at the position; fewer at the end."""
+        if not 0 <= size <= MAX_EXTENSION_NBYTES:
+            raise tarfile.ReadError(f"a header claims {size:,} bytes")
+        start = self._position
+        end = min(start + size, self.nbytes)
+        if start >= end:
+            return b""
+        at = start - self._start
+        if at < 0 or end - self._start > len(self._buffer):
+            self._fill(start, end)
+            at = start - self._start
+        self._position = end
+        return bytes(self._buffer[at : at + end - start])
+
+    def _fill(self, start: int, end: int) -> None:
+        if self._whole:
+            self._start, stop = 0, self.nbytes
+        else:
+            self._start, stop = start, min(max(end, start + self._ahead_nbytes), self.nbytes)
+        (self._buffer,) = self._transport.get_ranges(self._path, starts=[self._start], ends=[stop])
+
+
+class _MemoryFile(RangeFile):
+    def __init__(self, data: bytes | memoryview) -> None:
+        io.RawIOBase.__init__(self)
+        self._buffer, self.nbytes = data, len(data)
+        self._position = self._start = 0
+
+
+@dataclass
+class Scan:
+    """A walk through a tar; iterate it to its end, then look at the attributes.
+
+    Attributes:
+        end: After the walk: where the last member ends.
+        oddities: After the walk: what is odd about the archive, although all of it could be read.
+    """
+
+    file: RangeFile
+    where: str
+    end: int = 0
+    oddities: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, transport: Transport, path: str, *, where: str) -> Scan:
+        """A walk through a tar of a transport."""
+        return cls(RangeFile(transport, path, transport.size(path)), where)
+
+    def members(self) -> Iterator[Member]:
+        """Parts of samples, in order.
+
+        Raises:
+            CorruptShardError: a header is damaged, or the archive was cut.
+        """
+        try:
+            yield from self._members()
+        except SaevStoreError:
+            raise
+        except (
+            tarfile.TarError,
+            ValueError,
+            OverflowError,
+            EOFError,
+            RecursionError,
+            struct.error,
+            LookupError,
+        ) as error:
+            raise self._corrupt(f"it is no tar that can be read: {error}") from None
+
+    def _members(self) -> Iterator[Member]:
+        if self.file.nbytes == 0:
+            raise self._corrupt("it is empty; a tar has at least its end marker")
+        head = self.file.read(min(BLOCK, self.file.nbytes))
+        self.file.seek(0)
+        if head[:2] == b"\x1f\x8b" or head[:4] in {b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zX"}:
+            raise self._corrupt("it is compressed: parts of it have no byte ranges")
+        if not any(head):
+            self._look_at_end(0)
+            return
+        with tarfile.open(fileobj=self.file, mode="r:", encoding="utf-8") as tar:
+            before = -1
+            while (info := tar.next()) is not None:
+                # Ours is a stream: what was seen is not kept.
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # or a scan would remember every member
+                if tar.offset <= before:
+                    raise self._corrupt(f"{brief(info.name)} has a negative size")
+                before = tar.offset
+                if tar.offset > self.file.nbytes:
+                    raise self._corrupt(
+                        f"it was cut: {brief(info.name)} needs {tar.offset:,} bytes, but there are {self.file.nbytes:,}"
+                    )
+                if info.issparse():
+                    raise self._corrupt(f"{brief(info.name)} is stored with holes: it has no byte range of its own")
+                if not info.isreg():
+                    continue
+                found = split_name(info.name)
+                if found is not None:
+                    yield Member(*found, info.offset, info.offset_data, info.size)
+            self._look_at_end(tar.offset)
+
+    def _look_at_end(self, end: int) -> None:
+        self.end = end
+        self.file.seek(end)
+        tail = self.file.read(min(_TAIL_NBYTES, max(0, self.file.nbytes - end)))
+        if not tail:
+            self.oddities.append("it has no end marker: it may have been cut between two files")
+        elif len(tail) < BLOCK and any(tail):
+            raise self._corrupt(f"it was cut inside the header at {end:,}")
+        elif any(tail[:BLOCK]):
+            raise self._corrupt(f"the header at {end:,} is damaged: its checksum is wrong")
+        elif any(tail):
+            self.oddities.append(f"something follows its end marker at {end:,}; no reader looks there")
+
+    def samples(self) -> Iterator[ScannedSample]:
+        """Samples in order: members that follow each other with the same key.
+
+        Raises:
+            CorruptShardError: as in `members`, or a sample has a part twice, or a name that is no UTF-8.
+        """
+        current: ScannedSample | None = None
+        names: set[str] = set()
+        for member in self.members():
+            if current is None or member.key != current.key:
+                if current is not None:
+                    current.nbytes = member.header_offset - current.offset
+                    yield current
+                self._check_name(member.key)
+                current = ScannedSample(member.key, member.header_offset, 0)
+                names = set()
+            if member.part in names:
+                raise self._corrupt(f"sample {brief(current.key)} has the part {brief(member.part)} twice")
+            self._check_name(member.part)
+            names.add(member.part)
+            current.parts.append((member.part, member.content_offset, member.content_nbytes))
+        if current is not None:
+            current.nbytes = self.end - current.offset
+            yield current
+
+    def _check_name(self, name: str) -> None:
+        if "\0" in name or not (name.isascii() or _is_text(name)):
+            raise self._corrupt(f"the name {brief(name)} is no UTF-8 text")
+
+    def _corrupt(self, message: str) -> CorruptShardError:
+        return CorruptShardError(message, where=self.where, remedy="Copy the tar again, or write it again.")
+
+
+def parse_sample(data: bytes | memoryview, *, where: str) -> list[Member]:
+    """The members in a sample's byte range; offsets count from its beginning.
+
+    Raises:
+        CorruptShardError: it is no run of members.
+    """
+    whole = bytes(data) + bytes(2 * BLOCK)
+    return list(Scan(_MemoryFile(whole), where).members())
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,295 @@
+"""Reading LLMBATCH: batches as views, records, and the file as a source of records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.layout import IntArray
+from saev_store.errors import ArgumentError, CorruptShardError, SelectionError, brief
+from saev_store.sources._digest import describe_digest, digest_files
+from saev_store.sources._identity import file_identity
+from saev_store.sources._ranges import is_resident
+from saev_store.sources._source import DigestScope, NumberedSource, check_index, steps, text_card
+from saev_store.sources.address import Url, full_url, locate
+from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, Header, parse_header
+from saev_store.transport.fetch import fetch_ranges
+
+if TYPE_CHECKING:
+    import torch
+
+    from saev_store.problems import Problem
+    from saev_store.transport import Buffer, Engine, Transport
+    from saev_store.validation import Report
+
+TOKEN = np.dtype("<u4")
+TokenArray: TypeAlias = npt.NDArray[np.uint32]
+
+
+class BatchFileReader(NumberedSource):
+    """An open LLMBATCH file: `read_batch(i)` returns batches, `reader[i]` returns records in file order.
+
+    A record is one row of a batch: `seq_len` token ids. As a source (`len`, `reader[i]`, `batches`) the reader counts
+    records.
+
+    If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Truncating a mapped
+    file ends the process: use `engine="pread"` where that can happen. Other transports return fresh arrays.
+
+    Args:
+        path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
+        storage_options: Options of the fsspec file system.
+        engine: As in `open_transport`.
+        transport: Read through this transport.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        DocumentError: the header breaks a rule; `UnknownProtocolError` for a later version.
+        CorruptShardError: the file is longer or shorter than its header says.
+    """
+
+    format = "llmbatch"
+
+    def __init__(
+        self,
+        path: Url,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+    ) -> None:
+        self._transport, self._path = locate(path, storage_options, engine=engine, transport=transport)
+        self._identity = file_identity(self._transport, self._path)
+        self._header, self.problems = self._read_header()
+        header = self._header
+        self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
+        self.num_batches, self.total_records = header.num_batches, header.total_records
+        self._sampled_digest: str | None = None
+        self._resident = is_resident(self._transport)
+        #: The mapped file as one array, which makes a batch one index away.
+        self._whole: TokenArray | None = self._map() if self._resident else None
+        self._closed = False
+
+    def _read_header(self) -> tuple[Header, tuple[Problem, ...]]:
+        nbytes = self._transport.size(self._path)
+        (raw,) = self._transport.get_ranges(self._path, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
+        return parse_header(bytes(raw), file_nbytes=nbytes, where=self.url)
+
+    def _map(self) -> TokenArray:
+        (whole,) = self._transport.get_ranges(self._path, starts=[0], ends=[self._header.file_nbytes])
+        return _as_batches(whole, self._header, self.num_batches, HEADER_NBYTES)
+
+    def _reopen_if_closed(self) -> None:
+        """Compare the header again after `close`, which has released the transport's pin of the file."""
+        if not self._closed:
+            return
+        header, _ = self._read_header()
+        if header != self._header or file_identity(self._transport, self._path) != self._identity:
+            raise CorruptShardError(
+                "another file has this name since the reader was closed", where=self.url, remedy="Open it again."
+            )
+        if self._resident:
+            self._whole = self._map()
+        self._closed = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (type(self), self._transport, self._path))
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The file's address, without credentials."""
+        return full_url(self._transport, self._path)
+
+    @property
+    def path(self) -> str:
+        """The file's path below the transport's root."""
+        return self._path
+
+    @property
+    def transport(self) -> Transport:
+        """The transport that bytes are read through."""
+        return self._transport
+
+    @property
+    def header(self) -> Header:
+        """The checked header."""
+        return self._header
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether batches are views of memory, so that nothing is fetched."""
+        return self._resident
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all token ids, without padding."""
+        return self.num_batches * self.batch_size * self.seq_len * ITEMSIZE
+
+    def __len__(self) -> int:
+        return self.num_batches * self.batch_size
+
+    def __repr__(self) -> str:
+        facts = {
+            "batches": f"{self.num_batches:,} of {self.batch_size} records x {self.seq_len} tokens (uint32)",
+            "records": f"{len(self):,} of {self.total_records:,} given to the writer",
+            "seed": self.seed,
+            "read through": self._transport.name,
+        }
+        return text_card(f"LLMBATCH {self.url}", facts, self.problems)
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def read_batch(self, batch_index: SupportsIndex) -> TokenArray:
+        """Return one batch: uint32, shape (batch_size, seq_len), read-only; a view where the file is mapped.
+
+        Raises:
+            SelectionError: there is no such batch.
+        """
+        whole = self._whole
+        if whole is None or type(batch_index) is not int or not 0 <= batch_index < self.num_batches:
+            index = check_index(batch_index, self.num_batches, what="batch")
+            self._reopen_if_closed()
+            if self._whole is None:
+                start = self._header.offset(index)
+                ends = [start + self._header.raw_batch_nbytes]
+                (part,) = self._transport.get_ranges(self._path, starts=[start], ends=ends)
+                return cast("TokenArray", _as_batches(part, self._header, 1, 0)[0])
+            whole, batch_index = self._whole, index
+        return cast("TokenArray", whole[batch_index])
+
+    def read_batch_torch(self, batch_index: SupportsIndex) -> torch.Tensor:
+        """Return one batch as a tensor that owns its memory: int64, shape (batch_size, seq_len).
+
+        Raises:
+            MissingDependencyError: torch is not installed.
+        """
+        from saev_store.sources.llmbatch._torch import as_tensor
+
+        return as_tensor(self.read_batch(batch_index))
+
+    def read_batches(self, batch_indices: npt.ArrayLike | slice) -> TokenArray:
+        """Return several batches in the order asked for: uint32, shape (n, batch_size, seq_len), fresh memory.
+
+        Neighbours share a request where that is cheaper.
+        """
+        wanted = _positions(batch_indices, self.num_batches, what="batch")
+        out = np.empty((len(wanted), self.batch_size, self.seq_len), TOKEN)
+        self._reopen_if_closed()
+        if self._whole is not None:
+            np.take(self._whole, wanted, axis=0, out=out)
+        else:
+            # Whole slots, so that neighbours are one range.
+            slot = self._header.padded_batch_nbytes
+            self._fetch(HEADER_NBYTES + wanted * slot, slot, out)
+        return out
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> TokenArray:
+        """Return a record by its place in the file: uint32, shape (seq_len,), read-only."""
+        place = check_index(index, len(self), what="record")
+        if self._resident:
+            batch_idx, row = divmod(place, self.batch_size)
+            return cast("TokenArray", self.read_batch(batch_idx)[row])
+        found = self.rows([place])[0]
+        found.flags.writeable = False
+        return found
+
+    def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
+        """Return records by their places in the file: uint32, shape (n, seq_len), fresh memory."""
+        wanted = _positions(indices, len(self), what="record")
+        batch_idx, row = np.divmod(wanted, np.int64(self.batch_size))
+        out = np.empty((len(wanted), self.seq_len), TOKEN)
+        self._reopen_if_closed()
+        if self._whole is not None:
+            out[:] = self._whole[batch_idx, row]
+        else:
+            starts = HEADER_NBYTES + batch_idx * self._header.padded_batch_nbytes + row * (self.seq_len * ITEMSIZE)
+            self._fetch(starts, self.seq_len * ITEMSIZE, out)
+        return out
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[TokenArray]:
+        """Iterate over consecutive records in file order, as fresh arrays of shape (batch_size, seq_len)."""
+        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
+            yield self.rows(slice(first, end))
+
+    def _fetch(self, starts: IntArray, nbytes: int, out: TokenArray) -> None:
+        """Fill `out[i]` from the first of the `nbytes` bytes at `starts[i]`."""
+        for tokens, part in zip(
+            out, fetch_ranges(self._transport, self._path, starts.tolist(), (starts + nbytes).tolist()), strict=True
+        ):
+            tokens[...] = np.frombuffer(part, TOKEN, tokens.size).reshape(tokens.shape)
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """Describe the file for `metadata.data` of a store that is recorded from it."""
+        return {
+            "format": self.format,
+            "url": self.url,
+            "n_samples": len(self),
+            "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "digest": describe_digest(self._transport, self._sized_files(), scope=digest),
+        }
+
+    def _sized_files(self) -> Sequence[tuple[str, int]]:
+        return [(self._path, self._header.file_nbytes)]
+
+    def digest(self, *, scope: DigestScope = "full", progress: bool | None = None) -> str:
+        """Compute the xxh3_128 digest of the file, 32 hex digits; the sampled one is computed once."""
+        if scope != "sampled":
+            return digest_files(self._transport, self._sized_files(), scope=scope, progress=progress)
+        if self._sampled_digest is None:
+            self._sampled_digest = digest_files(self._transport, self._sized_files(), scope=scope)
+        return self._sampled_digest
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """Report what is wrong: size and header; `deep` also reads every byte and checks the padding."""
+        from saev_store.sources.llmbatch.check import validate
+
+        return validate(self, deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Release maps and connections; returned views stay valid, and later reads open the file again."""
+        self._whole, self._closed = None, True
+        self._transport.close()
+
+
+def _as_batches(buffer: Buffer, header: Header, n_batches: int, offset: int) -> TokenArray:
+    """View bytes as batches, read-only, shape (n_batches, batch_size, seq_len)."""
+    shape = (n_batches, header.batch_size, header.seq_len)
+    if n_batches == 0:
+        return np.zeros(shape, TOKEN)
+    strides = (header.padded_batch_nbytes, header.seq_len * ITEMSIZE, ITEMSIZE)
+    found = np.ndarray(shape, TOKEN, buffer, offset, strides)
+    found.flags.writeable = False
+    return found
+
+
+def _reopen(kind: type[BatchFileReader], transport: Transport, path: str) -> BatchFileReader:
+    return kind(path, transport=transport)
+
+
+def _positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
+    """Check a slice or a list of positions; negative ones count from the end."""
+    if isinstance(wanted, slice):
+        try:
+            return np.arange(*wanted.indices(n), dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise SelectionError(f"{brief(wanted)} is no slice of {what}s: {error}", where=what) from None
+    try:
+        found = np.asarray(wanted)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{brief(wanted)} is no list of {what}s: {error}", where=what) from None
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise SelectionError(f"{brief(wanted)} is no list of {what}s: pass integers", where=what)
+    if found.size and (int(found.min()) < -n or int(found.max()) >= n):
+        raise SelectionError(f"{what}s from {int(found.min())} to {int(found.max())} of {n} were asked for", where=what)
+    found = found.astype(np.int64)
+    return np.where(found < 0, found + n, found)

@@ -1,0 +1,264 @@
+"""Writing LLMBATCH: from an array, or from a stream in bounded memory.
+
+Both writers shuffle in the order of `RecordOrder`, so the same records, seed and batch size give the same bytes. The file
+appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.progress import Progress
+from saev_store.errors import ArgumentError, brief
+from saev_store.sources._new_file import NewFile, refuse_existing
+from saev_store.sources._source import check_count
+from saev_store.sources.address import Url, locate
+from saev_store.sources.llmbatch._buckets import Buckets
+from saev_store.sources.llmbatch.header import ITEMSIZE, MAX_U32, Header
+from saev_store.sources.llmbatch.order import RecordOrder
+from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
+
+if TYPE_CHECKING:
+    from saev_store.transport import Engine, Transport
+
+_PIECE_BYTES = 8 << 20
+#: Memory of the streaming writer by default.
+MEMORY_NBYTES = 1 << 30
+
+
+def write_batch_file(
+    output_path: Url,
+    tokens_array: npt.ArrayLike,
+    batch_size: int,
+    seq_len: int | None = None,
+    seed: int = 0,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    engine: Engine = "auto",
+    transport: Transport | None = None,
+    progress: bool | None = None,
+) -> int:
+    """Shuffle the records of an array, form batches and write them.
+
+    Records that do not fill the last batch are dropped. The array may be a memory map larger than memory.
+
+    Args:
+        output_path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
+        tokens_array: Shape (records, seq_len), integers from 0 to 2^32 - 1.
+        batch_size: Records in a batch.
+        seq_len: Tokens of a record; if given, it must be the array's.
+        seed: From 0 to 2^32 - 1; kept in the header.
+        overwrite: Replace a file of that name, in one step when the new one is complete.
+        storage_options: Options of the fsspec file system.
+        engine: As in `open_transport`.
+        transport: Write through this transport.
+        progress: Show a bar on stderr; default: when it is a terminal.
+
+    Returns:
+        The number of batches.
+
+    Raises:
+        ArgumentError: the array is not of that shape, or a number is out of range. What was there is unchanged.
+        StoreExistsError: a file of that name exists, and `overwrite` is false.
+    """
+    tokens = np.asanyarray(tokens_array)
+    if tokens.ndim != 2 or tokens.shape[1] < 1:
+        raise ArgumentError(f"the shape is {tokens.shape}; it must be (records, seq_len)", where="tokens_array")
+    if seq_len is not None and seq_len != tokens.shape[1]:
+        raise ArgumentError(f"seq_len is {brief(seq_len)}, but records have {tokens.shape[1]} tokens", where="seq_len")
+    there, path = locate(output_path, storage_options, engine=engine, transport=transport)
+    header = _checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
+    order = RecordOrder(header.total_records, header.seed)
+
+    def pieces() -> Iterator[TokenArray]:
+        step = max(1, _PIECE_BYTES // (header.seq_len * ITEMSIZE))
+        for start in range(0, header.num_records, step):
+            places = np.arange(start, min(start + step, header.num_records), dtype=np.int64)
+            yield as_tokens(tokens[order.records(places)])
+
+    return _write(there, path, header, pieces(), overwrite=overwrite, progress=progress)
+
+
+def write_batch_dataset(
+    output_path: Url,
+    tokens_iter: Iterable[npt.ArrayLike],
+    total_records: int,
+    batch_size: int,
+    seq_len: int,
+    seed: int = 0,
+    *,
+    memory_nbytes: int = MEMORY_NBYTES,
+    overwrite: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    engine: Engine = "auto",
+    transport: Transport | None = None,
+    progress: bool | None = None,
+) -> int:
+    """Shuffle a stream of records globally, form batches and write them.
+
+    Memory stays within `memory_nbytes` and some MiB, however long the stream is. If the records need more, they pass
+    through a temporary file in `$TMPDIR` of their size plus eight bytes each. The result is byte for byte that of
+    `write_batch_file`.
+
+    Args:
+        output_path: As in `write_batch_file`.
+        tokens_iter: Arrays of shape (seq_len,), or of shape (n, seq_len) for several records at once.
+        total_records: How many records the stream has.
+        batch_size: Records in a batch.
+        seq_len: Tokens of a record.
+        seed: From 0 to 2^32 - 1; kept in the header.
+        memory_nbytes: Memory for shuffling.
+        overwrite: As in `write_batch_file`.
+        storage_options: Options of the fsspec file system.
+        engine: As in `open_transport`.
+        transport: Write through this transport.
+        progress: Show a bar on stderr; default: when it is a terminal.
+
+    Returns:
+        The number of batches.
+
+    Raises:
+        ArgumentError: a record has another shape, more or fewer come than announced, or a number is out of range.
+        StoreExistsError: a file of that name exists, and `overwrite` is false.
+    """
+    memory_nbytes = check_count(memory_nbytes, name="memory_nbytes")
+    there, path = locate(output_path, storage_options, engine=engine, transport=transport)
+    header = _checked_header(path, total_records, batch_size, seq_len, seed)
+    if not overwrite:  # before the stream is consumed
+        refuse_existing(there, path)
+    with Buckets(header.num_records, header.seq_len, memory_nbytes=memory_nbytes) as buckets:
+        _scatter(_grouped(tokens_iter, header.seq_len), buckets, header, progress=progress)
+        pieces = buckets.take(max(1, _PIECE_BYTES // (header.seq_len * ITEMSIZE)))
+        return _write(there, path, header, pieces, overwrite=overwrite, progress=progress)
+
+
+def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
+    if not path.endswith(".batch"):
+        raise ArgumentError(f"{path!r} does not end in .batch", where="output_path")
+    total_records = check_count(total_records, name="total_records", least=0, most=MAX_U32)
+    batch_size = check_count(batch_size, name="batch_size", most=MAX_U32)
+    seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
+    seed = check_count(seed, name="seed", least=0, most=MAX_U32)
+    return Header(batch_size, seq_len, total_records // batch_size, seed, total_records)
+
+
+def _write(
+    transport: Transport,
+    path: str,
+    header: Header,
+    pieces: Iterator[TokenArray],
+    *,
+    overwrite: bool,
+    progress: bool | None,
+) -> int:
+    """Write the file from its records in file order."""
+    with (
+        Progress(header.file_nbytes, "write", shown=progress) as bar,
+        NewFile(transport, path, nbytes=header.file_nbytes, overwrite=overwrite) as file,
+    ):
+        for data in _pages(header, _Rows(pieces, header.seq_len)):
+            file.write(data)
+            bar.advance(len(data))
+        file.commit()
+    return header.num_batches
+
+
+def _scatter(groups: Iterator[TokenArray], buckets: Buckets, header: Header, *, progress: bool | None) -> None:
+    n, total = 0, header.total_records
+    order = RecordOrder(total, header.seed)
+    nbytes = total * header.seq_len * ITEMSIZE
+    with Progress(nbytes, "shuffle", shown=False if buckets.in_memory else progress) as bar:
+        for records in groups:
+            n += len(records)
+            if n > total:
+                raise ArgumentError(f"more than the announced {total:,} records came", where="total_records")
+            places = order.places(np.arange(n - len(records), n, dtype=np.int64))
+            kept = np.flatnonzero(places < header.num_records)
+            buckets.put(places[kept], records[kept])
+            bar.advance(records.nbytes)
+    if n < total:
+        raise ArgumentError(f"{n:,} records came, {total:,} were announced", where="total_records")
+
+
+def as_tokens(values: npt.ArrayLike) -> TokenArray:
+    """Token ids as uint32.
+
+    Raises:
+        ArgumentError: they are no integers, or some are outside 0 to 2^32 - 1.
+    """
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu" and found.size:
+        raise ArgumentError(f"token ids are {found.dtype}; they must be integers", where="tokens")
+    if found.size and not np.can_cast(found.dtype, TOKEN, "safe"):
+        low, high = int(found.min()), int(found.max())
+        if low < 0 or high > MAX_U32:
+            raise ArgumentError(f"token ids reach from {low} to {high}; uint32 holds 0 to {MAX_U32}", where="tokens")
+    return found.astype(TOKEN, copy=False)
+
+
+def _grouped(items: Iterable[npt.ArrayLike], seq_len: int) -> Iterator[TokenArray]:
+    """Check records and join them to arrays of shape (n, seq_len) uint32 with about a MiB each."""
+    waiting: list[TokenArray] = []
+    n, enough = 0, max(1, (1 << 20) // (seq_len * ITEMSIZE))
+    for item in items:
+        found = np.asarray(item)
+        records = found[None] if found.ndim == 1 else found
+        if records.ndim != 2 or records.shape[1] != seq_len:
+            raise ArgumentError(
+                f"a record of shape {found.shape} came; it must be ({seq_len},), or several in a two-dimensional array",
+                where="tokens_iter",
+            )
+        # A copy: the caller may fill its array again.
+        waiting.append(np.array(as_tokens(records)))
+        n += len(records)
+        if n >= enough:
+            yield np.concatenate(waiting)
+            waiting, n = [], 0
+    if n:
+        yield np.concatenate(waiting)
+
+
+def _pages(header: Header, rows: _Rows) -> Iterator[memoryview]:
+    """The bytes of a file, in pieces of whole batches, or of whole records where a batch is very large."""
+    yield memoryview(header.to_bytes())
+    slot, raw = header.padded_batch_nbytes, header.raw_batch_nbytes
+    if slot > _PIECE_BYTES:
+        for _ in range(header.num_batches):
+            for piece in rows.some(header.batch_size):
+                yield memoryview(piece.view(np.uint8)).cast("B")
+            yield memoryview(bytes(slot - raw))
+        return
+    per_piece = _PIECE_BYTES // slot
+    for first in range(0, header.num_batches, per_piece):
+        n = min(per_piece, header.num_batches - first)
+        slots = np.zeros((n, slot), np.uint8)
+        at = 0
+        for piece in rows.some(n * header.batch_size):
+            # Where a batch's records end inside a piece, its padding comes before the next record.
+            batch_idx, row = np.divmod(np.arange(at, at + len(piece)), header.batch_size)
+            tokens = slots[:, :raw].view(TOKEN).reshape(n, header.batch_size, header.seq_len)
+            tokens[batch_idx, row] = piece
+            at += len(piece)
+        yield memoryview(slots).cast("B")
+
+
+class _Rows:
+    """Records in file order, taken a number at a time however they come."""
+
+    def __init__(self, pieces: Iterator[TokenArray], seq_len: int) -> None:
+        self._pieces = pieces
+        self._left: TokenArray = np.empty((0, seq_len), TOKEN)
+
+    def some(self, n: int) -> Iterator[TokenArray]:
+        """The next `n` records, in C-contiguous pieces."""
+        while n:
+            if not len(self._left):
+                self._left = np.ascontiguousarray(next(self._pieces))
+            piece, self._left = self._left[:n], self._left[n:]
+            n -= len(piece)
+            yield piece

@@ -1,0 +1,401 @@
+"""Reading MMIDIDX: token sequences and documents, whole or in part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.layout import IntArray
+from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SelectionError, brief
+from saev_store.sources._digest import describe_digest, digest_files
+from saev_store.sources._identity import file_identity
+from saev_store.sources._ranges import is_resident
+from saev_store.sources._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
+from saev_store.sources.address import Url, full_url, locate
+from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
+from saev_store.transport.fetch import fetch_ranges
+
+if TYPE_CHECKING:
+    from saev_store.problems import Problem
+    from saev_store.transport import Buffer, Engine, Transport
+    from saev_store.validation import Report
+
+TokenArray: TypeAlias = npt.NDArray[np.generic]
+
+
+class IndexedDataset(NumberedSource):
+    """An MMIDIDX data set (`.idx` and `.bin`), opened: `dataset[i]` is the i-th sequence of token ids.
+
+    Where the transport maps files, arrays are read-only views of the map that stay valid after `close`; a file that is
+    cut while it is mapped ends the process, so use `engine="pread"` where that can happen. Elsewhere they are fresh,
+    and several sequences are fetched with as few requests as the transport likes.
+
+    Args:
+        path: The `.idx` file, the `.bin` file, or what both names begin with: a path, any fsspec URL, or, with
+            `transport`, a path below its root.
+        storage_options: What fsspec hands to the file system.
+        engine: As in `open_transport`.
+        transport: Read through this one.
+        dtype: Type of a token, for the codes (6 and 7) that tools do not agree on and only where the files do not decide.
+
+    Raises:
+        NotFoundError: one of the two files is missing.
+        DocumentError: the index breaks a rule; `UnknownProtocolError` if it is of a later version or an unknown dtype.
+        CorruptShardError: `.bin` is longer or shorter than the index says.
+    """
+
+    format = "mmididx"
+
+    def __init__(
+        self,
+        path: Url,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
+        self._prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
+        self._asked_dtype = dtype
+        self._resident, self._closed = is_resident(self._transport), False
+        self._whole: TokenArray | None = None
+        self._identity: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._index, self.problems = self._open()
+        index = self._index
+        #: Type of a token, little-endian.
+        self.dtype = index.dtype
+        self._n, self._itemsize = index.n_sequences, index.dtype.itemsize
+
+    def _open(self) -> tuple[Index, tuple[Problem, ...]]:
+        """Read and check the index, and make sure that later reads of `.bin` are of the file that belongs to it."""
+        transport, idx = self._transport, self.idx_path
+        where, identity = full_url(transport, idx), file_identity(transport, idx)
+        nbytes = transport.size(idx)
+        (head,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
+        check_header(head, idx_nbytes=nbytes, where=where)
+        raw = _read_whole(transport, idx, nbytes)
+        try:
+            bin_nbytes = transport.size(self.bin_path)
+        except NotFoundError as error:
+            raise NotFoundError(
+                "the .bin file is missing",
+                where=full_url(transport, self.bin_path),
+                remedy="Copy it beside the .idx file.",
+            ) from error
+        index, problems = parse_index(raw, bin_nbytes=bin_nbytes, where=where, dtype=self._asked_dtype)
+        # The transport pins a file when its first bytes are read, so `.bin` is read now. A writer deletes the old index
+        # before it replaces `.bin`: if the index is still the same afterwards, both files belong together.
+        (whole,) = transport.get_ranges(
+            self.bin_path, starts=[0], ends=[bin_nbytes if self._resident else min(bin_nbytes, 1)]
+        )
+        (again,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
+        if file_identity(transport, idx) != identity or bytes(again) != bytes(head):
+            raise self._replaced()
+        now = (identity, file_identity(transport, self.bin_path))
+        if self._identity not in {None, now}:
+            raise self._replaced()
+        self._identity = now
+        if self._resident:
+            found = np.frombuffer(whole, index.dtype) if bin_nbytes else np.zeros(0, index.dtype)
+            found.flags.writeable = False
+            self._whole = cast("TokenArray", found)
+        return index, problems
+
+    def _reopen_if_closed(self) -> None:
+        """Compare the index again after `close`, which has released the transport's pins of both files."""
+        if self._closed:
+            if not _is_same_index(self._open()[0], self._index):
+                self._whole = None
+                raise self._replaced()
+            self._closed = False
+
+    def _replaced(self) -> CorruptShardError:
+        return CorruptShardError(
+            "another data set has taken the place of the one that was opened", where=self.url, remedy="Open it again."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (type(self), self._transport, self.idx_path, self._asked_dtype))
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The address of the `.idx` file, without credentials."""
+        return full_url(self._transport, self.idx_path)
+
+    @property
+    def transport(self) -> Transport:
+        """What the bytes are read through."""
+        return self._transport
+
+    @property
+    def idx_path(self) -> str:
+        """The index, below the transport's root."""
+        return f"{self._prefix}.idx"
+
+    @property
+    def bin_path(self) -> str:
+        """The tokens, below the transport's root."""
+        return f"{self._prefix}.bin"
+
+    @property
+    def index(self) -> Index:
+        """The checked index."""
+        return self._index
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence, int32, read-only."""
+        return self._index.sizes
+
+    @property
+    def doc_idx(self) -> IntArray:
+        """First sequence of each document, and the number of sequences at the end; int64, read-only."""
+        return self._index.doc_idx
+
+    @property
+    def modes(self) -> npt.NDArray[np.int8] | None:
+        """One int8 for each sequence of a multimodal data set, else None."""
+        return self._index.modes
+
+    @property
+    def n_documents(self) -> int:
+        """Documents; every sequence is one where the file does not say."""
+        return self._index.n_documents
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self._index.sizes.sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __repr__(self) -> str:
+        index = self._index
+        variant = "" if index.variant == "megatron" else ", not recorded in this variant"
+        facts = {
+            "sequences": f"{self._n:,} in {index.n_documents:,} documents{variant}",
+            "tokens": f"{self.n_tokens:,} of {index.dtype.name}",
+            "modes": "none" if index.modes is None else "one for each sequence",
+            "read through": self._transport.name,
+        }
+        return text_card(f"MMIDIDX {self.url}", facts, self.problems)
+
+    # -- sequences -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> TokenArray:
+        """A sequence: its token ids in the data set's dtype, read-only.
+
+        Raises:
+            SelectionError: there is no such sequence.
+        """
+        whole = self._whole
+        if whole is None or type(index) is not int or not 0 <= index < self._n:
+            return self.get(index)
+        begin = self._index.pointers.item(index) // self._itemsize
+        return whole[begin : begin + self._index.sizes.item(index)]
+
+    def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> TokenArray:
+        """Part of a sequence: `length` tokens from `offset` on, to its end by default. Nothing else is read.
+
+        Raises:
+            SelectionError: there is no such sequence, or the part is not inside it.
+        """
+        position = check_index(index, self._n, what="sequence")
+        size = self._index.sizes.item(position)
+        length = size - offset if length is None else length
+        if not 0 <= offset <= offset + length <= size:
+            raise SelectionError(
+                f"tokens {offset} to {offset + length} of sequence {position} were asked for; it has {size}",
+                where="offset",
+            )
+        return self._tokens(self._index.pointers.item(position) + offset * self._itemsize, length)
+
+    def mode(self, index: SupportsIndex) -> int:
+        """The mode of a sequence of a multimodal data set.
+
+        Raises:
+            SelectionError: there is no such sequence, or the data set has no modes.
+        """
+        position = check_index(index, self._n, what="sequence")
+        if self._index.modes is None:
+            raise SelectionError("this data set has no modes", where=self.url)
+        return int(self._index.modes[position])
+
+    def read_many(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
+        """Several sequences in the order asked for, fetched together."""
+        if isinstance(indices, slice):
+            wanted = np.arange(*indices.indices(self._n), dtype=np.int64)
+        else:
+            wanted = np.asarray(indices)
+            if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
+                raise SelectionError(f"{brief(indices)} is no list of sequences: pass integers", where="indices")
+            if wanted.size and (int(wanted.min()) < -self._n or int(wanted.max()) >= self._n):
+                raise SelectionError(
+                    f"sequences from {int(wanted.min())} to {int(wanted.max())} of {self._n} were asked for",
+                    where="indices",
+                )
+            wanted = wanted.astype(np.int64) % max(self._n, 1)
+        return self.read_parts(wanted, np.zeros(len(wanted), np.int64), self._index.sizes[wanted].astype(np.int64))
+
+    def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
+        """Parts of many sequences (int64 arrays of one length), fetched together; the caller has checked the bounds."""
+        self._reopen_if_closed()
+        starts = self._index.pointers[sequences] + offsets * self._itemsize
+        if self._whole is not None:
+            whole, begins = self._whole, starts // self._itemsize
+            return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
+        parts = fetch_ranges(
+            self._transport, self.bin_path, starts.tolist(), (starts + lengths * self._itemsize).tolist()
+        )
+        return [self._view(part) for part in parts]
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Sequence[TokenArray]]:
+        """Consecutive sequences as lists of arrays."""
+        for first, end in steps(self._n, batch_size, start=start, drop_last=drop_last):
+            yield self.read_many(slice(first, end))
+
+    def _tokens(self, start: int, length: int) -> TokenArray:
+        self._reopen_if_closed()
+        if self._whole is not None:
+            begin = start // self._itemsize
+            return self._whole[begin : begin + length]
+        (part,) = self._transport.get_ranges(self.bin_path, starts=[start], ends=[start + length * self._itemsize])
+        return self._view(part)
+
+    def _view(self, part: Buffer) -> TokenArray:
+        tokens = np.frombuffer(part, self.dtype) if len(part) else np.zeros(0, self.dtype)
+        tokens.flags.writeable = False
+        return cast("TokenArray", tokens)
+
+    # -- documents -----------------------------------------------------------------------------------------------------
+
+    def sequences_of(self, document: SupportsIndex) -> range:
+        """The numbers of the sequences of a document.
+
+        Raises:
+            SelectionError: there is no such document.
+        """
+        position = check_index(document, self.n_documents, what="document")
+        return range(self._index.doc_idx.item(position), self._index.doc_idx.item(position + 1))
+
+    def document(self, document: SupportsIndex, start: int = 0, stop: int | None = None) -> TokenArray:
+        """The tokens of a document, its sequences joined; or only tokens `start` to `stop` of it.
+
+        Only those are read: a few tokens out of the middle of a long document cost as much as a short one.
+
+        Raises:
+            SelectionError: there is no such document, or the part is not inside it.
+        """
+        sequences = self.sequences_of(document)
+        sizes = self._index.sizes[sequences.start : sequences.stop].astype(np.int64)
+        ends = np.cumsum(sizes)
+        total = int(ends[-1]) if len(ends) else 0
+        stop = total if stop is None else stop
+        if not 0 <= start <= stop <= total:
+            raise SelectionError(
+                f"tokens {start} to {stop} of document {brief(document)} were asked for; it has {total}", where="start"
+            )
+        begins = ends - sizes
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = max(int(np.searchsorted(begins, stop, side="left")), first)
+        offsets = np.maximum(start - begins[first:last], 0)
+        lengths = np.minimum(ends[first:last], stop) - begins[first:last] - offsets
+        numbers = np.arange(sequences.start + first, sequences.start + last, dtype=np.int64)
+        if not len(numbers):
+            return self._tokens(0, 0)
+        starts = self._index.pointers[numbers] + offsets * self._itemsize
+        if np.array_equal(starts[1:], starts[:-1] + lengths[:-1] * self._itemsize):
+            return self._tokens(int(starts[0]), int(lengths.sum()))
+        return np.concatenate(self.read_parts(numbers, offsets, lengths))
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """What a store recorded from these sequences says about them in `metadata.data`."""
+        return {
+            "format": self.format,
+            "url": self.url,
+            "n_samples": self._n,
+            "mapping": "example i is sequence i",
+            "dtype": self.dtype.name,
+            "digest": describe_digest(self._transport, self.sized_files(), scope=digest),
+        }
+
+    def sized_files(self) -> Sequence[tuple[str, int]]:
+        """Path and size of both files, the index first."""
+        index = self._index
+        idx_nbytes = HEADER_NBYTES if index.variant == "megatron" else HEADER_NBYTES - 8
+        idx_nbytes += 12 * self._n + (8 * len(index.doc_idx) if index.variant == "megatron" else 0)
+        idx_nbytes += self._n if index.modes is not None else 0
+        return [(self.idx_path, idx_nbytes), (self.bin_path, index.bin_nbytes)]
+
+    def digest(self, *, scope: DigestScope = "full", progress: bool | None = None) -> str:
+        """The xxh3_128 digest of both files, 32 hex digits."""
+        return digest_files(self._transport, self.sized_files(), scope=scope, progress=progress)
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """What is wrong. Opening has checked every number of the index; `deep` reads `.bin` once, to meet its disk."""
+        from saev_store.sources.mmididx.check import validate
+
+        return validate(self, deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Release maps and connections; returned views stay valid, and later reads open the files again."""
+        self._whole, self._closed = None, True
+        self._transport.close()
+
+
+def _reopen(kind: type[IndexedDataset], transport: Transport, path: str, dtype: npt.DTypeLike | None) -> IndexedDataset:
+    return kind(path, transport=transport, dtype=dtype)
+
+
+def _is_same_index(a: Index, b: Index) -> bool:
+    """Whether two indices are equal in all that they say."""
+    facts = ((each.dtype, each.variant, each.bin_nbytes, each.modes is None) for each in (a, b))
+    if next(facts) != next(facts):
+        return False
+    pairs = [(a.sizes, b.sizes), (a.pointers, b.pointers), (a.doc_idx, b.doc_idx)]
+    if a.modes is not None and b.modes is not None:
+        pairs.append((a.modes, b.modes))
+    return all(np.array_equal(left, right) for left, right in pairs)
+
+
+def _read_whole(transport: Transport, path: str, nbytes: int) -> Buffer:
+    """A file that may be large: one view where it is mapped, else pieces that travel side by side."""
+    piece = transport.cost.max_request_bytes
+    if math.isinf(piece) or nbytes <= piece:
+        return transport.get_ranges(path, starts=[0], ends=[nbytes])[0]
+    starts = list(range(0, nbytes, int(piece)))
+    return b"".join(transport.get_ranges(path, starts=starts, ends=[*starts[1:], nbytes]))
+
+
+def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
+    """Documents cut into consecutive parts in proportion to weights, such as (969, 30, 1), as Megatron cuts them.
+
+    Every document is in exactly one part; rounding errors go to the last part that has any weight.
+
+    Raises:
+        ArgumentError: a weight is negative, or all are 0.
+
+    >>> split_documents(10, [8, 1, 1])
+    [range(0, 8), range(8, 9), range(9, 10)]
+    """
+    n_documents = check_count(n_documents, name="n_documents", least=0)
+    total = math.fsum(weights)
+    if not weights or min(weights) < 0 or not 0 < total < math.inf:
+        raise ArgumentError(f"{brief(weights)} are no weights: none may be negative, one positive", where="weights")
+    last = max(i for i, weight in enumerate(weights) if weight > 0)
+    # Shares first, then their sums, then the product: in this order the rounding errors are Megatron's as well.
+    shares = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))
+    ends = [round(end * n_documents) for end in accumulate(shares.tolist())]
+    ends = [n_documents if i >= last else end for i, end in enumerate(ends)]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

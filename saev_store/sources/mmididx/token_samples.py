@@ -1,0 +1,321 @@
+"""Samples of one length over an MMIDIDX data set, as a source of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, SupportsIndex, cast
+
+import numpy as np
+import numpy.lib.format as npy
+import numpy.typing as npt
+import xxhash
+
+from saev_store.core.layout import IntArray
+from saev_store.documents import parse_json
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, SaevStoreWarning, brief
+from saev_store.sources._digest import ALGORITHM, digest_files
+from saev_store.sources._source import DigestScope, NumberedSource, Source, check_index, steps, text_card
+from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
+from saev_store.sources.mmididx.samples import SEPARATE_BELOW, SampleIndices, build_indices
+from saev_store.transport import Transport, Writes, open_transport
+
+if TYPE_CHECKING:
+    import os
+
+    from saev_store.problems import Problem
+    from saev_store.validation import Report
+
+_NAMES = ("doc_idx", "sample_idx", "shuffle_idx")
+_MAX_DESCRIPTION = 1 << 16
+
+
+class TokenSamples(NumberedSource):
+    """Samples of `seq_length + 1` tokens that run through shuffled documents, as Megatron's GPT data set makes them.
+
+    Sample i is the i-th in shuffled order. `samples[i]` is an array in the data set's dtype, a read-only view where the
+    sample lies inside one document of a mapped file, fresh memory otherwise.
+
+    Args:
+        dataset: Where the tokens are; its sequences are the documents.
+        seq_length: A sample has one token more; the next one begins with it.
+        num_samples: At least so many samples, over as many epochs as that takes; None makes those of one epoch.
+        seed: Of the shuffles.
+        documents: Sequences to use: their numbers, or a range (see `split_documents`); all by default.
+        separate_below: As in `build_indices`.
+        cache: Keep the index arrays in this folder (a path, a URL or a transport) and take them from there the next time.
+            They are plain `.npy` files beside a document with their digests; nothing in them is executed, and what does
+            not match is built again.
+
+    Raises:
+        ArgumentError: a number is out of range, or there are no tokens.
+
+    >>> from saev_store.sources.mmididx import IndexedDataset
+    >>> samples = TokenSamples(IndexedDataset(TOKENS), seq_length=3, seed=1)
+    >>> [sample.tolist() for sample in samples.batches(1)]
+    [[[104, 105, 100, 101]], [[97, 98, 99, 104]]]
+    """
+
+    format = "mmididx"
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        seq_length: int,
+        *,
+        num_samples: int | None = None,
+        seed: int = 1234,
+        documents: npt.ArrayLike | range | None = None,
+        separate_below: float = SEPARATE_BELOW,
+        cache: str | os.PathLike[str] | Transport | None = None,
+    ) -> None:
+        self.dataset, self.seq_length = dataset, seq_length
+        self._documents = _as_documents(documents, len(dataset))
+        self._settings: dict[str, object] = {
+            "seq_length": seq_length,
+            "num_samples": num_samples,
+            "seed": seed,
+            "separate_below": separate_below,
+            "documents": _describe_documents(self._documents),
+        }
+
+        def build() -> SampleIndices:
+            return build_indices(
+                dataset.sizes, self._documents, seq_length=seq_length, num_samples=num_samples, seed=seed,
+                separate_below=separate_below,
+            )  # fmt: skip
+
+        if cache is None:
+            self.indices = build()
+        else:
+            self.indices = _Cache(cache, dataset, self._settings).get(build)
+
+    @property
+    def url(self) -> str:
+        """The address of the data set."""
+        return self.dataset.url
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Those of the data set."""
+        return self.dataset.problems
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        facts = {
+            "samples": f"{len(self):,} of {self.seq_length} + 1 tokens",
+            "documents": f"{len(self._documents):,} of {len(self.dataset):,}, in {self.n_epochs} epochs",
+        }
+        return text_card(f"token samples over {self.url}", facts, self.problems)
+
+    @property
+    def n_epochs(self) -> int:
+        """How often every document is gone through."""
+        return len(self.indices.doc_idx) // len(self._documents)
+
+    # -- samples ---------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> TokenArray:
+        """A sample: shape (seq_length + 1,).
+
+        Raises:
+            SelectionError: there is no such sample.
+        """
+        parts = self._parts(check_index(index, len(self), what="sample"))
+        if len(parts) == 1:
+            return self.dataset.get(*parts[0])
+        return np.concatenate(self._read(parts))
+
+    def rows(self, indices: npt.ArrayLike | range) -> TokenArray:
+        """Several samples, fetched together: shape (n, seq_length + 1), fresh memory."""
+        wanted = [self._parts(check_index(index, len(self), what="sample")) for index in np.asarray(indices).tolist()]
+        out = np.empty((len(wanted), self.seq_length + 1), self.dataset.dtype)
+        found = iter(self._read([part for parts in wanted for part in parts]))
+        for row, parts in zip(out, wanted, strict=True):
+            at = 0
+            for _ in parts:
+                tokens = next(found)
+                row[at : at + len(tokens)] = tokens
+                at += len(tokens)
+        return out
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[TokenArray]:
+        """Consecutive samples in shuffled order, as fresh arrays of shape (batch_size, seq_length + 1)."""
+        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
+            yield self.rows(range(first, end))
+
+    def locate(self, index: SupportsIndex, token: int) -> tuple[int, int]:
+        """Where a token of a sample comes from: the sequence's number, and the token's position in it.
+
+        Raises:
+            SelectionError: there is no such sample, or no such token in it.
+        """
+        position = check_index(index, len(self), what="sample")
+        token = check_index(token, self.seq_length + 1, what="token")
+        parts = self._parts(position)
+        ends = np.cumsum([length for _, _, length in parts])
+        part = int(np.searchsorted(ends, token, side="right"))
+        sequence, offset, length = parts[part]
+        return sequence, offset + token - (int(ends[part]) - length)
+
+    def _parts(self, position: int) -> list[tuple[int, int, int]]:
+        """(sequence, offset, length) of the pieces that a sample is made of, empty ones left out."""
+        indices = self.indices
+        row = int(indices.shuffle_idx[position])
+        entry, offset = indices.sample_idx[row].tolist()
+        last, last_offset = indices.sample_idx[row + 1].tolist()
+        if entry == last:
+            return [(int(indices.doc_idx[entry]), offset, last_offset - offset + 1)]
+        sequences = indices.doc_idx[entry : last + 1]
+        sizes = self.dataset.sizes[sequences].tolist()
+        sizes[-1] = last_offset + 1
+        parts = [(sequence, 0, size) for sequence, size in zip(sequences.tolist(), sizes, strict=True)]
+        parts[0] = (parts[0][0], offset, parts[0][2] - offset)
+        return [part for part in parts if part[2]]
+
+    def _read(self, parts: list[tuple[int, int, int]]) -> list[TokenArray]:
+        table = np.array(parts, np.int64).reshape(-1, 3)
+        return self.dataset.read_parts(table[:, 0], table[:, 1], table[:, 2])
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """What a store recorded from these samples says about them; `reopen` builds the same samples again."""
+        return {
+            **self.dataset.describe(digest=digest),
+            "n_samples": len(self),
+            "mapping": "example i is sample i, in shuffled order",
+            "samples": {**self._settings, "random": "numpy.random.RandomState"},
+        }
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """What is wrong with the data set."""
+        return self.dataset.validate(deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Close the data set."""
+        self.dataset.close()
+
+
+def from_description(source: Source[object], samples: object) -> TokenSamples:
+    """The samples that `TokenSamples.describe` described, over the data set opened again.
+
+    Raises:
+        DocumentError: this is no such description.
+    """
+    if not isinstance(source, IndexedDataset) or not isinstance(samples, dict):
+        raise DocumentError(f"{brief(samples)} describes no samples of an MMIDIDX data set", where="description")
+    given = cast("dict[str, object]", samples)
+    documents = given.get("documents")
+    if documents == "all":
+        chosen: range | None = None
+    elif isinstance(documents, list) and len(documents) == 2 and all(type(bound) is int for bound in documents):
+        chosen = range(*cast("list[int]", documents))
+    else:
+        raise DocumentError(
+            f"the samples are of documents {brief(documents)}, which only the program that chose them knows",
+            where="description",
+            remedy="Make TokenSamples with documents= as then.",
+        )
+    try:
+        return TokenSamples(
+            source,
+            cast("int", given.get("seq_length")),
+            num_samples=cast("int | None", given.get("num_samples")),
+            seed=cast("int", given.get("seed")),
+            documents=chosen,
+            separate_below=cast("float", given.get("separate_below")),
+        )
+    except (ArgumentError, TypeError) as error:
+        raise DocumentError(f"{brief(given)} describes no samples: {error}", where="description") from None
+
+
+def _as_documents(documents: npt.ArrayLike | range | None, n: int) -> IntArray:
+    if documents is None:
+        return np.arange(n, dtype=np.int64)
+    found = np.asarray(documents)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ArgumentError(f"{brief(documents)} is no list of sequences: pass integers", where="documents")
+    if found.size and not (int(found.min()) >= 0 and int(found.max()) < n):
+        raise ArgumentError(f"documents must be from 0 to {n - 1}", where="documents")
+    return found.astype(np.int64)
+
+
+def _describe_documents(documents: IntArray) -> object:
+    """Bounds of a run of documents, or a digest of another choice."""
+    if not len(documents) or np.array_equal(documents, np.arange(documents[0], documents[0] + len(documents))):
+        first = int(documents[0]) if len(documents) else 0
+        return [first, first + len(documents)]
+    return {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(documents, "<i8"))}
+
+
+class _Cache:
+    """Index arrays in a folder: three `.npy` files, and last a document that has their digests."""
+
+    def __init__(
+        self, cache: str | os.PathLike[str] | Transport, dataset: IndexedDataset, settings: Mapping[str, object]
+    ) -> None:
+        self._transport = cache if isinstance(cache, Transport) else open_transport(cache)
+        index = digest_files(dataset.transport, dataset.sized_files()[:1], scope="full")
+        self._facts: dict[str, object] = {"version": 1, "index": index, **settings}
+        name = xxhash.xxh3_128_hexdigest(json.dumps(self._facts, sort_keys=True).encode())
+        self._description = f"{name}.json"
+        self._files = [f"{name}-{part}.npy" for part in _NAMES]
+
+    def get(self, build: Callable[[], SampleIndices]) -> SampleIndices:
+        """The arrays from the cache, or built and kept there; a folder that cannot be used is only worth a warning."""
+        try:
+            found = self._load()
+        except SaevStoreError as error:
+            if not isinstance(error, NotFoundError):
+                warnings.warn(f"the cached sample indices are built again: {error}", SaevStoreWarning, stacklevel=4)
+            found = None
+        if found is not None:
+            return found
+        indices = build()
+        try:
+            self._save(indices)
+        except SaevStoreError as error:
+            warnings.warn(f"the sample indices could not be kept: {error}", SaevStoreWarning, stacklevel=4)
+        return indices
+
+    def _load(self) -> SampleIndices:
+        raw = self._transport.read(self._description, max_bytes=_MAX_DESCRIPTION)
+        document = parse_json(raw, where=self._description, max_nbytes=_MAX_DESCRIPTION)
+        digests = cast("dict[str, object]", document).get("digests") if isinstance(document, dict) else None
+        if not isinstance(digests, list) or len(digests) != len(_NAMES):
+            raise DocumentError("it lists no digests", where=self._description)
+        arrays = [self._array(path, digest) for path, digest in zip(self._files, digests, strict=True)]
+        return SampleIndices(*(cast("npt.NDArray[np.int64]", each) for each in arrays))
+
+    def _array(self, path: str, digest: object) -> npt.NDArray[np.integer]:
+        nbytes = self._transport.size(path)
+        (raw,) = self._transport.get_ranges(path, starts=[0], ends=[nbytes])
+        if xxhash.xxh3_128_hexdigest(raw) != digest:
+            raise DocumentError("its digest is another one than when it was written", where=path)
+        head = io.BytesIO(bytes(raw[:4096]))
+        try:
+            npy.read_magic(head)
+            shape, _, dtype = npy.read_array_header_1_0(head)
+        except (ValueError, EOFError) as error:
+            raise DocumentError(f"it is no .npy file: {error}", where=path) from None
+        if dtype.hasobject or dtype.kind not in "iu":
+            raise DocumentError(f"it holds {dtype}, not integers", where=path)
+        return np.frombuffer(raw, dtype, offset=head.tell()).reshape(shape)
+
+    def _save(self, indices: SampleIndices) -> None:
+        if not isinstance(self._transport, Writes):
+            return
+        digests: list[str] = []
+        for path, array in zip(self._files, (indices.doc_idx, indices.sample_idx, indices.shuffle_idx), strict=True):
+            file = io.BytesIO()
+            np.save(file, array, allow_pickle=False)
+            digests.append(xxhash.xxh3_128_hexdigest(file.getbuffer()))
+            self._transport.put(path, file.getbuffer())
+        self._transport.put(
+            self._description, json.dumps({**self._facts, "digests": digests}, indent=1, sort_keys=True).encode()
+        )

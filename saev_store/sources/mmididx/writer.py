@@ -1,0 +1,319 @@
+"""Writing MMIDIDX: token by token, or whole data sets joined; both files appear when they are complete."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.progress import Progress
+from saev_store.errors import ArgumentError, brief
+from saev_store.sources._digest import CHUNK_BYTES
+from saev_store.sources._new_file import NewFile, refuse_existing
+from saev_store.sources.address import Url, full_url, locate
+from saev_store.sources.mmididx.dtypes import code_of
+from saev_store.sources.mmididx.index import index_header
+from saev_store.sources.mmididx.reader import IndexedDataset
+from saev_store.transport import Writes
+from saev_store.transport.local.write import TEMP_PREFIX
+
+if TYPE_CHECKING:
+    from saev_store.transport import Engine, Transport
+
+_BUFFER_BYTES = 1 << 20
+_MAX_I32 = 2**31 - 1
+#: Entries of the index that are written at once.
+_STRIDE = 1 << 18
+
+
+class IndexedDatasetBuilder:
+    """Builds `.bin` and `.idx`: `add_document` for each document, or `add_sequence` and `end_document`, then `finalize`.
+
+    Tokens are copied, and go to the disk as they come. Memory holds 4 bytes for each sequence, 8 for each document, 1 for each mode and a
+    buffer. As a context manager it finalizes when the block ends, and leaves nothing behind when that raises.
+
+    Args:
+        path: The `.idx` or `.bin` file, or what both names begin with: a path, any fsspec URL, or, with `transport`, a
+            path below its root.
+        dtype: Type of a token; one of the ten that the format has codes for.
+        multimodal: Each sequence has a mode.
+        overwrite: Replace a data set of that name; between the two versions, there is a moment without an index.
+        storage_options: What fsspec hands to the file system.
+        engine: As in `open_transport`.
+        transport: Write through this one.
+
+    Raises:
+        ArgumentError: the format has no code for `dtype`.
+        StoreExistsError: one of the two files is there, and `overwrite` is false.
+
+    >>> from saev_store.transport import MemoryTransport
+    >>> memory = MemoryTransport()
+    >>> with IndexedDatasetBuilder("tokens", dtype="uint16", transport=memory) as builder:
+    ...     builder.add_document([97, 98, 99])
+    ...     builder.add_document([100])
+    >>> IndexedDataset("tokens", transport=memory)[0].tolist()
+    [97, 98, 99]
+    """
+
+    def __init__(
+        self,
+        path: Url,
+        dtype: npt.DTypeLike = np.int32,
+        *,
+        multimodal: bool = False,
+        overwrite: bool = False,
+        storage_options: Mapping[str, object] | None = None,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+    ) -> None:
+        code_of(dtype)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        limits = np.iinfo(self.dtype.name) if self.dtype.kind in "iu" else None
+        self._limits = None if limits is None else (int(limits.min), int(limits.max))
+        self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
+        prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
+        self._idx_path, self._bin_path, self._overwrite = f"{prefix}.idx", f"{prefix}.bin", overwrite
+        if not overwrite:
+            refuse_existing(self._transport, self._idx_path)
+        self._bin: NewFile | None = NewFile(self._transport, self._bin_path, overwrite=overwrite)
+        self._buffer = np.empty(0, self.dtype)
+        self._n_waiting = 0
+        self._sizes = array.array("i")
+        self._doc_idx = array.array("q", [0])
+        self._modes = array.array("b") if multimodal else None
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences so far."""
+        return len(self._sizes)
+
+    def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
+        """Append a sequence to the current document; it may be empty.
+
+        Args:
+            tokens: One-dimensional; numbers that the builder's dtype holds exactly.
+            mode: From -128 to 127, for a multimodal data set; else 0.
+
+        Raises:
+            ArgumentError: the tokens do not fit the dtype, or there is a mode where there can be none.
+        """
+        self._check_mode(mode)
+        self._append(self._as_tokens(tokens))
+        if self._modes is not None:
+            self._modes.append(mode)
+
+    def end_document(self) -> None:
+        """The sequences since the last call are a document, perhaps an empty one."""
+        self._doc_idx.append(len(self._sizes))
+
+    def add_document(
+        self,
+        tokens: npt.ArrayLike,
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+    ) -> None:
+        """Append a document.
+
+        Args:
+            tokens: All its tokens.
+            lengths: Lengths of the sequences that it is cut into; one sequence by default.
+            modes: One for each sequence of a multimodal data set; 0 by default.
+
+        Raises:
+            ArgumentError: lengths do not sum to the tokens, or as in `add_sequence`. Nothing was appended then.
+        """
+        found = self._as_tokens(tokens)
+        if lengths is None and modes is None:
+            self._append(found)
+            if self._modes is not None:
+                self._modes.append(0)
+            self._doc_idx.append(len(self._sizes))
+            return
+        sizes = [len(found)] if lengths is None else [int(length) for length in lengths]
+        if sum(sizes) != len(found) or min(sizes, default=0) < 0:
+            raise ArgumentError(f"lengths {brief(sizes)} do not cut {len(found)} tokens", where="lengths")
+        marks = [0] * len(sizes) if modes is None else list(modes)
+        if len(marks) != len(sizes):
+            raise ArgumentError(f"{len(marks)} modes came for {len(sizes)} sequences", where="modes")
+        for mark in marks:
+            self._check_mode(mark)
+        at = 0
+        for size, mark in zip(sizes, marks, strict=True):
+            self._append(found[at : at + size])
+            at += size
+            if self._modes is not None:
+                self._modes.append(mark)
+        self.end_document()
+
+    def merge(self, other: IndexedDataset, *, progress: bool | None = None) -> None:
+        """Append all documents of another data set, its sequences and modes as they are; streamed.
+
+        Raises:
+            ArgumentError: it has another dtype, or one of the two has modes and the other has not.
+        """
+        if other.dtype != self.dtype:
+            raise ArgumentError(f"its tokens are {other.dtype.name}, ours {self.dtype.name}", where="other")
+        if len(other) and (other.modes is None) != (self._modes is None):
+            raise ArgumentError("one of the two data sets has modes and the other has none", where="other")
+        with Progress(other.index.bin_nbytes, "merge", shown=progress) as bar:
+            for piece in _tokens_of(other):
+                self._write(piece)
+                bar.advance(piece.nbytes)
+        first = len(self._sizes)
+        for start in range(0, len(other), _STRIDE):
+            self._sizes.frombytes(np.ascontiguousarray(other.sizes[start : start + _STRIDE], np.intc).tobytes())
+        for start in range(1, len(other.doc_idx), _STRIDE):
+            ends = other.doc_idx[start : start + _STRIDE].astype(np.int64) + first
+            self._doc_idx.frombytes(ends.tobytes())
+        if self._modes is not None and other.modes is not None:
+            self._modes.frombytes(other.modes.tobytes())
+
+    def finalize(self) -> None:
+        """Publish both files: `.bin`, then the `.idx` that readers look for. A document that was not ended is ended.
+
+        Raises:
+            ArgumentError: called a second time.
+            StoreExistsError: another writer has published a data set of that name meanwhile. Its files stay as they are.
+            WriterConflictError: with `overwrite`, another process replaces the data set at this moment.
+        """
+        if self._bin is None:
+            raise ArgumentError("this data set is complete or given up already", where="finalize")
+        if self._doc_idx[-1] != len(self._sizes):
+            self.end_document()
+        try:
+            self._flush()
+            if not self._overwrite:
+                self._publish(self._bin)
+                return
+            # One writer at a time replaces the two files. On object stores, which have no locks, the index is exclusive.
+            writes, lock = cast("Writes", self._transport), self._lock_path()
+            with writes.lock(lock):
+                writes.delete(self._idx_path)
+                self._publish(self._bin)
+                writes.delete(lock)
+        finally:
+            self.abort()
+
+    def _publish(self, bin_file: NewFile) -> None:
+        """Publish `.bin`, which decides between several writers, then the index; no data without an index stay."""
+        nbytes = 34 + 12 * len(self._sizes) + 8 * len(self._doc_idx) + len(self._modes or ())
+        with NewFile(self._transport, self._idx_path, nbytes=nbytes) as index_file:
+            for piece in self._index():
+                index_file.write(piece)
+            bin_file.commit()
+            try:
+                index_file.commit()
+            except BaseException:
+                if not self._overwrite:
+                    cast("Writes", self._transport).delete(self._bin_path)
+                raise
+
+    def _lock_path(self) -> str:
+        folder, slash, name = self._idx_path.rpartition("/")
+        return f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
+
+    def _index(self) -> Iterator[memoryview]:
+        sizes = np.frombuffer(self._sizes, np.intc) if self._sizes else np.zeros(0, np.intc)
+        yield memoryview(index_header(self.dtype, len(sizes), len(self._doc_idx)))
+        for start in range(0, len(sizes), _STRIDE):
+            yield memoryview(sizes[start : start + _STRIDE].astype("<i4").tobytes())
+        end = 0
+        for start in range(0, len(sizes), _STRIDE):
+            nbytes = sizes[start : start + _STRIDE].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(nbytes)
+            yield memoryview((ends - nbytes).astype("<i8").tobytes())
+            end = int(ends[-1])
+        yield memoryview(np.frombuffer(self._doc_idx, np.int64).astype("<i8").tobytes())
+        if self._modes:
+            yield memoryview(self._modes.tobytes())
+
+    def abort(self) -> None:
+        """Leave nothing behind; after `finalize` nothing happens."""
+        file, self._bin = self._bin, None
+        if file is not None:
+            file.abort()
+        self._buffer, self._n_waiting = np.empty(0, self.dtype), 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None and self._bin is not None:
+            self.finalize()
+        else:
+            self.abort()
+
+    def _check_mode(self, mode: int) -> None:
+        if mode if self._modes is None else not -128 <= mode <= 127:
+            rule = "it must be from -128 to 127" if self._modes is not None else "only a multimodal data set has modes"
+            raise ArgumentError(f"mode is {brief(mode)}; {rule}", where="mode")
+
+    def _as_tokens(self, tokens: npt.ArrayLike) -> npt.NDArray[np.generic]:
+        """One-dimensional numbers that our dtype holds, in whatever type they came."""
+        try:
+            found = np.asarray(tokens)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(f"{brief(tokens)} are no tokens: {error}", where="tokens") from None
+        if found.ndim != 1 or len(found) > _MAX_I32:
+            raise ArgumentError(
+                f"the shape is {found.shape}; a sequence has one dimension of at most {_MAX_I32:,}", where="tokens"
+            )
+        if found.dtype == self.dtype or not found.size:
+            return found
+        if found.dtype.kind not in "iuf" or (found.dtype.kind == "f" and self.dtype.kind != "f"):
+            raise ArgumentError(f"tokens are {found.dtype}; they must be {self.dtype.name}", where="tokens")
+        # All bits together reach no further than those of the largest: one look says that all is well, as it is mostly.
+        if self._limits is not None and not 0 <= np.bitwise_or.reduce(found) <= self._limits[1]:
+            low, high = int(found.min()), int(found.max())
+            if low < self._limits[0] or high > self._limits[1]:
+                raise ArgumentError(
+                    f"tokens reach from {low} to {high}; {self.dtype.name} holds {self._limits[0]} to {self._limits[1]}",
+                    where="tokens",
+                )
+        return found
+
+    def _append(self, tokens: npt.NDArray[np.generic]) -> None:
+        self._write(tokens)
+        self._sizes.append(len(tokens))
+
+    def _write(self, tokens: npt.NDArray[np.generic]) -> None:
+        """Copy tokens, for the caller may use its memory again, to what goes to the disk next."""
+        if self._bin is None:
+            raise ArgumentError("this data set is complete or given up already", where="add")
+        start, end = self._n_waiting, self._n_waiting + len(tokens)
+        if end > len(self._buffer):
+            self._flush()
+            self._buffer = np.empty(max(len(tokens), _BUFFER_BYTES // self.dtype.itemsize), self.dtype)
+            start, end = 0, len(tokens)
+        self._buffer[start:end] = tokens
+        self._n_waiting = end
+
+    def _flush(self) -> None:
+        # A sink may still be sending what it was given: the buffer is its own from here on.
+        waiting, self._buffer = self._buffer[: self._n_waiting], np.empty(0, self.dtype)
+        self._n_waiting = 0
+        if len(waiting) and self._bin is not None:
+            self._bin.write(waiting.data)
+
+    def __repr__(self) -> str:
+        where = full_url(self._transport, self._idx_path)
+        return f"{type(self).__name__}({where}: {len(self._sizes):,} sequences of {self.dtype.name} so far)"
+
+
+def _tokens_of(dataset: IndexedDataset) -> Iterator[npt.NDArray[np.generic]]:
+    """All tokens of a data set in the order of its sequences, in pieces of bounded size."""
+    if not any(problem.kind == "not_packed" for problem in dataset.problems):
+        for start in range(0, dataset.index.bin_nbytes, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, dataset.index.bin_nbytes)
+            (part,) = dataset.transport.get_ranges(dataset.bin_path, starts=[start], ends=[end])
+            yield np.frombuffer(part, dataset.dtype)
+        return
+    for i in range(len(dataset)):
+        size = int(dataset.sizes[i])
+        step = CHUNK_BYTES // dataset.dtype.itemsize
+        for offset in range(0, size, step):
+            yield dataset.get(i, offset, min(step, size - offset))

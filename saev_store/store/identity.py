@@ -1,0 +1,156 @@
+"""Recording identity: a short value that changes when the bytes of a recording change.
+
+Everything that is derived from a store and kept (statistics, names of dask tasks, HTTP entity tags, cached extents, staged
+copies) records the identity it was derived from, and is discarded when the store has another one.
+
+The identity is taken from the first of these that is available:
+
+1. `contents`: a digest of the bytes, for a store in memory.
+2. `digests`: the block digests in `digests.json`, when they cover all files. Copies of a recording have the same identity,
+   wherever they are.
+3. `versions`: the size and modification time (ns) of each local file, or its size and version (ETag, generation) where the
+   transport reports one. Copies have different identities; so has a file that was only touched.
+4. `sizes`: the sizes alone. A file that is replaced by one of the same size is not noticed.
+
+Digests describe what was *written*. Pass `prefer="versions"` for values derived from bytes that were not compared with the
+digests: a damaged file has the same digests after its repair, but another modification time.
+
+>>> from saev_store import ShardStore
+>>> store = ShardStore.open(SAMPLE)
+>>> recording_identity(store.transport, store.layout).kind
+'versions'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from saev_store.core.layout import Layout, shard_name
+from saev_store.errors import AccessError, NotFoundError, SaevStoreError, TransportError
+from saev_store.transport import MemoryTransport, Transport
+
+IdentityKind = Literal["digests", "versions", "contents", "sizes"]
+_DIGEST_BYTES = 20
+
+
+@runtime_checkable
+class TellsVersions(Protocol):
+    """A transport that knows the version of a file without reading it."""
+
+    def version(self, path: str) -> str | None:
+        """The ETag or generation of a file; None where the server tells none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingIdentity:
+    """The identity of the files of one recording. Two recordings are the same if both attributes are equal.
+
+    Attributes:
+        kind: What the value was derived from.
+        value: 40 hexadecimal digits.
+    """
+
+    kind: IdentityKind
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.value}"
+
+    @classmethod
+    def parse(cls, text: str) -> RecordingIdentity | None:
+        """The identity that `str` has written; None for any other text.
+
+        >>> identity = RecordingIdentity("sizes", "0" * 40)
+        >>> RecordingIdentity.parse(str(identity)) == identity, RecordingIdentity.parse("sizes:1")
+        (True, None)
+        """
+        kind, _, value = text.partition(":")
+        hexadecimal = len(value) == 2 * _DIGEST_BYTES and set(value) <= set("0123456789abcdef")
+        for known in get_args(IdentityKind):
+            if kind == known and hexadecimal:
+                return cls(known, value)
+        return None
+
+
+def recording_identity(
+    transport: Transport,
+    layout: Layout,
+    *,
+    files: Sequence[str] | None = None,
+    prefer: Literal["digests", "versions"] = "digests",
+) -> RecordingIdentity:
+    """The identity of a store's files, as they are now. A file that is missing is part of the identity.
+
+    Reads `digests.json`, or the size of each file. File contents are read only where they are in memory.
+
+    Args:
+        transport: Rooted at the store's folder.
+        layout: The store's geometry.
+        files: Names relative to the store; default: all shards that hold examples.
+        prefer: Which of digests and versions to use where both are available.
+
+    Raises:
+        AccessError, TransportError: a file cannot be looked at.
+    """
+    names = [shard_name(idx) for idx in range(layout.n_shards)] if files is None else list(files)
+    if isinstance(transport, MemoryTransport):
+        return _identity("contents", layout, [[name, _content(transport, name)] for name in names])
+    by_digests = _by_digests(transport, layout, names) if prefer == "digests" else None
+    if by_digests is not None:
+        return by_digests
+    facts = [(name, *_size_and_version(transport, name)) for name in names]
+    if all(version is not None for _, _, version in facts):
+        return _identity("versions", layout, facts)
+    by_digests = _by_digests(transport, layout, names) if prefer == "versions" else None
+    return by_digests or _identity("sizes", layout, facts)
+
+
+def _identity(kind: IdentityKind, layout: Layout, facts: object) -> RecordingIdentity:
+    text = json.dumps([kind, layout.shape, layout.examples_per_shard, facts], separators=(",", ":"))
+    return RecordingIdentity(kind, hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest())
+
+
+def _by_digests(transport: Transport, layout: Layout, names: Sequence[str]) -> RecordingIdentity | None:
+    """None where `digests.json` is missing, cannot be used, or lacks a file."""
+    from saev_store.validation import promised_digests
+
+    promised = promised_digests(transport, layout)
+    if not all(name in promised.files for name in names):
+        return None
+    return _identity("digests", layout, [promised.block_bytes, [[name, promised.files[name]] for name in names]])
+
+
+def _content(transport: Transport, name: str) -> str:
+    try:
+        return hashlib.blake2b(transport.read(name), digest_size=_DIGEST_BYTES).hexdigest()
+    except NotFoundError:
+        return ""
+
+
+def _size_and_version(transport: Transport, name: str) -> tuple[int, str | None]:
+    """Size and version of a file; (-1, "missing") where there is none."""
+    from saev_store.validation import local_folder
+
+    folder = local_folder(transport)
+    try:
+        if folder is not None:
+            status = os.stat(os.path.join(folder, name))
+            return status.st_size, str(status.st_mtime_ns)
+        return transport.size(name), transport.version(name) if isinstance(transport, TellsVersions) else None
+    except (FileNotFoundError, NotADirectoryError):  # NotFoundError of a transport is a FileNotFoundError
+        return -1, "missing"
+    except SaevStoreError:
+        raise
+    except PermissionError as error:
+        failure: SaevStoreError = AccessError("the file cannot be looked at", where=f"{transport.url}/{name}")
+        failure.__cause__ = error
+    except OSError as error:
+        failure = TransportError(f"the file cannot be looked at: {error}", where=f"{transport.url}/{name}")
+        failure.__cause__ = error
+    raise failure

@@ -1,0 +1,135 @@
+"""List the stores one level below a folder."""
+
+from __future__ import annotations
+
+import html
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, cast, overload
+
+from saev_store.documents import Metadata, parse_json, parse_metadata
+from saev_store.errors import NotFoundError, SaevStoreError, TransportError
+from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
+from saev_store.store.card import human_bytes
+from saev_store.transport import Lists, Transport
+
+_MAX_CLAIM_BYTES = 32 << 20
+
+State = Literal["complete", "unfinished", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """One store found below a root.
+
+    Attributes:
+        name: Its folder, normally the content hash.
+        url: What `ShardStore.open` takes.
+        state: `"complete"` was published, `"unfinished"` has a writer's claim only, `"broken"` has documents that do not open.
+        metadata: The document, where it could be read.
+        note: Why it is broken, or how far it is.
+    """
+
+    name: str
+    url: str
+    state: State
+    metadata: Metadata | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.metadata is None:
+            return f"{self.name}  {self.state}: {self.note}"
+        layout = self.metadata.layout
+        shape = " x ".join(str(n) for n in layout.shape)
+        state = "" if self.state == "complete" else f"  {self.state}: {self.note}"
+        return f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers {list(layout.layers)}  {self.metadata.ckpt}{state}"
+
+
+class StoreList(Sequence[StoreEntry]):
+    """The stores below one root, in the order of their names; a plain sequence that prints as a table."""
+
+    def __init__(self, root: str, entries: Sequence[StoreEntry]) -> None:
+        self.root = root
+        self._entries = tuple(entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> StoreEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> StoreList: ...
+    def __getitem__(self, index: int | slice) -> StoreEntry | StoreList:
+        if isinstance(index, slice):
+            return StoreList(self.root, self._entries[index])
+        return self._entries[index]
+
+    def __iter__(self) -> Iterator[StoreEntry]:
+        return iter(self._entries)
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self)} store{'' if len(self) == 1 else 's'} in {self.root}"]
+        return "\n".join([*lines, *(f"  {entry}" for entry in self._entries)])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<li><code>{html.escape(str(entry))}</code></li>" for entry in self._entries)
+        return f"<p>{len(self)} stores in <code>{html.escape(self.root)}</code></p><ul>{rows}</ul>"
+
+
+def list_stores(root: Transport) -> StoreList:
+    """Every store one level below a root; folders that are no stores are left out.
+
+    Reads one or two small documents per folder, several at once. Nothing is raised for a single broken store.
+
+    Raises:
+        NotFoundError: there is no such root.
+        TransportError: it cannot be listed.
+    """
+    if not isinstance(root, Lists):
+        raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
+    names: list[str] = sorted(entry.path.rsplit("/", 1)[-1] for entry in root.list() if entry.is_dir)
+    with ThreadPoolExecutor(max_workers=16, thread_name_prefix="saev-list") as pool:
+        found = list(pool.map(partial(_look, root), names))
+    return StoreList(root.url, [entry for entry in found if entry is not None])
+
+
+def _look(root: Transport, name: str) -> StoreEntry | None:
+    url = f"{root.url}/{name}"
+    try:
+        raw = root.read(f"{name}/{METADATA_NAME}", max_bytes=_MAX_CLAIM_BYTES)
+    except NotFoundError:
+        return _look_unfinished(root, name, url)
+    except SaevStoreError as error:
+        return StoreEntry(name, url, "broken", None, str(error))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a list tells in words what opening warns of
+            metadata = parse_metadata(raw, where=f"{url}/{METADATA_NAME}")
+        root.size(f"{name}/{SHARDS_NAME}")
+    except NotFoundError:
+        return StoreEntry(
+            name, url, "broken", None, "metadata.json without shards.json: the dump crashed, or was purged"
+        )
+    except SaevStoreError as error:
+        return StoreEntry(name, url, "broken", None, str(error))
+    return StoreEntry(name, url, "complete", metadata)
+
+
+def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:
+    where = f"{url}/{CLAIM_PATH}"
+    unreadable = StoreEntry(name, url, "unfinished", None, "its claim cannot be read")
+    try:
+        raw = root.read(f"{name}/{CLAIM_PATH}", max_bytes=_MAX_CLAIM_BYTES)
+        claim = parse_json(raw, where=where, max_nbytes=_MAX_CLAIM_BYTES)
+        claimed = cast("dict[str, object]", claim).get("metadata") if isinstance(claim, dict) else None
+        if not isinstance(claimed, str):
+            return unreadable
+        metadata = parse_metadata(claimed.encode(), where=where)
+    except NotFoundError:
+        return None
+    except (SaevStoreError, UnicodeEncodeError):
+        return unreadable
+    return StoreEntry(name, url, "unfinished", metadata, "not published yet; create(…, resume=True) continues it")

@@ -1,0 +1,273 @@
+"""Open a store: read its two documents and compare local files with them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from saev_store.core.layout import Layout, shard_name
+from saev_store.core.rows import Labels
+from saev_store.documents import (
+    METADATA_MAX_NBYTES,
+    SHARDS_MAX_NBYTES,
+    Metadata,
+    ShardsIndex,
+    labels_nbytes,
+    new_metadata,
+    parse_metadata,
+    parse_shards,
+)
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    IncompleteStoreError,
+    MissingShardError,
+    NotFoundError,
+    SaevStoreError,
+    SaevStoreWarning,
+)
+from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
+from saev_store.problems import Problem
+from saev_store.transport import Engine, Lists, MemoryTransport, Transport, open_transport
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The parts of an opened store; picklable, as its transport is.
+
+    Attributes:
+        transport: Rooted at the store's folder.
+        name: The folder's own name.
+        metadata: What `metadata.json` says.
+        index: What `shards.json` says.
+        problems: Problems that were found.
+        sizes_checked: Whether files were compared with the documents already (local stores).
+        has_labels: Whether `labels.bin` is there; None where that is not known yet.
+        readable: For damaged shards, how many leading examples can be read.
+        damaged_ok: Read what is not lost, also where damage is found later.
+    """
+
+    transport: Transport
+    name: str
+    metadata: Metadata
+    index: ShardsIndex
+    problems: tuple[Problem, ...]
+    sizes_checked: bool
+    has_labels: bool | None
+    readable: dict[int, int] = field(default_factory=dict[int, int])
+    damaged_ok: bool = False
+
+
+def open_store(
+    url: str | os.PathLike[str] | Transport,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    engine: Engine = "auto",
+    damaged_ok: bool = False,
+) -> Opened:
+    """What `ShardStore.open` opens; see there for arguments and errors.
+
+    Warns:
+        SaevStoreWarning: the folder has another name than its content implies.
+    """
+    if isinstance(url, Transport):
+        transport = url
+    else:
+        transport = open_transport(url, storage_options, engine="auto" if engine == "memory" else engine)
+    opened = open_documents(transport, damaged_ok=damaged_ok)
+    if engine == "memory":
+        opened = open_in_memory(opened)
+    for problem in opened.problems:
+        if problem.kind == "hash_mismatch":
+            warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=3)
+    return opened
+
+
+def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
+    """Read and check the documents of the store at a transport's root.
+
+    Raises:
+        NotFoundError, IncompleteStoreError, DocumentError, CorruptShardError: see `ShardStore.open`.
+    """
+    from saev_store.validation import check_dirname, quick_checks
+
+    name = transport.url.rstrip("/").rsplit("/", 1)[-1]
+    try:
+        raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)
+    except NotFoundError as error:
+        raise _no_store_here(transport) from error
+    metadata = parse_metadata(raw, where=f"{transport.url}/{METADATA_NAME}")
+    try:
+        listed = transport.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES)
+    except NotFoundError as error:
+        raise IncompleteStoreError(
+            "there is a metadata.json but no shards.json: the program that wrote it stopped before its first shard was "
+            "full, or the file was purged",
+            where=transport.url,
+            remedy="Record it again; without shards.json it is not known which examples were written.",
+        ) from error
+    index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
+    if not transport.is_local:
+        problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
+        return Opened(
+            transport, name, metadata, index, problems, sizes_checked=False, has_labels=None, damaged_ok=damaged_ok
+        )
+    problems = tuple(quick_checks(transport, metadata, index, dirname=name))
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors and not damaged_ok:
+        raise _refusal(transport.url, errors)
+    return Opened(
+        transport,
+        name,
+        metadata,
+        index,
+        problems,
+        sizes_checked=True,
+        # Of a damaged store labels.bin may have a wrong size: that is found out when it is needed.
+        has_labels=None if errors else _exists(transport, LABELS_NAME),
+        readable=_readable(metadata.layout, errors),
+    )
+
+
+def open_in_memory(opened: Opened) -> Opened:
+    """The same store with all its files held in memory, read once, now.
+
+    Raises:
+        CorruptShardError: a file ends before its last example; damaged stores are not loaded.
+    """
+    source, layout = opened.transport, opened.metadata.layout
+    files: dict[str, bytes | bytearray | memoryview] = {METADATA_NAME: opened.metadata.raw}
+    files[SHARDS_NAME] = source.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES)
+    for shard_idx in range(layout.n_shards):
+        name = shard_name(shard_idx)
+        (files[name],) = source.get_ranges(name, starts=[0], ends=[layout.used_nbytes(shard_idx)])
+    labels = read_labels(source, layout)
+    if labels is not None:
+        files[LABELS_NAME] = labels.data.cast("B")
+    transport = MemoryTransport(files, label=source.url)
+    return replace(opened, transport=transport, sizes_checked=True, has_labels=labels is not None)
+
+
+def find_labels(transport: Transport, layout: Layout) -> bool:
+    """Whether there is a `labels.bin`; its size is compared, nothing is read.
+
+    Raises:
+        DocumentError: the file has another size than the documents imply.
+    """
+    try:
+        size = transport.size(LABELS_NAME)
+    except NotFoundError:
+        return False
+    expected = labels_nbytes(layout)
+    if size != expected:
+        raise DocumentError(
+            f"has {size} bytes; one byte for each of {layout.n_examples} x {layout.content_tokens_per_example} content "
+            f"tokens is {expected}",
+            where=f"{transport.url}/{LABELS_NAME}",
+            remedy="Restore the file, or remove it to read the store without labels.",
+        )
+    return True
+
+
+def read_labels(transport: Transport, layout: Layout) -> Labels | None:
+    """`labels.bin` as a read-only array, mapped where the transport maps; None where there is none.
+
+    Raises:
+        DocumentError: the file has another size than the documents imply.
+    """
+    if not find_labels(transport, layout):
+        return None
+    (buffer,) = transport.get_ranges(LABELS_NAME, starts=[0], ends=[labels_nbytes(layout)])
+    labels = np.frombuffer(buffer, dtype=np.uint8).reshape(layout.n_examples, -1)
+    labels.flags.writeable = False
+    return labels
+
+
+def as_metadata(metadata: object) -> Metadata:
+    """The metadata of a new store, from a document or from a mapping of arguments.
+
+    Raises:
+        ArgumentError: it is neither a document nor a mapping of the arguments of `new_metadata`.
+    """
+    if isinstance(metadata, Metadata):
+        return metadata
+    if not isinstance(metadata, Mapping):
+        raise ArgumentError(
+            f"is of type {type(metadata).__name__}; it must come from saev_store.new_metadata(...) or be a mapping of its "
+            "arguments",
+            where="metadata",
+        )
+    try:
+        return new_metadata(**cast("dict[str, Any]", metadata))
+    except TypeError as error:  # a name that new_metadata does not know, or one that it needs
+        raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
+
+
+def _refusal(url: str, errors: Sequence[Problem]) -> SaevStoreError:
+    shown = "; ".join(str(problem) for problem in errors[:_SHOWN])
+    more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
+    if all(problem.where == LABELS_NAME for problem in errors):
+        return DocumentError(f"{shown}{more}", where=url, problems=errors)
+    gone = any(problem.kind == "missing_shard" for problem in errors)
+    return (MissingShardError if gone else CorruptShardError)(
+        f"{shown}{more}",
+        where=url,
+        remedy="Open with damaged_ok=True to read the rest, and store.repair() to record what is lost again.",
+    )
+
+
+def _readable(layout: Layout, errors: Sequence[Problem]) -> dict[int, int]:
+    """Leading examples that can still be read, for each shard that lost some."""
+    readable: dict[int, int] = {}
+    for problem in errors:
+        for start, end in problem.lost:
+            for shard_idx in range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)):
+                first, _ = layout.example_range(shard_idx)
+                readable[shard_idx] = min(readable.get(shard_idx, layout.examples_per_shard), max(start - first, 0))
+    return readable
+
+
+def _exists(transport: Transport, path: str) -> bool:
+    try:
+        transport.size(path)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _no_store_here(transport: Transport) -> SaevStoreError:
+    """The reason why there is no metadata.json: an unfinished store, a root of stores, or no store at all."""
+    if _exists(transport, CLAIM_PATH):
+        return IncompleteStoreError(
+            "this store was never published: its writer is still running, or crashed",
+            where=transport.url,
+            remedy="ShardStore.create(root, the same metadata, resume=True) continues it.",
+        )
+    from saev_store.store.listing import list_stores
+
+    found: list[str] = []
+    if isinstance(transport, Lists):
+        try:
+            found = [entry.name for entry in list_stores(transport)]
+        except SaevStoreError:
+            found = []
+    if found:
+        names = ", ".join(found[:_SHOWN]) + (f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        return NotFoundError(
+            f"this is no store but a folder that holds {len(found)}: {names}",
+            where=transport.url,
+            remedy="Open one of them; ShardStore.list(root) describes them.",
+        )
+    return NotFoundError(
+        "there is no metadata.json, so this is no store",
+        where=transport.url,
+        remedy="A store is a folder <root>/<HASH> with metadata.json, shards.json and acts000000.bin.",
+    )

@@ -1,0 +1,297 @@
+"""Execute plans of reads: bring vectors from shards into arrays, through every transport.
+
+What a transport's `ReadCost` says decides how: where gaps cost nothing (mapped memory) a shard is one array that is
+indexed; elsewhere ranges are fetched. `saev_store.core.plan` decides, this module reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.threads import n_threads, share
+from saev_store.core.indexing import Axis, Block, Key, Points, Progression, length, parse_key
+from saev_store.core.layout import DTYPE, IntArray, Layout, shard_name
+from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
+from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
+from saev_store.transport import Transport
+from saev_store.transport.fetch import fetch, fetch_ranges, map_check
+
+FloatArray = npt.NDArray[np.float32]
+
+#: Rows that are placed one by one pass through a piece of memory that stays in the CPU's cache.
+SCRATCH_BYTES = 512 << 10
+#: Rows worth a thread, and how much of them a thread takes at a time.
+THREAD_BYTES = 4 << 20
+
+
+class Reader:
+    """Plans and executes reads of one store; safe to share between threads.
+
+    Args:
+        transport: Where the shards are.
+        layout: Their geometry.
+        readable: For shards known to be damaged: how many leading examples can still be read.
+        check_sizes: Request the size of a shard before it is read for the first time (remote stores, whose sizes were
+            not compared when they were opened).
+        damaged_ok: Of a shard that turns out to be short, read what is there.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        *,
+        readable: Mapping[int, int] | None = None,
+        check_sizes: bool = False,
+        damaged_ok: bool = False,
+    ) -> None:
+        self.transport = transport
+        self.layout = layout
+        self._planner = Planner(layout, transport.cost, transport.reads_into)
+        self._readable = dict(readable or {})
+        self._checks_sizes = check_sizes
+        self._checked: set[int] = set()
+        self._damaged_ok = damaged_ok
+        self._maps: dict[int, tuple[FloatArray, str]] = {}
+        self._check_mapped = map_check(transport)
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+
+    def plan(self, key: Key | Block | Points) -> Iterator[Part]:
+        """What reading `key` takes, for an output of the shape of the key (with dropped axes kept at length one)."""
+        request = key if isinstance(key, (Block, Points)) else parse_key(key, self.layout.shape)
+        return self._planner.block(request) if isinstance(request, Block) else self._planner.points(request)
+
+    def plan_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> Part:
+        """What reading n vectors takes, given by position, in any order, repeats allowed; for an output (n, d_model)."""
+        return self._planner.rows(example, layer_idx, token)
+
+    def execute(self, plan: Iterable[Part], out: FloatArray) -> None:
+        """Read what is planned into `out`, which is in C order.
+
+        Raises:
+            CorruptShardError: a shard that is needed is missing, was cut, or was lost.
+            TransportError: it cannot be read.
+        """
+        scratch: FloatArray | None = None
+        for part in plan:
+            if part.rows is None:
+                self._run(part.steps, out)
+                continue
+            n_rows = part.rows.stop - part.rows.start
+            if part.columns is None:
+                self._run(part.steps, out.reshape(-1, self.layout.d_model)[part.rows])
+                continue
+            if scratch is None or len(scratch) < n_rows:
+                scratch = np.empty((n_rows, self.layout.d_model), dtype=np.float32)
+            rows = scratch[:n_rows]
+            self._run(part.steps, rows)
+            width = 1 if part.is_pointwise else length(part.columns)
+            target = out.reshape(-1, width)[part.rows]
+            if part.is_pointwise:
+                target[:, 0] = rows[np.arange(n_rows), _index(part.columns)]
+            else:
+                target[...] = rows[:, _index(part.columns)]
+
+    def read_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray, out: FloatArray) -> None:
+        """Fill `out` (n, d_model), C order, with n vectors given by position, in any order, repeats allowed."""
+        self.execute((self.plan_rows(example, layer_idx, token),), out)
+
+    def vector(self, example: int, layer_idx: int, token: int) -> FloatArray:
+        """One vector, a fresh array; the three positions are inside the tensor. The shortest way there is."""
+        shard_idx, in_shard = divmod(example, self.layout.examples_per_shard)
+        found = self._maps.get(shard_idx)
+        if found is not None and in_shard < len(found[0]):
+            mapped, name = found
+            self._check_mapped(name, mapped.nbytes)
+            return mapped[in_shard, layer_idx, token].copy()
+        self.check(shard_idx, in_shard)
+        if self._planner.is_mapped:
+            return self._mapped(shard_idx)[in_shard, layer_idx, token].copy()
+        layout = self.layout
+        start = ((in_shard * layout.n_layers + layer_idx) * layout.tokens_per_example + token) * layout.vector_nbytes
+        try:
+            (buffer,) = fetch_ranges(self.transport, shard_name(shard_idx), [start], [start + layout.vector_nbytes])
+        except NotFoundError:
+            self.check_size(shard_idx)
+            raise
+        return np.frombuffer(buffer, dtype=DTYPE).copy()
+
+    def view(self, block: Block) -> FloatArray | None:
+        """A read-only view of mapped memory for a block, or None where there is no such thing.
+
+        The size of the file is compared now; a file that is cut while the view is in use ends the process.
+        """
+        found = list(pieces(self.layout, block.axes[0]))
+        if not self._planner.is_mapped or len(found) != 1:
+            return None
+        examples = found[0].examples
+        axes = [axis for axis in (examples, *block.axes[1:]) if isinstance(axis, Progression)]
+        if len(axes) < len(block.axes):
+            return None
+        self.check(found[0].shard_idx, axes[0].highest)
+        return self._mapped(found[0].shard_idx)[tuple(map(_as_slice, axes))].reshape(block.shape)
+
+    # -- shards --------------------------------------------------------------------------------------------------------
+
+    def is_unchecked(self, shard_idx: int) -> bool:
+        """Whether the size of a shard will be requested before it is read."""
+        return self._checks_sizes and shard_idx not in self._checked
+
+    def unmapped_nbytes(self, shard_idx: int) -> int:
+        """Bytes that will be mapped when a shard is read through a map; 0 if it is mapped already."""
+        return 0 if shard_idx in self._maps else self._n_readable(shard_idx) * self.layout.example_nbytes
+
+    def check(self, shard_idx: int, highest: int) -> None:
+        """Refuse examples of a shard that are known to be lost, up to number `highest` in the shard.
+
+        Raises:
+            CorruptShardError: they are, or the file is missing or short.
+        """
+        if self._checks_sizes and shard_idx not in self._checked:
+            self.check_size(shard_idx)
+        readable = self._readable.get(shard_idx)
+        if readable is not None and highest >= readable:
+            start, end = self.layout.example_range(shard_idx)
+            raise CorruptShardError(
+                f"example {start + highest} was lost with its shard; of the examples {start} to {end - 1} only the first "
+                f"{readable} can be read",
+                where=f"{self.transport.url}/{shard_name(shard_idx)}",
+                remedy="store.validate() lists everything that is lost, store.repair() records it again.",
+            )
+
+    def check_size(self, shard_idx: int) -> None:
+        """Compare the size of a shard with the layout, now.
+
+        Raises:
+            MissingShardError: there is no such file.
+            CorruptShardError: it is too short, and the store was not opened with `damaged_ok`.
+        """
+        name, needed = shard_name(shard_idx), self.layout.used_nbytes(shard_idx)
+        try:
+            size = self.transport.size(name)
+        except NotFoundError:
+            size = None
+        if size is not None and size < needed and self._damaged_ok:
+            self._readable[shard_idx] = size // self.layout.example_nbytes
+        if size is not None and (size >= needed or self._damaged_ok):
+            self._checked.add(shard_idx)
+            return
+        start, end = self.layout.example_range(shard_idx)
+        found = "is missing" if size is None else f"has {size} bytes and needs {needed}"
+        raise (MissingShardError if size is None else CorruptShardError)(
+            f"the shard of examples {start} to {end - 1} {found}",
+            where=f"{self.transport.url}/{name}",
+            remedy="Copy it again from where it is whole"
+            + ("." if self._damaged_ok else ", or open with damaged_ok=True to read the rest."),
+        )
+
+    def _n_readable(self, shard_idx: int) -> int:
+        return self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
+
+    def _mapped(self, shard_idx: int) -> FloatArray:
+        """A shard as a read-only array (readable examples, layer, token, d_model), its file compared in size now."""
+        found = self._maps.get(shard_idx)
+        if found is not None:
+            mapped, name = found
+            self._check_mapped(name, mapped.nbytes)
+            return mapped
+        layout, name, n = self.layout, shard_name(shard_idx), self._n_readable(shard_idx)
+        try:
+            (buffer,) = self.transport.get_ranges(name, starts=[0], ends=[n * layout.example_nbytes])
+        except NotFoundError as error:
+            self.check_size(shard_idx)
+            raise MissingShardError("the shard is missing", where=f"{self.transport.url}/{name}") from error
+        mapped = np.frombuffer(buffer, dtype=DTYPE).reshape(n, *layout.shape[1:])
+        mapped.flags.writeable = False
+        self._maps[shard_idx] = (mapped, name)
+        return mapped
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, steps: Sequence[Step], out: FloatArray) -> None:
+        gathers = [step for step in steps if isinstance(step, MappedRows)]
+        if gathers:
+            self._gather_all(gathers, out)
+        for step in steps:
+            if isinstance(step, MappedRows):
+                continue
+            self.check(step.shard_idx, step.highest)
+            if isinstance(step, MappedBox):
+                examples, layers, tokens, columns = map(_index, step.axes)
+                np.copyto(out[step.place], self._mapped(step.shard_idx)[examples, layers, tokens][..., columns])
+            elif step.direct:
+                self._read_direct(step, out)
+            else:
+                self._fetch(step, out)
+
+    def _gather_all(self, steps: Sequence[MappedRows], out: FloatArray) -> None:
+        """Copy rows out of maps, with several threads where that is worth it."""
+        n = n_threads(out.nbytes, part_bytes=THREAD_BYTES)
+        most = len(out) if n == 1 else max(1, THREAD_BYTES // self.layout.vector_nbytes)
+        parts = deque((step, slice(at, at + most)) for step in steps for at in range(0, len(step.vector), most))
+        share(lambda part: self._gather(*part, out), parts, n)
+
+    def _gather(self, step: MappedRows, some: slice, out: FloatArray) -> None:
+        """Copy rows out of a map."""
+        self.check(step.shard_idx, step.highest)
+        source, vector = self._mapped(step.shard_idx).reshape(-1, self.layout.d_model), step.vector[some]
+        # mode="clip" because take() would otherwise buffer its output; the positions have been checked.
+        if step.place is None:
+            np.take(source, vector, axis=0, out=out[some], mode="clip")
+            return
+        place, n = step.place[some], max(1, SCRATCH_BYTES // self.layout.vector_nbytes)
+        scratch = np.empty((min(n, len(vector)), self.layout.d_model), dtype=np.float32)
+        for start in range(0, len(vector), n):
+            part = scratch[: len(vector[start : start + n])]
+            np.take(source, vector[start : start + n], axis=0, out=part, mode="clip")
+            out[place[start : start + n]] = part
+
+    def _read_direct(self, step: Runs, out: FloatArray) -> None:
+        """Read runs straight into the output."""
+        raw = out.reshape(-1).view(np.uint8).data
+        unit_nbytes = step.n_vectors * self.layout.vector_nbytes
+        begins = step.place[step.spans.first[:-1]] * unit_nbytes
+        ends = begins + (step.spans.ends - step.spans.starts)
+        buffers = [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        try:
+            self.transport.readinto(shard_name(step.shard_idx), starts=step.spans.starts.tolist(), buffers=buffers)
+        except NotFoundError:
+            self.check_size(step.shard_idx)
+            raise
+
+    def _fetch(self, step: Runs, out: FloatArray) -> None:
+        """Fetch runs and copy what is kept of them to their places."""
+        targets = out.reshape(-1, *step.unit)
+        columns = slice(None) if step.columns is None else _index(step.columns)
+        n = step.n_vectors
+        try:
+            for number, view in fetch(self.transport, shard_name(step.shard_idx), step.spans):
+                rows = np.frombuffer(view, dtype=DTYPE).reshape(-1, self.layout.d_model)
+                lo, hi = int(step.spans.first[number]), int(step.spans.first[number + 1])
+                at = step.first[lo:hi] - int(step.spans.starts[number]) // self.layout.vector_nbytes
+                place = step.place[lo:hi]
+                if n == 1:
+                    targets[place] = rows[at][:, columns].reshape(hi - lo, *step.unit)
+                    continue
+                for first, to in zip(at.tolist(), place.tolist(), strict=True):
+                    run = rows[first : first + n] if step.kept is None else rows[first + step.kept]
+                    targets[to] = run[..., columns].reshape(step.unit)
+        except NotFoundError:
+            self.check_size(step.shard_idx)
+            raise
+
+
+def _index(axis: Axis) -> slice | IntArray:
+    return _as_slice(axis) if isinstance(axis, Progression) else axis
+
+
+def _as_slice(axis: Progression) -> slice:
+    if axis.count == 0:
+        return slice(0, 0)
+    stop = axis.start + axis.count * axis.step
+    return slice(axis.start, stop if stop >= 0 else None, axis.step)

@@ -1,0 +1,206 @@
+"""`Selection`: chosen vectors as the rows of a lazy (n, d_model) array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis
+from saev_store.core.plan import Part
+from saev_store.core.rows import Coordinates, RowSpace
+from saev_store.errors import ArgumentError, SelectionError, brief
+from saev_store.store.reader import FloatArray
+
+if TYPE_CHECKING:
+    from saev_store.store.estimate import Estimate, Prices
+    from saev_store.store.reader import Reader
+
+#: A slice of rows is read in pieces of about this size.
+PIECE_BYTES = 64 << 20
+
+
+class Selection:
+    """Chosen vectors as the rows of a lazy array (n, d_model): what `store.sel(…)` returns.
+
+    Rows are in storage order: by example, in it by layer, in that by token. `len(selection)` is exact.
+
+    >>> from saev_store import ShardStore
+    >>> rows = ShardStore.open(SAMPLE).sel(layer=5, tokens="content")
+    >>> rows.shape, rows[0].shape, rows[[3, 1]].shape
+    ((28, 8), (8,), (2, 8))
+    >>> rows.coordinates([0, 5])
+    Coordinates(example_idx=array([0, 1]), layer=array([5, 5]), token_idx=array([0, 1]))
+    """
+
+    def __init__(self, reader: Reader, space: RowSpace) -> None:
+        self.reader = reader
+        self.space = space
+
+    def __len__(self) -> int:
+        return len(self.space)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, d_model)."""
+        return len(self.space), self.space.layout.d_model
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.space) * self.space.layout.vector_nbytes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Labels of the chosen layers, in the order of the rows."""
+        return tuple(self.space.layout.layers[position] for position in self.space.layer_idx)
+
+    def coordinates(self, rows: object = slice(None)) -> Coordinates:
+        """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations."""
+        picked = parse_axis(rows, len(self), "row")
+        return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
+
+    def rows(self, rows: object, out: FloatArray | None = None) -> FloatArray:
+        """The vectors of many rows, float32 (n, d_model), in the order given; rows may repeat.
+
+        Args:
+            rows: Row numbers: a list or array of integers (negative ones count from the end), a slice or a mask.
+            out: Memory to fill instead of fresh memory: float32, C order, (n, d_model).
+
+        Raises:
+            SelectionError: a row is out of range.
+            ArgumentError: `out` has another shape, dtype or memory order.
+            CorruptShardError: a shard of those rows is missing or short.
+        """
+        picked = parse_axis(rows, len(self), "row")
+        out = prepared(out, (length(picked), self.space.layout.d_model))
+        self.reader.execute(self._plan(picked), out)
+        return out
+
+    def _plan(self, picked: Axis) -> Iterator[Part]:
+        """What reading rows takes; a slice is planned in pieces."""
+        if not isinstance(picked, Progression):
+            yield self.reader.plan_rows(*self.space.locate(picked))
+            return
+        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
+        for start in range(0, picked.count, step):
+            end = min(start + step, picked.count)
+            positions = picked.start + picked.step * np.arange(start, end, dtype=np.int64)
+            yield self.reader.plan_rows(*self.space.locate(positions))._replace(rows=slice(start, end))
+
+    def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
+        """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
+
+        Args:
+            rows: As in `rows`.
+            prices: Instead of `saev_store.store.estimate.PRICES`.
+
+        Raises:
+            SelectionError: a row is out of range.
+        """
+        from saev_store.store.estimate import PlanCount, estimate, price_of
+
+        picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
+        count.add(self._plan(picked))
+        wanted = length(picked) * self.space.layout.vector_nbytes
+        price = price_of(self.reader.transport, prices)
+        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
+
+    def __getitem__(self, row: object) -> FloatArray:
+        """One row as (d_model,) for an integer, else `rows(…)`."""
+        given: object = row
+        if isinstance(given, tuple):
+            n = len(cast("tuple[object, ...]", given))
+            raise SelectionError(
+                f"{brief(row)} has {n} indices; rows take one, columns are always whole", where="index"
+            )
+        found = self.rows(row)
+        is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)
+        return found[0] if is_one else found
+
+    def __iter__(self) -> Iterator[FloatArray]:
+        """Row by row; for speed ask for many rows at once."""
+        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
+        for start in range(0, len(self), step):
+            yield from self.rows(slice(start, start + step))
+
+    def as_numpy(self, *, copy: bool | None = None) -> FloatArray:
+        """All rows as one array (n, d_model).
+
+        Args:
+            copy: `True` for fresh memory, `False` for a read-only view of the mapped shard or an error where there is
+                none, `None` for a view where there is one.
+
+        Raises:
+            ArgumentError: `copy=False`, but the rows are not contiguous in one mapped shard.
+        """
+        if copy is not True:
+            view = self._view()
+            if view is not None:
+                return view
+            if copy is False:
+                raise ArgumentError(
+                    "these rows are not contiguous in mapped memory (one shard, a local file, neighbouring tokens)",
+                    where="copy=False",
+                    remedy="Use copy=None for a copy where needed, or store.as_numpy(key, copy=False) for a strided view.",
+                )
+        block = self._block()
+        if block is None:
+            return self.rows(slice(None))
+        out = np.empty(block.full_shape, dtype=np.float32)
+        self.reader.execute(self.reader.plan(block), out)
+        return out.reshape(self.shape)
+
+    def _block(self) -> Block | None:
+        """The same vectors as a block of the tensor, where nothing is ignored and layers are evenly spaced."""
+        space = self.space
+        steps = set(np.diff(space.layer_idx).tolist())
+        if space.ends is not None or len(steps) > 1:
+            return None
+        layers = Progression(space.layer_idx[0], steps.pop() if steps else 1, len(space.layer_idx))
+        columns = Progression(0, 1, space.layout.d_model)
+        return Block((space.examples, layers, space.tokens, columns), (False,) * 4)
+
+    def _view(self) -> FloatArray | None:
+        block = self._block()
+        strided = self.reader.view(block) if block is not None else None
+        if strided is None:
+            return None
+        rows = strided.reshape(self.shape)
+        return rows if np.shares_memory(rows, strided) else None
+
+    def __repr__(self) -> str:
+        space = self.space
+        ignored = " minus ignored labels" if space.ends is not None else ""
+        return f"<Selection {self.shape[0]:,} rows x {self.shape[1]} of layers {list(self.layers)}, {space.tokens.count} tokens{ignored}>"
+
+
+def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
+    """Fresh memory of a shape, or the caller's after a check."""
+    if out is None:
+        try:
+            return np.empty(shape, dtype=np.float32)
+        except (MemoryError, ValueError) as error:
+            nbytes = 4 * int(np.prod(np.array(shape, dtype=object)))
+            raise ArgumentError(
+                f"a result of shape {shape} needs {nbytes:,} bytes, which this machine does not give",
+                where="index",
+                remedy="Ask for less at once, or use a lazy view.",
+            ) from error
+    given = cast("object", out)  # callers may not check types
+    if (
+        not isinstance(given, np.ndarray)
+        or out.dtype != np.float32
+        or out.shape != shape
+        or not out.flags.c_contiguous
+        or not out.flags.writeable
+    ):
+        found = f"{out.dtype} {out.shape}" if isinstance(given, np.ndarray) else type(given).__name__
+        raise ArgumentError(
+            f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out"
+        )
+    return out

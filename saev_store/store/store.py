@@ -1,0 +1,413 @@
+"""`ShardStore`: open, create, read and view a store."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+
+import numpy as np
+
+from saev_store.core.indexing import Block, Key, parse_key
+from saev_store.core.rows import Layers, Tokens, row_space
+from saev_store.documents import Metadata
+from saev_store.errors import ArgumentError, brief
+from saev_store.store.opened import OpenedStore
+from saev_store.store.opening import Opened, as_metadata, open_store
+from saev_store.store.reader import FloatArray, Reader
+from saev_store.store.selection import Selection, prepared
+from saev_store.transport import Engine, Transport, open_transport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import dask.array
+    import distributed
+    import icechunk
+    import xarray
+
+    from saev_store.sources import Source
+    from saev_store.sources.provenance import Origin
+    from saev_store.stats import Stats
+    from saev_store.store.estimate import Estimate, Prices
+    from saev_store.store.listing import StoreList
+    from saev_store.writer import ShardWriter
+    from saev_store.zarr import ZarrView
+
+Url: TypeAlias = str | os.PathLike[str]
+Options: TypeAlias = Mapping[str, object]
+#: A chunk shape over (example, layer, token, d_model), or what suits the transport.
+ChunkShape: TypeAlias = Literal["auto"] | Sequence[int]
+#: What xarray takes for `chunks`.
+TaskSizes: TypeAlias = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | Literal["auto"] | int | None
+
+
+class ShardStore(OpenedStore):
+    """An opened store of activations: index it like a NumPy array, or select from it by label.
+
+    Made by `ShardStore.open`. Reads return fresh float32 arrays. May be shared between threads, pickled (it reopens), and
+    used in forked children where its transport allows that. `as_*` methods give views, `to_*` methods write copies.
+
+    >>> from saev_store import ShardStore
+    >>> store = ShardStore.open(SAMPLE)
+    >>> store.shape, store.layers
+    ((7, 3, 5, 8), (2, 5, 11))
+    >>> store[:4, 0, 1:].shape
+    (4, 4, 8)
+    >>> len(store.sel(layer=11, tokens="content"))
+    28
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._reader = self._new_reader()
+        self._source: Source[object] | None = None
+
+    def _new_reader(self) -> Reader:
+        opened = self._opened
+        return Reader(
+            opened.transport,
+            self._layout,
+            readable=opened.readable,
+            check_sizes=not opened.sizes_checked,
+            damaged_ok=opened.damaged_ok,
+        )
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        url: Url | Transport,
+        storage_options: Options | None = None,
+        *,
+        engine: Engine = "auto",
+        damaged_ok: bool = False,
+    ) -> ShardStore:
+        """An existing store, in any spelling of the protocol.
+
+        Reads `metadata.json` and `shards.json` and nothing else. The sizes of local files are compared with the documents
+        now, those of remote files when they are first read.
+
+        Args:
+            url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec knows, chained ones too, or a transport.
+            storage_options: What fsspec hands to the file system, such as `{"anon": True}`.
+            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`; `"memory"` loads the whole
+                store at once.
+            damaged_ok: Open also where shards are missing or short. What is lost is in `problems`, and reading it raises.
+
+        Raises:
+            NotFoundError: there is no store; if it is a root of stores, the message lists them.
+            IncompleteStoreError: the store was never finished.
+            DocumentError: a document breaks rules; `problems` on the error lists all of them.
+            UnknownProtocolError: the store is newer than this package (a breaking change), or of another dtype.
+            CorruptShardError: shards are missing, short or too long, and `damaged_ok` is false.
+        """
+        return cls(open_store(url, storage_options, engine=engine, damaged_ok=damaged_ok))
+
+    @staticmethod
+    def list(root: Url, storage_options: Options | None = None) -> StoreList:
+        """The stores one level below a root, unfinished and broken ones marked.
+
+        Raises:
+            NotFoundError: there is no such folder.
+        """
+        from saev_store.store.listing import list_stores
+
+        return list_stores(open_transport(root, storage_options))
+
+    @staticmethod
+    def create(
+        root: Url,
+        metadata: Metadata | Mapping[str, object],
+        *,
+        storage_options: Options | None = None,
+        resume: bool | Literal["auto"] = False,
+        exist_ok: bool = False,
+        part: tuple[int, int] | None = None,
+        pad: bool | None = None,
+        on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
+        progress: bool | None = None,
+    ) -> ShardWriter:
+        """A writer of the new store `<root>/<metadata.hash>`, which is published, as a whole, when it is complete.
+
+        Args:
+            root: The folder of stores; created if need be.
+            metadata: What will be written: made by `saev_store.new_metadata`, or a mapping of its arguments.
+            storage_options: What fsspec hands to the file system.
+            resume: Continue an unfinished store; see `saev_store.writer.create_store` for this and all that follow.
+            exist_ok: For a complete store, return a writer that has nothing left to do.
+            part: `(rank, world)`: write only this part of the shards; `ShardStore.finalize` publishes.
+            pad: Write the last shard at full size, its tail zeros.
+            on_nonfinite: What to do with NaN and infinity in appended activations.
+            progress: Show a bar on stderr; default: when it is a terminal.
+        """
+        from saev_store.writer import create_store
+
+        transport = open_transport(root, storage_options)
+        return create_store(
+            transport, as_metadata(metadata), resume=resume, exist_ok=exist_ok, part=part, pad=pad,
+            on_nonfinite=on_nonfinite, progress=progress,
+        )  # fmt: skip
+
+    @classmethod
+    def finalize(
+        cls, root: Url, metadata: Metadata | Mapping[str, object], *, storage_options: Options | None = None
+    ) -> ShardStore:
+        """Publish a store whose parts were written by several processes, and open it.
+
+        Raises:
+            IncompleteStoreError: parts are missing; the message says which examples.
+            WriterConflictError: another process published it first, differently.
+        """
+        from saev_store.writer import finalize_store
+
+        metadata = as_metadata(metadata)
+        transport = open_transport(root, storage_options)
+        finalize_store(transport, metadata)
+        return cls.open(transport.at(metadata.hash))
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._layout.n_examples
+
+    def __getitem__(self, key: Key) -> FloatArray:
+        """What NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
+        # No cast: it would be a call more for each vector.
+        indices: tuple[object, ...] = key if isinstance(key, tuple) else ()  # pyright: ignore[reportUnknownVariableType]  # any items
+        if len(indices) == 3:  # the shortest way to one vector
+            example, layer, token = indices
+            n_examples, n_layers, n_tokens, _ = self._layout.shape
+            if (
+                type(example) is int
+                and type(layer) is int
+                and type(token) is int  # a boolean is no position
+                and 0 <= example < n_examples
+                and 0 <= layer < n_layers
+                and 0 <= token < n_tokens
+            ):
+                return self._reader.vector(example, layer, token)
+        return self.read(key)  # pyright: ignore[reportUnknownArgumentType]  # any items
+
+    def __iter__(self) -> Iterator[FloatArray]:
+        """Example by example, each a fresh (layer, token, d_model) array."""
+        for example in range(len(self)):
+            yield self[example]
+
+    def read(self, key: Key = ..., *, out: FloatArray | None = None) -> FloatArray:
+        """`self[key]`, optionally into memory that the caller owns.
+
+        Args:
+            key: Integers, slices with steps, lists, boolean masks, ellipsis: NumPy's rules, layers by position.
+            out: Memory to fill: float32, C order, of exactly the result's shape.
+
+        Raises:
+            SelectionError: the key does not fit the tensor.
+            ArgumentError: `out` does not fit the result.
+            CorruptShardError: a shard that is needed is missing, short or was lost.
+        """
+        request = parse_key(key, self._layout.shape)
+        result = prepared(out, request.shape)
+        self._reader.execute(
+            self._reader.plan(request), result.reshape(request.full_shape) if isinstance(request, Block) else result
+        )
+        return result if result.ndim or out is not None else result[()]
+
+    def estimate(self, key: Key = ..., *, prices: Prices | None = None) -> Estimate:
+        """What `store[key]` will cost in requests, bytes and dollars: the plan of the read, counted; nothing is read.
+
+        Args:
+            key: As in `store[key]`; `store.sel(…).estimate(rows)` does it for selections.
+            prices: Instead of `saev_store.store.estimate.PRICES`, such as `{"s3": Price(0, 0)}` for a server of your own.
+
+        Raises:
+            SelectionError: the key does not fit the tensor.
+
+        >>> from saev_store import ShardStore
+        >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
+        1120
+        """
+        from saev_store.store.estimate import PlanCount, estimate, price_of
+
+        request, count = parse_key(key, self._layout.shape), PlanCount(self._reader)
+        count.add(self._reader.plan(request))
+        wanted = math.prod(request.shape) * self.dtype.itemsize
+        price = price_of(self.transport, prices)
+        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
+
+    def sel(
+        self,
+        *,
+        layer: Layers = "all",
+        tokens: Tokens = "all",
+        examples: object = None,
+        ignore_labels: Sequence[int] | None = None,
+    ) -> Selection:
+        """Vectors chosen by label, as the rows of a lazy (n, d_model) array.
+
+        Args:
+            layer: A label out of `layers`, several of them, or `"all"`. Literal: -2 is the label -2.
+            tokens: `"content"`, `"special"` (CLS) or `"all"`.
+            examples: Positions: all by default, else an integer, slice, list or boolean mask.
+            ignore_labels: Leave out content tokens that carry one of these labels, such as the background.
+
+        Raises:
+            LayerNotFoundError: a layer was not recorded; the message lists those that were.
+            SelectionError: anything else this store does not hold.
+        """
+        labels = self.labels if ignore_labels is not None else None
+        space = row_space(
+            self._layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels, labels=labels
+        )
+        return Selection(self._reader, space)
+
+    def as_numpy(self, key: Key = ..., *, copy: bool | None = None) -> FloatArray:
+        """The tensor, or `key` of it, as one NumPy array.
+
+        Args:
+            key: As in `store[key]`.
+            copy: `False` for a read-only view of the mapped file, without reading anything, or an error where there is
+                none; `True` for fresh memory; `None` for a view where there is one. A view keeps the map alive.
+
+        Raises:
+            ArgumentError: `copy=False`, but the key spans shards, uses lists, or the store is not mapped.
+        """
+        if copy is not True:
+            request = parse_key(key, self._layout.shape)
+            view = self._reader.view(request) if isinstance(request, Block) else None
+            if view is not None:
+                return view
+            if copy is False:
+                raise ArgumentError(
+                    f"{brief(key)} is no view: a view takes integers and slices of examples that lie in one shard (of "
+                    f"{self._layout.examples_per_shard} examples) of a local store",
+                    where="copy=False",
+                    remedy="Use copy=None to copy where needed.",
+                )
+        return self.read(key)
+
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, *, copy: bool | None = None) -> np.ndarray:
+        array = self.as_numpy(copy=copy)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    # -- views and exports ---------------------------------------------------------------------------------------------
+
+    def as_zarr(self, *, chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto") -> ZarrView:
+        """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and `labels` where they exist.
+
+        Nothing is copied or listed: each chunk is a range of bytes of a shard. See `saev_store.zarr.open_view`.
+
+        >>> import zarr
+        >>> from saev_store import ShardStore
+        >>> group = zarr.open_group(ShardStore.open(SAMPLE).as_zarr(), mode="r")
+        >>> group["activations"][2:4, 0, 1].shape, group["layer"][:].tolist()
+        ((2, 8), [2, 5, 11])
+        """
+        from saev_store.zarr import open_view
+
+        return open_view(self, chunks=chunks, sharded=sharded)
+
+    def as_xarray(
+        self, *, chunks: TaskSizes = None, zarr_chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto"
+    ) -> xarray.Dataset:
+        """A lazy `xarray.Dataset` of the activations with dimension names, layer labels and token numbers (-1 is CLS).
+
+        See `saev_store.xarray.open_store`.
+        """
+        from saev_store.xarray import open_store
+
+        return open_store(self, chunks=chunks, zarr_chunks=zarr_chunks, sharded=sharded)
+
+    def as_dask(self, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
+        """A lazy `dask.array.Array` of the tensor, whose tasks read through this store. See `saev_store.dask.from_store`."""
+        from saev_store.dask import from_store
+
+        return from_store(self, chunks=chunks)
+
+    def to_kerchunk(
+        self, path: Url, *, format: Literal["json", "parquet"] = "json", chunks: ChunkShape = "auto",
+        base: str | None = None, storage_options: Options | None = None,
+    ) -> None:  # fmt: skip
+        """Write references that fsspec's `reference://` reads. See `saev_store.export.write_kerchunk`."""
+        from saev_store.export import write_kerchunk
+
+        write_kerchunk(self, os.fspath(path), format=format, chunks=chunks, base=base, storage_options=storage_options)
+
+    def to_icechunk(
+        self, target: Url | icechunk.Storage, *, chunks: ChunkShape = "auto", base: str | None = None,
+        container: icechunk.VirtualChunkContainer | None = None,
+    ) -> str:  # fmt: skip
+        """Create an Icechunk repository whose chunks are ranges of the shards; returns the commit's id.
+
+        See `saev_store.export.write_icechunk`.
+        """
+        from saev_store.export import write_icechunk
+
+        where = os.fspath(target) if isinstance(target, (str, os.PathLike)) else target
+        return write_icechunk(self, where, chunks=chunks, base=base, container=container)
+
+    def to_tensorstore_spec(
+        self, array: str = "activations", *, base: str | Mapping[str, object] | None = None
+    ) -> dict[str, object]:
+        """What `tensorstore.open` takes to read one array, as plain JSON types. See `saev_store.export.tensorstore_spec`."""
+        from saev_store.export import tensorstore_spec
+
+        return tensorstore_spec(self, array, base=base)
+
+    def stats(
+        self, *, sample: int | None = None, seed: int = 0, client: distributed.Client | str | None = None,
+        refresh: bool = False, save: bool = True, progress: bool | None = None,
+    ) -> Stats:  # fmt: skip
+        """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
+
+        Computed with dask; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
+
+        >>> from saev_store import ShardStore
+        >>> stats = ShardStore.open(SAMPLE).stats(save=False)
+        >>> stats.mean_norm.shape, int(stats.count[0, 0])
+        ((3, 5), 56)
+        """
+        from saev_store.stats import store_stats
+
+        return store_stats(self, sample=sample, seed=seed, client=client, refresh=refresh, save=save, progress=progress)
+
+    def source(
+        self, storage_options: Options | None = None, *, url: Url | None = None, outside_ok: bool = False
+    ) -> Source[object]:
+        """The data set that this store was recorded from, opened; see `saev_store.sources.provenance.source_of`."""
+        from saev_store.sources.provenance import source_of
+
+        return source_of(self.metadata, storage_options, url=url, outside_ok=outside_ok)
+
+    def origin(
+        self, example_idx: int, token_idx: int | None = None, *, source: Source[object] | None = None,
+        neighbours: int = 8,
+    ) -> Origin:  # fmt: skip
+        """The sample that a vector comes from, and the place in it: a token with its neighbours, or the box of a patch.
+
+        `source` is opened, once, where it is not given. See `saev_store.sources.provenance.origin_of`.
+        """
+        from saev_store.sources.provenance import origin_of
+
+        if source is None:
+            source = self._source = self._source or self.source()
+        return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours)
+
+    def close(self) -> None:
+        """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
+        self._reader = self._new_reader()
+        self._labels = None
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
+        return ShardStore, (self._opened,)

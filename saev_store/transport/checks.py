@@ -1,0 +1,204 @@
+"""Checks of paths, ranges and buffers, and the translation of the operating system's errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    DeadlineError,
+    NotFoundError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    UnsafeContentError,
+)
+from saev_store.transport.base import Buffer
+
+#: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
+Run: TypeAlias = tuple[int, list[memoryview]]
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_TRANSIENT = {
+    errno.EAGAIN,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.EINTR,
+    errno.EIO,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.ESTALE,
+}
+
+
+def check_path(path: str, *, root_ok: bool = False) -> str:
+    """`path` itself, once it is certain that it stays below the root.
+
+    Raises:
+        UnsafeContentError: the path is absolute, holds `..`, an empty part, a NUL or something that is no text.
+
+    >>> check_path(".saev_store/receipts/0.json")
+    '.saev_store/receipts/0.json'
+    """
+    if root_ok and path == "":
+        return path
+    rule = "a path below a store is relative, with parts between '/' that are not empty, '.' or '..'"
+    if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
+        raise UnsafeContentError(f"{path!r} would leave the folder: {rule}", where="path")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
+    return path
+
+
+def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> int:
+    """The largest end (0 if there are no ranges), once each range is half-open and not negative.
+
+    Raises:
+        ArgumentError: the lengths differ, or a range is backwards or negative.
+    """
+    if len(starts) != len(ends):
+        raise ArgumentError(f"{len(starts)} starts but {len(ends)} ends: each range needs both", where=where)
+    largest = 0
+    for start, end in zip(starts, ends, strict=True):
+        if not 0 <= start <= end:
+            raise ArgumentError(f"the range {start}:{end} is negative or backwards", where=where)
+        largest = max(largest, end)
+    return largest
+
+
+def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryview]:
+    """The same memory as one-dimensional bytes, without the empty ones.
+
+    Raises:
+        ArgumentError: a buffer is not C-contiguous, not castable to bytes, or read-only where it will be filled.
+    """
+    views: list[memoryview] = []
+    for buffer in buffers:
+        if buffer.nbytes == 0:
+            continue
+        if writable and buffer.readonly:
+            raise ArgumentError("a read-only buffer cannot be filled", where="buffers")
+        try:
+            views.append(buffer.cast("B"))
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"a buffer of format {buffer.format!r} and shape {buffer.shape} is not plain memory: {error}",
+                where="buffers",
+                remedy="Pass C-contiguous arrays of a native dtype.",
+            ) from error
+    return views
+
+
+def joined_runs(where: str, starts: Sequence[int], buffers: Sequence[memoryview]) -> list[Run]:
+    """Which memory to fill from which place of a file; what follows in the file is joined, empty buffers are left out.
+
+    Raises:
+        ArgumentError: the lengths differ, a start is negative, or a buffer cannot be filled.
+
+    >>> runs = joined_runs("a.bin", [5, 7, 40], [memoryview(bytearray(n)) for n in (2, 3, 1)])
+    >>> [(start, [len(view) for view in views]) for start, views in runs]
+    [(5, [2, 3]), (40, [1])]
+    """
+    if len(starts) != len(buffers):
+        raise ArgumentError(f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=where)
+    runs: list[Run] = []
+    end = -1
+    for start, buffer in zip(starts, buffers, strict=True):
+        if start < 0:
+            raise ArgumentError(f"the range {start}:{start + buffer.nbytes} is negative or backwards", where=where)
+        views = byte_views((buffer,), writable=True)
+        if views and start == end:
+            runs[-1][1].extend(views)
+        elif views:
+            runs.append((start, views))
+        end = start + buffer.nbytes if views else end
+    return runs
+
+
+def run_end(run: Run) -> int:
+    """The byte of the file after a run's last."""
+    return run[0] + sum(view.nbytes for view in run[1])
+
+
+def scatter(source: Buffer, targets: Sequence[memoryview]) -> None:
+    """Copy bytes into consecutive pieces of memory; NumPy releases the interpreter's lock meanwhile."""
+    found, at = np.frombuffer(source, np.uint8), 0
+    for target in targets:
+        np.copyto(np.frombuffer(target, np.uint8), found[at : at + len(target)])
+        at += len(target)
+
+
+def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:
+    """The error for a file that ends before a range does."""
+    return CorruptShardError(
+        f"the file has {size:,} bytes but byte {needed:,} is needed: it was cut, or is not finished",
+        where=where,
+        remedy="Run `saev-store validate` on the store to learn what is lost.",
+    )
+
+
+def too_big(where: str, *, size: int | None, max_bytes: int) -> TransportError:
+    """The error for a document that is larger than any valid one."""
+    length = "more" if size is None else f"{size:,} bytes"
+    return TransportError(f"the file has {length}, but at most {max_bytes:,} bytes are read at once", where=where)
+
+
+def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
+    """Our error for one of the operating system's; raise it `from` the original.
+
+    Args:
+        error: What the system call raised.
+        where: The file, shown first.
+        doing: The operation in the infinitive, such as `"read"`.
+    """
+    code = error.errno
+    text = os.strerror(code) if code else (str(error) or type(error).__name__)
+    name = errno.errorcode.get(code, str(code)) if code else type(error).__name__
+    message = f"could not {doing}: {text} ({name})"
+    if code in {errno.ENOENT, errno.ENOTDIR} or isinstance(error, FileNotFoundError):
+        return NotFoundError(message, where=where)
+    if code in {errno.EACCES, errno.EPERM, errno.EROFS} or isinstance(error, PermissionError):
+        return AccessError(message, where=where, remedy="Check the permissions of the file and of its folders.")
+    if code == errno.EEXIST or isinstance(error, FileExistsError):
+        return StoreExistsError(message, where=where)
+    if code == errno.ETIMEDOUT or isinstance(error, TimeoutError):
+        return DeadlineError(message, where=where, transient=True)
+    remedy = None
+    if code in _NO_SPACE:
+        remedy = "Free space (or raise the quota) and resume: everything written so far is kept."
+    elif code in {errno.EMFILE, errno.ENFILE}:
+        remedy = "Raise the limit on open files (`ulimit -n`)."
+    return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)
+
+
+class os_errors:  # noqa: N801  # reads as a statement, like contextlib's
+    """A `with` block in which the operating system's errors become ours; ours pass through.
+
+    >>> with os_errors("acts000000.bin", "read"):
+    ...     raise OSError(errno.EIO, "")
+    Traceback (most recent call last):
+    saev_store.errors.TransportError: acts000000.bin: could not read: Input/output error (EIO)
+    """
+
+    __slots__ = ("_doing", "_where")
+
+    def __init__(self, where: str, doing: str) -> None:
+        self._where, self._doing = where, doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, SaevStoreError):
+            raise from_os_error(error, where=self._where, doing=self._doing) from error

@@ -1,0 +1,1 @@
+"""Every address that fsspec knows."""

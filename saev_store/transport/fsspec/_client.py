@@ -1,0 +1,323 @@
+"""One fsspec file system: opened lazily, again after a fork, and with errors that are ours and tell no secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import BinaryIO, Protocol, TypeVar, cast
+
+from saev_store._runtime.locks import ForkSafeLock
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    DeadlineError,
+    MissingDependencyError,
+    NotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport._tally import Tally
+from saev_store.transport._tls import refused_certificate
+from saev_store.transport._waits import awaited
+from saev_store.transport.checks import from_os_error
+from saev_store.transport.credentials import LeftBehind, Options
+from saev_store.transport.fsspec._options import tuned
+
+#: Protocols that answer within microseconds and hold whole files in this process or on this machine.
+NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+#: Slower than this is as good as stalled, so it is part of every deadline.
+_SLOWEST_BYTES_PER_S = 1 << 20
+_PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
+#: What is done where nothing is made.
+_READS = {"read", "look at it", "list"}
+#: Protocols whose open files (or whose `cat_file`) do not disturb each other.
+_OWN_POSITIONS = {"file", "local", "memory"}
+# All members of an archive are read through one file object, and `zipfile` of Python 3.13 seeks in a stored member
+# relative to wherever the last reader left it: two readers at a time would get wrong bytes. A cache downloads a file when
+# it is opened, two readers into the same place. One lock for all, for two clients may stand on the same archive.
+_TURN = ForkSafeLock()
+# File systems that belong to a parent process: closing their connections here would wait for a dead thread.
+_INHERITED: list[object] = []
+
+
+T = TypeVar("T")
+
+
+class _HasLoop(Protocol):
+    loop: asyncio.AbstractEventLoop
+
+
+class FileSystem(Protocol):
+    """The part of fsspec's file systems that we call; fsspec itself has no types."""
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes: ...
+    def cat_ranges(
+        self, paths: list[str], starts: list[int], ends: list[int], *, on_error: str, **options: object
+    ) -> list[bytes]: ...
+    def info(self, path: str, **options: object) -> Mapping[str, object]: ...
+    def ls(self, path: str, detail: bool, **options: object) -> list[Mapping[str, object]]: ...
+    def pipe_file(self, path: str, value: bytes, **options: object) -> object: ...
+    def cp_file(self, path1: str, path2: str, **options: object) -> object: ...
+    def put_file(self, lpath: str, rpath: str, **options: object) -> object: ...
+    def rm(self, path: str, recursive: bool, **options: object) -> object: ...
+    def makedirs(self, path: str, exist_ok: bool) -> None: ...
+    def open(self, path: str, mode: str) -> AbstractContextManager[BinaryIO]: ...
+    def invalidate_cache(self, path: str | None = None) -> None: ...
+
+
+class Client:
+    """The file system behind a URL, shared by all transports below it; thread-safe.
+
+    Args:
+        url: Any fsspec URL, chained ones (`simplecache::s3://…`) included.
+        options: fsspec's `storage_options`; never shown.
+        timeout_s: Longest wait for one operation, plus one second per MiB that it moves.
+
+    Raises:
+        MissingDependencyError: no installed package serves the protocol.
+        ArgumentError: the file system refuses the options.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object] | Options, *, timeout_s: float) -> None:
+        self.url, self.timeout_s = url, timeout_s
+        self.options = options if isinstance(options, Options) else Options(options)
+        self.tally = Tally()
+        self.protocols = tuple(_protocol(link) for link in url.split("::"))
+        self.safe_url = safe_url(url)
+        self._lock = ForkSafeLock()
+        self._pid = -1
+        self._fs: FileSystem | None = None
+        self.root = ""
+        self.is_async = self.has_cat_file = False
+        self.fs()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (self.url, self.options, self.timeout_s))
+
+    def fs(self) -> FileSystem:
+        """The file system of this process: a forked child gets a fresh one, for threads and sockets do not fork."""
+        pid = os.getpid()
+        if self._fs is not None and self._pid == pid:
+            return self._fs
+        if self._pid not in {-1, pid}:
+            _INHERITED.append(self._fs)
+        with self._lock:
+            if self._fs is None or self._pid != pid:
+                self._fs = self._open(fresh=self._pid != -1)
+                self._pid = pid
+            return self._fs
+
+    def _open(self, *, fresh: bool) -> FileSystem:
+        # By name, for these modules have no types; `FileSystem` above is what we rely on.
+        core, asyn, spec = (import_module(f"fsspec.{name}") for name in ("core", "asyn", "spec"))
+        options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
+        if len(self.protocols) == 1:
+            options |= tuned(self.protocols[0], self.options.all)
+        else:
+            options |= self.options.all
+            for protocol in set(self.protocols):
+                inner = cast("Mapping[str, object]", options.get(protocol) or {})
+                if found := tuned(protocol, inner):
+                    options[protocol] = found
+        with self.errors("open"):
+            try:
+                found = core.url_to_fs(self.url, **options)
+            except ImportError as error:
+                raise self._missing(str(error)) from error
+            except (TypeError, ValueError) as error:
+                text = self.redact(str(error))
+                if "Protocol not known" in text:
+                    raise self._missing(text) from error
+                raise ArgumentError(
+                    f"{self.safe_url} cannot be opened with these options: {text}", where="storage_options"
+                ) from None
+        fs, root = cast("tuple[FileSystem, str]", found)
+        self.root = root.rstrip("/") if root.strip("/") else root
+        # By type: a caching file system pretends to have the attributes of the one it wraps. `dir::` can wrap either.
+        self.is_async = issubclass(type(fs), cast("type", asyn.AsyncFileSystem)) and self.protocols[0] != "dir"
+        self.has_cat_file = type(fs).cat_file is not cast("object", spec.AbstractFileSystem.cat_file)
+        return fs
+
+    def _missing(self, text: str) -> MissingDependencyError:
+        extras = sorted({_EXTRAS[protocol] for protocol in self.protocols if protocol in _EXTRAS})
+        remedy = f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Install the package that serves it."
+        return MissingDependencyError(
+            f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy
+        )
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which files may be open."""
+        return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN
+
+    def timeout(self, nbytes: int) -> float:
+        """Longest wait for an operation that moves that many bytes."""
+        return self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+
+    def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> object:
+        """What an operation of the file system gives, waited for no longer than is allowed for `nbytes`.
+
+        An asynchronous one that is late is cancelled: one that went on by itself could still change the object after
+        somebody else has written it. The others cannot be given up on.
+        """
+        fs = self.fs()
+        if not self.is_async:
+            return getattr(fs, operation)(*arguments, **options)
+        begin = getattr(fs, f"_{operation}")
+        future = self.submit(lambda: begin(*arguments, **options), nbytes=nbytes)
+        # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
+        return awaited(future, self.timeout(nbytes) + 10)
+
+    def submit(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> Future[T]:
+        """Begin `work()` in the loop of an asynchronous file system; its errors are the library's own."""
+        limit_s = self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+
+        async def within() -> T:
+            async with asyncio.timeout(limit_s):
+                return await work()
+
+        return asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
+
+    def redact(self, text: str) -> str:
+        """`text` without any of the options' values and without what URLs may carry."""
+        text = self.options.redact(text)
+        return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
+
+    @contextlib.contextmanager
+    def errors(self, doing: str, path: str = "") -> Generator[None]:
+        """A block whose errors become ours."""
+        try:
+            yield
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            # A traceback shows the cause as well, and tools that pickle errors take all that hangs on it: one that tells a
+            # secret anywhere is left out; so is one that hangs on a thousand frames (s3fs, sent in circles by a server).
+            text = str(error)
+            hangs_on_it = "".join(f"{link!s} {link.args!r} {vars(link)!r}" for link in _chain(error))
+            is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
+            is_harmless &= not isinstance(error, RecursionError)
+            cause = error if is_harmless else None
+            raise self._translate(
+                error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url
+            ) from cause
+
+    def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        reason = error.__cause__
+        if isinstance(error, FileNotFoundError) and isinstance(reason, Exception) and not _is_absence(reason):
+            error = reason  # fsspec's web client calls every failure so, refused connections included
+        told = " ".join(str(link) for link in _chain(error))
+        endpoint = str(self.options.all.get("endpoint_url") or self.safe_url.rpartition("::")[2])
+        if (refused := refused_certificate(told, where=where, endpoint=endpoint)) is not None:
+            return refused
+        text = self.redact(str(error)).strip()
+        message = f"could not {doing}: {type(error).__name__}{f': {text}' if text else ''}"
+        status = _status(error)
+        kind = type(error).__name__
+        missing_member = isinstance(error, KeyError) and "in the archive" in text  # of `zipfile`, through older fsspec
+        if isinstance(error, FileNotFoundError) or status == 404 or missing_member:
+            return NotFoundError(message, where=where)
+        is_forbidden = isinstance(error, OSError) and error.errno is None and text.startswith("Forbidden:")  # of gcsfs
+        if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind or is_forbidden:
+            return AccessError(
+                message, where=where, remedy="Check the credentials in storage_options or the environment."
+            )
+        if isinstance(error, FileExistsError):  # or what gcsfs makes of 412, whatever was asked
+            return (TransportError if doing in _READS else StoreExistsError)(message, where=where)
+        # s3fs follows a redirection to the same place until the stack is full.
+        if isinstance(error, RecursionError):
+            return TransportError(
+                f"could not {doing}: the server goes on answering that the bucket is elsewhere",
+                where=where,
+                remedy='Name its region and end point: storage_options={"endpoint_url": …, "client_kwargs": '
+                '{"region_name": …}}.',
+            )
+        if isinstance(error, TimeoutError) or "Timeout" in kind:
+            return DeadlineError(message, where=where, transient=True)
+        if isinstance(error, NotImplementedError):
+            return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
+        if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and status is None:
+            return from_os_error(OSError(error.errno, text), where=where, doing=doing)
+        transient = not isinstance(error, (TypeError, ValueError)) and (
+            status is None or status >= 500 or status in {408, 429}
+        )
+        return TransportError(message, where=where, transient=transient)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and all that it came from."""
+    found, todo = list[BaseException](), [error]
+    while todo:
+        link = todo.pop()
+        if not any(link is known for known in found):
+            found.append(link)
+            todo += [other for other in (link.__cause__, link.__context__) if other is not None]
+    return found
+
+
+def means_exists(error: Exception) -> bool:
+    """Whether a failed exclusive creation failed because the name is taken."""
+    if isinstance(error, FileExistsError) or _status(error) == 412:
+        return True
+    return bool(_PRECONDITION.search(str(error)))
+
+
+def safe_url(url: str) -> str:
+    """A URL that may be shown: without user, password, query and trailing slash.
+
+    >>> safe_url("simplecache::https://me:secret@host/x/?token=1")
+    'simplecache::https://host/x'
+    """
+    links: list[str] = []
+    for link in url.split("::"):
+        if _protocol(link) not in NEAR_PROTOCOLS:
+            link = re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])  # noqa: PLW2901  # one link after the other is cleaned
+        links.append(link if link.endswith("://") else link.rstrip("/"))
+    return "::".join(links)
+
+
+def _protocol(link: str) -> str:
+    head, separator, _ = link.partition("://")
+    return head.lower() if separator or head.isidentifier() else "file"
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of aiohttp, gcsfs, botocore or azure, or its cause, carries."""
+    if (
+        type(error).__name__ == "ClientPayloadError"
+    ):  # a body that broke off; its cause has a code, but no server sent it
+        return None
+    for attribute in ("status", "code", "status_code"):
+        value = getattr(error, attribute, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return value
+    response: object = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        about = cast("Mapping[str, Mapping[str, object]]", response).get("ResponseMetadata", {})
+        value = about.get("HTTPStatusCode")
+        if isinstance(value, int):
+            return value
+    return _status(error.__cause__) if error.__cause__ is not None and error.__cause__ is not error else None
+
+
+def _is_absence(error: Exception) -> bool:
+    if isinstance(error, (FileNotFoundError, KeyError)) or _status(error) == 404:
+        return True
+    return not (isinstance(error, OSError) or _status(error) or type(error).__module__.startswith("aiohttp"))
+
+
+def _reopen(url: str, options: Options, timeout_s: float) -> Client | LeftBehind:
+    try:
+        return Client(url, options, timeout_s=timeout_s)
+    except AccessError as error:
+        protocols = tuple(_protocol(link) for link in url.split("::"))
+        return LeftBehind(_reopen, (url, options, timeout_s), error, protocols=protocols, safe_url=safe_url(url))

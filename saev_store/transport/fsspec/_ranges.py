@@ -1,0 +1,126 @@
+"""Ranges through the file systems for S3, Google and web servers, with what these know of the object and do not tell.
+
+`cat_ranges` returns bytes alone. Here the answer's own words are read too: its ETag or generation, and the range that it
+says it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from saev_store.errors import TransportError
+from saev_store.transport._pins import Version
+from saev_store.transport._waits import awaited
+from saev_store.transport.base import IN_FLIGHT
+
+T = TypeVar("T")
+
+#: Waits before a body that broke off is asked for again; what fails before the body, the file systems try again themselves.
+_WAITS_S = (0.1, 0.2, 0.4, 0.8)
+_PASSING = {"ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError", "ReadTimeoutError"}
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+Answer = tuple[bytes, Version]
+#: fsspec and its file systems have no types.
+_FileSystem = Any
+_Get = Callable[[_FileSystem, str, int, int], Awaitable[tuple[bytes, Mapping[str, str]]]]
+
+
+async def _s3(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+    bucket, key, version = fs.split_path(path)
+    chosen = {"VersionId": version} if version else {}
+    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **chosen)
+    try:
+        return await answer["Body"].read(), answer["ResponseMetadata"]["HTTPHeaders"]
+    finally:
+        answer["Body"].close()
+
+
+async def _gs(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+    headers, data = await fs._call("GET", fs.url(path), headers={"Range": f"bytes={start}-{end - 1}"})
+    return data, headers
+
+
+async def _http(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+    options = dict(fs.kwargs)
+    options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(path), **options) as answer:
+        fs._raise_not_found_for_status(answer, path)
+        return await answer.read(), answer.headers
+
+
+_GET: dict[str, tuple[_Get, str]] = {
+    **dict.fromkeys(("s3", "s3a"), (_s3, "s3fs")),
+    **dict.fromkeys(("gs", "gcs"), (_gs, "gcsfs")),
+    **dict.fromkeys(("http", "https"), (_http, "fsspec.implementations.http")),
+}
+
+
+def getter(protocols: Sequence[str], fs: _FileSystem) -> _Get | None:
+    """How a file system's ranges are asked for, or None where only `cat_ranges` knows."""
+    get, module = _GET.get(protocols[0], (None, "")) if len(protocols) == 1 else (None, "")
+    return get if type(fs).__module__.startswith(module) else None
+
+
+def ranges(
+    get: _Get, fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int], *, where: str, timeout_s: float
+) -> list[Answer]:
+    """The ranges of one object, side by side, each with the version of the object that it is of.
+
+    Raises:
+        TransportError: an answer is of another range than was asked for.
+        TimeoutError: it took too long; what was under way is cancelled.
+        Exception: whatever the file system raises.
+    """
+
+    async def all_of_them() -> list[Answer]:
+        slots = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(start: int, end: int) -> Answer:
+            async with slots:
+                return await _again(lambda: _checked(get, fs, path, start, end, where=where))
+
+        async with asyncio.timeout(timeout_s):
+            tasks = [asyncio.ensure_future(one(start, end)) for start, end in zip(starts, ends, strict=True)]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    # The inner deadline cancels; the outer one is for a loop that is stuck.
+    return awaited(asyncio.run_coroutine_threadsafe(all_of_them(), fs.loop), timeout_s + 10)
+
+
+async def _checked(get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str) -> Answer:
+    data, headers = await get(fs, path, start, end)
+    names = {name.lower(): value for name, value in headers.items()}
+    said = _RANGE.fullmatch(names.get("content-range", ""))
+    if said is None:
+        size = None
+    else:
+        size = None if said[3] == "*" else int(said[3])
+        if (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
+            raise TransportError(
+                f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for",
+                where=where,
+                transient=True,
+            )
+    version = names.get("x-goog-generation") or names.get("etag") or names.get("last-modified")
+    return data, (version, size)
+
+
+async def _again(work: Callable[[], Awaitable[T]]) -> T:
+    for wait_s in (*_WAITS_S, None):
+        try:
+            return await work()
+        except Exception as error:
+            if wait_s is None or type(error).__name__ not in _PASSING:
+                raise
+            await asyncio.sleep(wait_s)
+    raise AssertionError  # the last wait is None

@@ -1,0 +1,95 @@
+"""A large file written through fsspec: collected in a temporary file, then uploaded in one call."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from saev_store.errors import ArgumentError, TransportError
+from saev_store.transport.checks import os_errors
+from saev_store.transport.fsspec._client import Client
+from saev_store.transport.local._libc import preallocate
+from saev_store.transport.local.fd_sink import FdSink
+
+#: gcsfs compares no checksum unless it is told to; s3fs adds a CRC32 to every part by itself.
+_CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}
+
+
+class SpooledSink(FdSink):
+    """A file under construction in `$TMPDIR`, where it needs `used_nbytes` of space until it is committed.
+
+    Nothing survives a crash before `commit`: the file is written again from its start.
+
+    Args:
+        path: The name below the client's address, for messages.
+        full: The name for the file system.
+        committed: Called when the file is there.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        path: str,
+        full: str,
+        *,
+        used_nbytes: int,
+        file_nbytes: int,
+        committed: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(f"{client.safe_url}/{path}", used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._client, self._path, self._full, self._committed = client, path, full, committed
+        with os_errors(tempfile.gettempdir(), f"reserve {used_nbytes:,} bytes to collect {self._where}"):
+            # Without a name, so that a killed process leaves nothing behind.
+            with tempfile.TemporaryFile() as spool:
+                self._fd = os.dup(spool.fileno())
+            try:
+                preallocate(self._fd, used_nbytes)
+                os.ftruncate(self._fd, file_nbytes)
+            except OSError:
+                self.abort()
+                raise
+
+    def sync(self) -> int:
+        """Always 0: nothing survives a crash before `commit`."""
+        return 0
+
+    def keep(self, nbytes: int) -> None:
+        """Refuse: an upload starts over.
+
+        Raises:
+            ArgumentError: `nbytes` is not 0.
+        """
+        if nbytes:
+            raise ArgumentError(f"{nbytes} bytes cannot be kept: uploads start over", where=self._where)
+
+    def read_back(self, start: int, end: int) -> bytes:  # noqa: ARG002  # as `Sink` has it
+        """Always empty: an upload starts over."""
+        return b""
+
+    def commit(self) -> None:
+        """Upload the whole file under its name, and check its size there.
+
+        Raises:
+            ArgumentError: not all of `used_nbytes` were written.
+            TransportError: the upload failed or another length arrived; the temporary file stays for another try.
+        """
+        self._written.check_complete(self._used, where=self._where)
+        fd = self._descriptor()
+        os.lseek(fd, 0, os.SEEK_SET)  # on some systems, opening /dev/fd/N shares the position
+        client = self._client
+        with client.errors("upload", self._path):
+            fs = client.fs()
+            if not client.is_async:
+                fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
+            client.tally.add("sink.write", written=self._file)
+            options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
+            client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+            fs.invalidate_cache(self._full)
+            client.tally.add("size")
+            size = cast("Mapping[str, object]", client.ask("info", self._full)).get("size")
+        self._committed()
+        if size != self._file:
+            raise TransportError(f"{size} bytes arrived of {self._file:,}", where=self._where, transient=True)
+        self.abort()

@@ -1,0 +1,401 @@
+"""Everything that fsspec can reach: object stores, web servers, archives, caches in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import BinaryIO, cast
+
+from saev_store._runtime.locks import ForkSafeLock
+from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.transport._pins import Pins, Version
+from saev_store.transport.base import Buffer, Counters, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
+from saev_store.transport.checks import (
+    check_path,
+    check_ranges,
+    joined_runs,
+    run_end,
+    scatter,
+    too_big,
+    too_short,
+)  # fmt: skip
+from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
+from saev_store.transport.fsspec._ranges import getter, ranges
+from saev_store.transport.fsspec._sink import SpooledSink
+from saev_store.transport.fsspec._uploads import list_uploads
+
+#: A request through fsspec's clients is about a millisecond of Python.
+_FAR = far_cost(cpu_s=1e-3)
+_NEAR = ReadCost(256 << 10, 64 << 20)
+#: Services that copy objects by themselves, and of these the ones whose client lists unfinished uploads.
+_COPYING = {"s3", "s3a", "gs", "gcs"}
+_LISTING_UPLOADS = {"s3", "s3a"}
+# Where "exists" and "write" are two steps, at least the threads of this process take turns.
+_CREATE_LOCK = ForkSafeLock()
+
+
+class FsspecTransport:
+    """Any fsspec URL. Memory of all buffers is fresh.
+
+    Asynchronous file systems (object stores, HTTP) fetch all ranges of a call at once and are given up on after
+    `timeout_s`, plus one second per MiB asked for. The others (archives, caches, SFTP, …) are read one range after the
+    other, by one thread at a time, and wait as long as their library does.
+
+    On S3, Google and web servers the first range of a file pins the file: its ETag or generation and its size must stay what
+    they were, or reading it is an error, never a mixture of two objects; `close` lets go of all pins. Elsewhere only a
+    changed length is noticed.
+
+    Args:
+        url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
+        storage_options: What fsspec wants to know; never part of a message, of `repr` or of a pickle that
+            outlives this process and its children.
+        timeout_s: Longest wait for one operation.
+
+    Raises:
+        MissingDependencyError: no installed package serves the protocol.
+    """
+
+    pads = False
+    is_local = False
+    local_path = None
+    reads_into = False
+
+    def __init__(
+        self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
+    ) -> None:
+        self._client = Client(url, storage_options or {}, timeout_s=timeout_s)
+        self._pins = Pins()
+        self._folder = ""
+
+    @property
+    def url(self) -> str:
+        """The root without credentials and query."""
+        return self._where(self._folder)
+
+    @property
+    def name(self) -> str:
+        """`fsspec:` and the protocols of the URL."""
+        return f"fsspec:{'::'.join(self._client.protocols)}"
+
+    @property
+    def cost(self) -> ReadCost:
+        """Objects far away want few large requests, files near by do not mind many."""
+        return _NEAR if NEAR_PROTOCOLS.issuperset(self._client.protocols) else _FAR
+
+    @property
+    def counters(self) -> Counters:
+        """What was asked of the file system so far, through this client; what it asks again by itself is not counted."""
+        return self._client.tally.counters
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def at(self, path: str) -> FsspecTransport:
+        """The same client, one folder deeper."""
+        child = object.__new__(type(self))
+        child._client, child._pins = self._client, self._pins
+        child._folder = self._below(path) if path else self._folder
+        return child
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
+        below = self._below(path)
+        # A range without an end looks useless, but makes s3fs skip the request for the size.
+        end = None if max_bytes is None else max_bytes + 1
+        try:
+            with self._client.errors("read", below), self._client.turn():
+                data = cast("bytes", self._client.ask("cat_file", self._full(below), start=0, end=end, nbytes=end or 0))
+        except DeadlineError:
+            raise
+        except TransportError:
+            # Servers refuse any range of an empty file.
+            with contextlib.suppress(SaevStoreError):
+                if self.size(path) == 0:
+                    return b""
+            raise
+        self._client.tally.add("read", read=len(data))
+        if max_bytes is not None and len(data) > max_bytes:
+            raise too_big(self._where(below), size=None, max_bytes=max_bytes)
+        return bytes(data)
+
+    def size(self, path: str) -> int:
+        """The size of a file in bytes, asked anew each time."""
+        below = self._below(path)
+        with self._client.errors("look at it", below):
+            self._client.tally.add("size")
+            info = cast("Mapping[str, object]", self._client.ask("info", self._full(below)))
+        size = info.get("size")
+        if info.get("type") == "directory":
+            raise TransportError("this is a folder, but a file is needed", where=self._where(below))
+        if not isinstance(size, int):
+            raise TransportError("the server does not tell the size of this file", where=self._where(below))
+        return size
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One fresh buffer per range, each of exactly the length asked for; empty ranges cost no request.
+
+        Raises:
+            CorruptShardError: the file ends before a range does.
+            TransportError: the server sent something else than the range.
+        """
+        below = self._below(path)
+        needed = check_ranges(self._where(below), starts, ends)
+        wanted = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        parts: list[Buffer] = [b""] * len(starts)
+        if wanted:
+            try:
+                found = self._fetch(below, [starts[index] for index in wanted], [ends[index] for index in wanted])
+            except DeadlineError:
+                raise
+            except TransportError as error:
+                self._blame(path, needed, error)
+                raise
+            for index, (part, version) in zip(wanted, found, strict=True):
+                if version is not None:
+                    self._pins.check(below, version, where=self._where(below))
+                parts[index] = part
+        return parts
+
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fetch the ranges and copy them into the buffers."""
+        runs = joined_runs(self._where(self._below(path)), starts, buffers)
+        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
+        for source, (_, views) in zip(found, runs, strict=True):
+            scatter(source, views)
+
+    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
+        """Each range, with the version of the object that it is of where the file system can be made to tell."""
+        client, full = self._client, self._full(below)
+        nbytes = sum(ends) - sum(starts)
+        with client.errors("read", below):
+            fs = client.fs()
+            get = getter(client.protocols, fs)
+            versions: list[Version | None] = [None] * len(starts)
+            if get is not None:
+                timeout_s = client.timeout(nbytes)
+                answers = ranges(get, fs, full, starts, ends, where=self._where(below), timeout_s=timeout_s)
+                found = [data for data, _ in answers]
+                versions = [version for _, version in answers]
+            elif client.is_async:
+                paths = [full] * len(starts)
+                found = client.ask("cat_ranges", paths, starts, ends, on_error="raise", nbytes=nbytes)
+                found = cast("list[bytes]", found)
+                # Older releases of fsspec return errors as data whatever `on_error` says.
+                for part in found:
+                    if isinstance(part, OSError):
+                        raise part
+            else:
+                with client.turn():
+                    found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
+        for start, end, part in zip(starts, ends, found, strict=True):
+            # fsspec can hand out exceptions as data, and servers may ignore ranges.
+            if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
+                got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
+                raise TransportError(
+                    f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True
+                )
+            client.tally.add("get_ranges", read=len(part))
+        return list(zip(found, versions, strict=True))
+
+    def _blame(self, path: str, needed: int, error: TransportError) -> None:
+        """Raise `CorruptShardError` if a failed range lies beyond the end of the file: servers answer that in many ways."""
+        size = needed
+        with contextlib.suppress(SaevStoreError):
+            size = self.size(path)
+        if size < needed:
+            raise too_short(error.where or path, size=size, needed=needed) from None
+
+    def version(self, path: str) -> str | None:
+        """The pinned ETag, generation or time, with the size; None where the file system tells none."""
+        return self._pins.told(self._below(path))
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        """The names in a folder, sorted; never from a cache."""
+        below = self._below(path) if path else self._folder
+        full = self._full(below)
+        with self._client.errors("list", below):
+            fs = self._client.fs()
+            fs.invalidate_cache(full)
+            self._client.tally.add("list")
+            found = cast("list[Mapping[str, object]]", self._client.ask("ls", full, detail=True))
+            if not found and path:
+                fs.info(full)  # archives of older releases list a folder that is not there as empty
+        entries: dict[str, Entry] = {}
+        for info in found:
+            name = str(info["name"]).partition("?")[0].rstrip("/")
+            if name == full.strip("/") or name == full.rstrip("/"):  # object stores list the folder's own placeholder
+                continue
+            relative = f"{path}/{name.rpartition('/')[2]}" if path else name.rpartition("/")[2]
+            size = info.get("size")
+            is_dir = info.get("type") == "directory" or (str(info["name"]).endswith("/") and not size)
+            entries[relative] = Entry(
+                relative,
+                is_dir=is_dir,
+                size=None if is_dir or not isinstance(size, int) else size,
+                modified_s=None if is_dir else _modified_s(info),
+            )
+        return [entries[name] for name in sorted(entries)]
+
+    def pinned_as(self, pins: Pins) -> None:
+        """Take over what another client of the same service has seen of the files."""
+        self._pins = pins
+
+    def close(self) -> None:
+        """Forget what files looked like when they were first read; connections belong to fsspec, which shares them."""
+        self._pins.versions.clear()
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
+        below = self._below(path)
+        with self._client.errors("write", below):
+            self._make_parent(below)
+            self._client.tally.add("put", written=len(data))
+            self._pins.forget(below)
+            self._client.ask("pipe_file", self._full(below), bytes(data), nbytes=len(data))
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a file unless its name is taken.
+
+        Exclusive against all writers where the service has conditional writes (S3, GCS); elsewhere only against the
+        threads of this process. A lost answer can make a creation that succeeded look failed, also as
+        `StoreExistsError`: read the file back to know.
+        """
+        below = self._below(path)
+        full = self._full(below)
+        with (
+            self._client.errors("create", below),
+            _CREATE_LOCK if not self._client.is_async else contextlib.nullcontext(),
+        ):
+            fs = self._client.fs()
+            self._make_parent(below)
+            self._client.tally.add("create", written=len(data))
+            self._pins.forget(below)
+            if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
+                with contextlib.suppress(NotFoundError):
+                    self.size(path)
+                    raise StoreExistsError("the file already exists", where=self._where(below))
+                self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
+                return
+            try:
+                self._client.ask("pipe_file", full, bytes(data), mode="create", nbytes=len(data))
+            except Exception as error:
+                if means_exists(error):
+                    raise StoreExistsError("the file already exists", where=self._where(below)) from None
+                raise
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or everything below a folder."""
+        below = self._below(path)
+        with contextlib.suppress(NotFoundError), self._client.errors("delete", below):
+            fs = self._client.fs()
+            fs.invalidate_cache(self._full(below))
+            self._client.tally.add("delete")
+            self._pins.forget(below)
+            self._client.ask("rm", self._full(below), recursive=True)
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
+        """A file that is collected on this machine and uploaded when it is committed; `resume` replaces the old one then."""
+        below = self._below(path)
+        self._pins.forget(below)
+        if not resume:
+            with contextlib.suppress(NotFoundError):
+                self.size(path)
+                raise StoreExistsError(
+                    "the file already exists", where=self._where(below), remedy="Resume, or delete it first."
+                )
+        return SpooledSink(
+            self._client,
+            below,
+            self._full(below),
+            used_nbytes=used_nbytes,
+            file_nbytes=file_nbytes,
+            committed=lambda: self._pins.forget(below),
+        )
+
+    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
+        """The unfinished multipart uploads below a folder of a bucket on S3; None for other services."""
+        if not self._speaks(_LISTING_UPLOADS):
+            return None
+        below = self._below(path) if path else self._folder
+        with self._client.errors("list unfinished uploads", below):
+            self._client.tally.add("uploads")
+            bucket, _, prefix = self._full(below).strip("/").partition("/")
+            return list_uploads(self._client, bucket, prefix, folder=self._full(self._folder).strip("/"))
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        """Abort an unfinished multipart upload on S3."""
+        below = self._below(upload.path)
+        with contextlib.suppress(NotFoundError), self._client.errors("abort an unfinished upload", below):
+            self._client.tally.add("uploads")
+            bucket, _, key = self._full(below).partition("/")
+            self._client.ask("abort_mpu", bucket, key, upload.upload_id)
+
+    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
+        """Let S3 or Google copy a file; False for other services, or where the two are opened differently."""
+        ours, below = self._client, self._below(path)
+        if not isinstance(source, FsspecTransport) or not self._speaks(_COPYING):
+            return False
+        theirs, from_below = source._client, source._below(source_path)
+        if set(theirs.protocols) != set(ours.protocols) or theirs.options.all != ours.options.all:
+            return False
+        self._pins.forget(below)
+        with ours.errors("copy", below):
+            ours.tally.add("copy_within")
+            # As long as a minute for each GiB: services copy much faster, but answer only when they are done.
+            nbytes = source.size(source_path) // 16
+            ours.ask("cp_file", source._full(from_below), self._full(below), nbytes=nbytes)
+        return True
+
+    def _speaks(self, protocols: set[str]) -> bool:
+        """Whether the client speaks one of these protocols, with nothing in front of it."""
+        return self._client.is_async and len(self._client.protocols) == 1 and self._client.protocols[0] in protocols
+
+    def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing: object stores have no locks, publication decides who wins."""
+        check_path(path)
+        return contextlib.nullcontext()
+
+    def _make_parent(self, below: str) -> None:
+        if not self._client.is_async:
+            self._client.fs().makedirs(self._full(below).rpartition("/")[0] or "/", exist_ok=True)
+
+    def _below(self, path: str) -> str:
+        checked = check_path(path)
+        return f"{self._folder}/{checked}" if self._folder else checked
+
+    def _full(self, below: str) -> str:
+        root, question, query = self._client.root.partition("?")
+        if not below:
+            return self._client.root
+        return f"{root.rstrip('/')}/{below}{question}{query}" if root else f"{below}{question}{query}"
+
+    def _where(self, below: str) -> str:
+        return f"{self._client.safe_url}/{below}" if below else self._client.safe_url
+
+
+def _modified_s(info: Mapping[str, object]) -> float | None:
+    """When a file was last written; every file system calls it otherwise."""
+    found = next((info[name] for name in ("LastModified", "mtime", "updated", "last_modified") if name in info), None)
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            found = datetime.fromisoformat(found)
+    if isinstance(found, datetime):
+        return found.timestamp()
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def _read_ranges(fs: FileSystem, path: str, starts: list[int], ends: list[int], *, by_range: bool) -> list[bytes]:
+    ranges = zip(starts, ends, strict=True)
+    if by_range:
+        return [fs.cat_file(path, start, end) for start, end in ranges]
+    with fs.open(path, "rb") as file:  # once: what is compressed is unpacked from its beginning
+        return [_read_range(file, start, end) for start, end in ranges]
+
+
+def _read_range(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data

@@ -1,0 +1,1 @@
+"""Files of this machine: memory maps, explicit reads, durable writes."""

@@ -1,0 +1,155 @@
+"""Large local reads spread over the cores: one thread copies from the page cache slower than memory can deliver.
+
+A disk, though, is read fastest in one stream of requests as large as can be. So the threads take what is in memory
+already, and when one of them would have to wait for the disk, all that is left is asked for at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from saev_store._runtime.threads import n_threads, share
+from saev_store.transport.checks import Run, too_short
+from saev_store.transport.local._positions import preadv
+
+_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
+#: What a read must have for each thread.
+WORTH_BYTES = 3 << 20
+#: What one thread reads at a time: less than its whole share, so that a thread without a core holds up the others little.
+PART_BYTES = 2 << 20
+#: Linux: read what is in memory, and come back with less rather than wait for a disk.
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+
+
+class SpreadReader:
+    """Fills memory from files with several threads; shared by all threads that read through one transport."""
+
+    def __init__(self) -> None:
+        # Asking in vain costs a cold scan some percent, so the more reads had to wait for the disk in a row, the more go
+        # there unasked, up to 16. The counts are hints: threads may miss each other's.
+        self._n_waited = 0
+        self._n_unasked = 0
+
+    def fill(self, fd: int, runs: Sequence[Run], *, nbytes: int, where: str, end: int) -> None:
+        """Fill memory from a file.
+
+        Args:
+            fd: The file.
+            runs: What to fill from where.
+            nbytes: The sum of all.
+            where: The file's name for messages.
+            end: The last byte that is needed, for messages.
+
+        Raises:
+            OSError: the system cannot read.
+            CorruptShardError: the file ends before `end`.
+        """
+        n = n_threads(nbytes, part_bytes=WORTH_BYTES)
+        if n < 2:
+            left = list(runs)
+        elif self._n_unasked > 0:
+            self._n_unasked -= 1
+            left = list(runs)
+        else:
+            if self._n_waited:
+                left = _read_cached(fd, runs, where=where, end=end)
+            else:
+                left = _share_out(fd, runs, n, where=where, end=end)
+            self._n_waited = self._n_waited + 1 if left else 0
+            self._n_unasked = 1 << min(self._n_waited, 4) if left else 0
+        for at, views in left:
+            preadv_all(fd, views, at, where=where, end=end)
+
+
+def _share_out(fd: int, runs: Sequence[Run], n: int, *, where: str, end: int) -> list[Run]:
+    """Read with several threads what is in memory; gives what is left to read, in order."""
+    parts, left = deque(_parts(runs)), list[Run]()
+
+    def work(part: list[Run]) -> None:
+        if rest := _read_cached(fd, part, where=where, end=end):
+            left.extend(rest)
+            with contextlib.suppress(IndexError):
+                while True:
+                    left.extend(parts.popleft())
+
+    share(work, parts, n)
+    return _joined(left)
+
+
+def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end: int) -> None:
+    """Fill `views` in this thread, however short the system's answers are."""
+    position = start
+    while views:
+        n_read = preadv(fd, views[:_IOV_MAX], position)
+        if n_read == 0:
+            raise too_short(where, size=position, needed=end)
+        position += n_read
+        views = _behind(views, n_read)
+
+
+def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[Run]:
+    """Read what is in memory; gives what is left to read, in order."""
+    for number, (start, views) in enumerate(part):
+        position, left = start, views
+        while left:
+            try:
+                n_read = preadv(fd, left[:_IOV_MAX], position, _NOWAIT)
+            except BlockingIOError:
+                n_read = 0
+            except OSError:  # a file system that cannot tell; other errors come again, and are raised
+                preadv_all(fd, left, position, where=where, end=end)
+                break
+            if n_read == 0:
+                return [(position, left), *part[number + 1 :]]
+            position += n_read
+            left = _behind(left, n_read)
+    return []
+
+
+def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The memory behind the first `nbytes`."""
+    first = 0
+    while first < len(views) and nbytes >= views[first].nbytes:
+        nbytes -= views[first].nbytes
+        first += 1
+    return [views[first][nbytes:], *views[first + 1 :]] if nbytes else views[first:]
+
+
+def _parts(runs: Sequence[Run]) -> list[list[Run]]:
+    """The same runs cut and bundled into parts of `PART_BYTES`."""
+    parts: list[list[Run]] = []
+    room = 0
+    for start, views in runs:
+        position, fresh = start, True
+        for view in views:
+            done = 0
+            while done < view.nbytes:
+                if room == 0:
+                    parts.append([])
+                    room, fresh = PART_BYTES, True
+                if fresh:
+                    parts[-1].append((position, []))
+                    fresh = False
+                piece = view[done : done + room]
+                parts[-1][-1][1].append(piece)
+                done += piece.nbytes
+                room -= piece.nbytes
+                position += piece.nbytes
+    return parts
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Runs in the order of the file, those that touch made one."""
+    joined: list[Run] = []
+    end = -1
+    for start, views in sorted(runs, key=lambda run: run[0]):
+        if start == end:
+            joined[-1][1].extend(views)
+        else:
+            joined.append((start, list(views)))
+            end = start
+        end += sum(view.nbytes for view in views)
+    return joined

@@ -1,0 +1,307 @@
+"""Files on this machine: mapped into memory, or read with `pread`.
+
+A map costs no copy, but the kernel can only report trouble with a signal. The size is therefore checked before each
+range is handed out, so that a file that was cut raises; a file that is cut (or a network disk that fails) *while* a view
+is being read still ends the process with SIGBUS. Use `engine="pread"` where files may be cut under you.
+
+Files are taken to be immutable: one that another process replaces is read as it was until `close`, or until its
+descriptor makes room for others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
+from saev_store.transport._tally import Tally, count_ranges
+from saev_store.transport.base import FREE, Buffer, Counters, Entry, ReadCost
+from saev_store.transport.checks import (
+    check_ranges,
+    from_os_error,
+    joined_runs,
+    os_errors,
+    run_end,
+    too_big,
+    too_short,
+)
+from saev_store.transport.local._libc import map_file
+from saev_store.transport.local._positions import pread
+from saev_store.transport.local._spread import SpreadReader, preadv_all
+from saev_store.transport.local.descriptors import DESCRIPTORS, OpenFile, check_regular
+from saev_store.transport.local.write import LocalWrites
+
+#: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
+_MAX_MAPS = 8192
+_READ_CHUNK = 1 << 20
+
+L = TypeVar("L", bound="LocalTransport")
+
+
+def local_root(root: str | os.PathLike[str]) -> str:
+    """The absolute path of a folder, which need not exist.
+
+    Raises:
+        ArgumentError: it is not a path the system could have.
+    """
+    path = cast("object", os.fspath(root))
+    if not isinstance(path, str):
+        raise ArgumentError(f"{path!r} is bytes: a root is a str or a path of str", where="root")
+    if not path or "\0" in path:
+        raise ArgumentError(f"{path!r} is not a path: it is empty or holds a NUL", where="root")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{path!r} is not a path: {error.reason}", where="root") from error
+    return os.path.abspath(path)
+
+
+class LocalTransport(LocalWrites):
+    """What both local engines share; `MmapTransport` and `PreadTransport` differ in `get_ranges` alone."""
+
+    is_local = True
+    reads_into = True
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = local_root(root)
+        self._pins = {}
+        self._spread = SpreadReader()
+        self._tally = Tally()
+
+    @property
+    def counters(self) -> Counters:
+        """System calls so far, of this transport and of those that were opened below it."""
+        return self._tally.counters
+
+    @property
+    def url(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    @property
+    def local_path(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._root!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self._root,))
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The whole of a small file; always what lies there now."""
+        where = self._where(path)
+        with os_errors(where, "read"):
+            file = OpenFile(where)
+            if max_bytes is not None and (size := file.size()) > max_bytes:
+                raise too_big(where, size=size, max_bytes=max_bytes)
+            # The size of a file can change, and some virtual ones report 0: read to the end, within the bound.
+            data = bytearray()
+            while chunk := pread(file.fd, _READ_CHUNK, len(data)):
+                data += chunk
+                if max_bytes is not None and len(data) > max_bytes:
+                    raise too_big(where, size=None, max_bytes=max_bytes)
+            self._tally.add("read", read=len(data))
+            return bytes(data)
+
+    def size(self, path: str) -> int:
+        """The size of a regular file in bytes, now."""
+        where = self._where(path)
+        self._tally.add("size")
+        with os_errors(where, "look at it"):
+            status = os.stat(where)
+        check_regular(status.st_mode, where=where)
+        return status.st_size
+
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers with `preadv`, straight from the page cache, large ones with one thread per core."""
+        where = self._where(path)
+        runs = joined_runs(where, starts, buffers)
+        nbytes, end = sum(run_end(run) - run[0] for run in runs), max(map(run_end, runs), default=0)
+        with os_errors(where, "read"):
+            file = self._open(path, where)
+            if (size := file.size()) < end:
+                raise too_short(where, size=size, needed=end)
+            self._spread.fill(file.fd, runs, nbytes=nbytes, where=where, end=end)
+        self._tally.add("readinto", read=nbytes, requests=len(runs))
+
+    def _open(self, path: str, where: str) -> OpenFile:
+        """The same file as the last time; a file that took its place since is an error (decision 6)."""
+        file = DESCRIPTORS.open(where)
+        pinned = self._pins.setdefault(path, file.identity)
+        if pinned != file.identity:
+            raise CorruptShardError(
+                "another file has taken the place of the one that was read here before, or it was changed: it had "
+                f"{pinned[2]:,} bytes and has {file.identity[2]:,} bytes",
+                where=where,
+                remedy="Open it again to read the new one.",
+            )
+        return file
+
+    def version(self, path: str) -> str:
+        """Inode number, time of the last change and size of the file that is read, which is pinned with this."""
+        where = self._where(path)
+        with os_errors(where, "read"):
+            status = os.fstat(self._open(path, where).fd)
+        return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
+        where = self._where(path, root_ok=True)
+        self._tally.add("list")
+        with os_errors(where, "list"), os.scandir(where) as found:
+            return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
+
+    def _below(self, child: L) -> L:
+        child._tally = self._tally
+        return child
+
+    def resolve(self, path: str) -> str:
+        """Where a file really lies, all symbolic links followed: for reports, not for opening."""
+        return os.path.realpath(self._where(path))
+
+    def close(self) -> None:
+        """Close the descriptors of files below the root; using the transport again reopens them."""
+        self._pins = {}
+        DESCRIPTORS.forget(self._root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    where: str
+    view: memoryview
+    nbytes: int
+    inode: tuple[int, int]
+
+
+def _size_now(mapped: _Mapped) -> int:
+    """The size of the file behind a map, or -1 if another file has its name by now."""
+    file = DESCRIPTORS.peek(mapped.where)
+    if file is not None and file.inode == mapped.inode:
+        return file.size()
+    status = os.stat(mapped.where)
+    return status.st_size if (status.st_dev, status.st_ino) == mapped.inode else -1
+
+
+class MmapTransport(LocalTransport):
+    """Ranges are views of the mapped file: nothing is copied, nothing is read until it is looked at."""
+
+    name = "mmap"
+    cost = FREE
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__(root)
+        self._maps: dict[str, _Mapped] = {}
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One read-only view per range; each keeps the map alive, also after `close`."""
+        try:
+            mapped = self._maps.get(path)
+            if mapped is None or _size_now(mapped) != mapped.nbytes:
+                mapped = self._map(path)
+        except SaevStoreError:
+            raise
+        except OSError as error:  # as in `os_errors`, which would be a third of this call's price
+            raise from_os_error(error, where=self._where(path), doing="map") from error
+        view = mapped.view
+        if len(starts) == 1 == len(ends) and 0 <= starts[0] <= ends[0] <= mapped.nbytes:
+            self._tally.add("get_ranges", read=ends[0] - starts[0], requests=ends[0] > starts[0])
+            return [view[starts[0] : ends[0]]]
+        if check_ranges(mapped.where, starts, ends) > mapped.nbytes:
+            raise too_short(mapped.where, size=mapped.nbytes, needed=max(ends))
+        count_ranges(self._tally, starts, ends)
+        return [view[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def check_mapped(self, path: str, nbytes: int) -> None:
+        """Compare the file behind a map with its size now, before bytes are copied out of the map.
+
+        Raises:
+            CorruptShardError: the file was cut to less than `nbytes`, or another one has taken its place.
+        """
+        mapped = self._maps.get(path)
+        if mapped is not None:
+            file = DESCRIPTORS.peek(mapped.where)
+            # The shortest way first: it is on the path of every vector.
+            if file is not None and file.inode == mapped.inode and os.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
+                return
+        where = self._where(path)
+        with os_errors(where, "map"):
+            if mapped is None or _size_now(mapped) != mapped.nbytes:
+                mapped = self._map(path)
+        if mapped.nbytes < nbytes:
+            raise too_short(where, size=mapped.nbytes, needed=nbytes)
+
+    def _map(self, path: str) -> _Mapped:
+        where = self._where(path)
+        file = self._open(path, where)
+        size = file.size()
+        try:
+            view = map_file(file.fd, size)
+        except OSError as error:
+            raise TransportError(
+                f"the file ({size:,} bytes) could not be mapped: {error.strerror}",
+                where=where,
+                remedy='Open the store with engine="pread".',
+            ) from error
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps = {}
+        mapped = self._maps[path] = _Mapped(where, view, size, file.inode)
+        return mapped
+
+    def at(self, path: str) -> MmapTransport:
+        """The same engine, one folder deeper."""
+        return self._below(MmapTransport(self._where(path, root_ok=True)))
+
+    def close(self) -> None:
+        """Forget all maps and descriptors; maps live as long as views of them."""
+        self._maps = {}
+        super().close()
+
+
+class PreadTransport(LocalTransport):
+    """Ranges are read into fresh memory: for network file systems, and for files that others may cut."""
+
+    name = "pread"
+    #: Skipping a gap saves a system call (about a microsecond) and a seek; half a MiB is read in about the same time.
+    cost = ReadCost(256 * 1024, 64 * 1024 * 1024)
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One fresh buffer per range."""
+        where = self._where(path)
+        needed = check_ranges(where, starts, ends)
+        with os_errors(where, "read"):
+            file = self._open(path, where)
+            # Before anything is allocated: a wrong number must not cost memory.
+            if (size := file.size()) < needed:
+                raise too_short(where, size=size, needed=needed)
+            count_ranges(self._tally, starts, ends)
+            return [_pread(file.fd, start, end, where=where) for start, end in zip(starts, ends, strict=True)]
+
+    def at(self, path: str) -> PreadTransport:
+        """The same engine, one folder deeper."""
+        return self._below(PreadTransport(self._where(path, root_ok=True)))
+
+
+def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:
+    data = pread(fd, end - start, start)
+    if len(data) == end - start:
+        return data
+    # The system reads at most 2 GiB at a time; signals and network disks cut reads short as well.
+    whole = bytearray(end - start)
+    whole[: len(data)] = data
+    preadv_all(fd, [memoryview(whole)[len(data) :]], start + len(data), where=where, end=end)
+    return memoryview(whole).toreadonly()
+
+
+def _entry(item: os.DirEntry[str], folder: str) -> Entry:
+    path = f"{folder}/{item.name}" if folder else item.name
+    try:
+        if item.is_dir():
+            return Entry(path, is_dir=True, size=None)
+        status = item.stat()
+        return Entry(path, is_dir=False, size=status.st_size, modified_s=status.st_mtime)
+    except OSError:  # a broken link, or gone since
+        return Entry(path, is_dir=False, size=None)

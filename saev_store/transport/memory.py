@@ -1,0 +1,271 @@
+"""A store that lives in this process: for tests, for small results, for anything that has no disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from saev_store._runtime.locks import ForkSafeLock
+from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
+from saev_store.transport._tally import Tally, count_ranges
+from saev_store.transport._written import Written
+from saev_store.transport.base import FREE, Buffer, Counters, Entry
+from saev_store.transport.checks import (
+    byte_views,
+    check_path,
+    check_ranges,
+    joined_runs,
+    run_end,
+    scatter,
+    too_big,
+    too_short,
+)  # fmt: skip
+
+
+class _Files:
+    """The files and locks that a transport shares with everything opened below it."""
+
+    def __init__(self, files: Mapping[str, Buffer]) -> None:
+        self.content = {check_path(path): bytes(data) for path, data in files.items()}
+        self.open: dict[str, bytearray] = {}
+        self.held: set[str] = set()
+        self.lock = ForkSafeLock()
+        self.tally = Tally()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        with self.lock:
+            return (_Files, (dict(self.content),))
+
+
+class MemoryTransport:
+    """Files in a dict. Ranges are views; a pickle carries all bytes.
+
+    Args:
+        files: Contents by relative path, copied where they are not `bytes` already.
+        label: What `url` shows after `memory://`.
+
+    >>> transport = MemoryTransport({"a/metadata.json": b"{}"})
+    >>> transport.read("a/metadata.json"), transport.at("a").size("metadata.json")
+    (b'{}', 2)
+    """
+
+    name = "memory"
+    cost = FREE
+    pads = False
+    is_local = True
+    local_path = None
+    reads_into = True
+
+    def __init__(self, files: Mapping[str, Buffer] | None = None, *, label: str = "") -> None:
+        self._files = _Files(files or {})
+        self._label = label
+        self._prefix = ""
+
+    @property
+    def url(self) -> str:
+        """`memory://`, the label and the folder."""
+        return f"memory://{'/'.join(part for part in (self._label, self._prefix.rstrip('/')) if part)}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def counters(self) -> Counters:
+        """What was read and written so far, by all that share these files."""
+        return self._files.tally.counters
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """A copy of the dict of all files below this root; the contents are shared."""
+        with self._files.lock:
+            found = self._files.content.items()
+            return {path[len(self._prefix) :]: data for path, data in found if path.startswith(self._prefix)}
+
+    def at(self, path: str) -> MemoryTransport:
+        """The same files, one folder deeper."""
+        check_path(path, root_ok=True)
+        child = MemoryTransport(label=self._label)
+        child._files = self._files
+        child._prefix = f"{self._prefix}{path}/" if path else self._prefix
+        return child
+
+    def _key(self, path: str) -> str:
+        return self._prefix + check_path(path)
+
+    def _where(self, path: str) -> str:
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{path}"
+
+    def _content(self, path: str) -> bytes:
+        content = self._files.content.get(self._key(path))
+        if content is None:
+            raise NotFoundError("there is no such file", where=self._where(path))
+        return content
+
+    def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The content itself, not a copy."""
+        content = self._content(path)
+        if max_bytes is not None and len(content) > max_bytes:
+            raise too_big(self._where(path), size=len(content), max_bytes=max_bytes)
+        self._files.tally.add("read", read=len(content))
+        return content
+
+    def size(self, path: str) -> int:
+        """The size of a file in bytes."""
+        self._files.tally.add("size")
+        return len(self._content(path))
+
+    def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """One read-only view per range."""
+        view = memoryview(self._content(path))
+        if (needed := check_ranges(path, starts, ends)) > len(view):
+            raise too_short(self._where(path), size=len(view), needed=needed)
+        count_ranges(self._files.tally, starts, ends)
+        return [view[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Copy into the buffers."""
+        runs = joined_runs(path, starts, buffers)
+        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
+        for source, (_, views) in zip(found, runs, strict=True):
+            scatter(source, views)
+
+    def version(self, path: str) -> str:  # noqa: ARG002  # the same for all
+        """Always empty: files are replaced as a whole, and not told apart."""
+        return ""
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        """The names in a folder, sorted."""
+        folder = f"{check_path(path, root_ok=True)}/" if path else ""
+        self._files.tally.add("list")
+        entries: dict[str, Entry] = {}
+        for name, content in self.files.items():
+            if name.startswith(folder):
+                first, _, rest = name[len(folder) :].partition("/")
+                entry = folder + first
+                entries[entry] = Entry(entry, is_dir=bool(rest), size=None if rest else len(content))
+        if path and not entries:
+            raise NotFoundError("there is no such folder", where=self._where(path))
+        return [entries[name] for name in sorted(entries)]
+
+    def close(self) -> None:
+        """Nothing to release: the files stay."""
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a file."""
+        key = self._key(path)
+        self._files.tally.add("put", written=len(data))
+        with self._files.lock:
+            self._files.content[key] = bytes(data)
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a file; exactly one of several threads wins."""
+        key = self._key(path)
+        self._files.tally.add("create", written=len(data))
+        with self._files.lock:
+            if key in self._files.content:
+                raise StoreExistsError("the file already exists", where=self._where(path))
+            self._files.content[key] = bytes(data)
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or all files below a folder."""
+        key = self._key(path)
+        self._files.tally.add("delete")
+        with self._files.lock:
+            for files in (self._files.content, self._files.open):
+                for name in [name for name in files if name == key or name.startswith(f"{key}/")]:
+                    del files[name]
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a file, replacing another one."""
+        old, new = self._key(source), self._key(target)
+        with self._files.lock:
+            if old not in self._files.content:
+                raise NotFoundError("there is no such file", where=self._where(source))
+            self._files.content[new] = self._files.content.pop(old)
+
+    @contextlib.contextmanager
+    def lock(self, path: str) -> Generator[None]:
+        """Hold a lock among the threads of this process."""
+        key = self._key(path)
+        with self._files.lock:
+            if key in self._files.held:
+                raise WriterConflictError("another thread is writing here", where=self._where(path))
+            self._files.held.add(key)
+        try:
+            yield
+        finally:
+            with self._files.lock:
+                self._files.held.discard(key)
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> MemorySink:
+        """A file that appears when it is committed; one that was given up can be resumed."""
+        if not 0 <= used_nbytes <= file_nbytes:
+            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
+        key, where = self._key(path), self._where(path)
+        with self._files.lock:
+            content = self._files.open.get(key, self._files.content.get(key))
+            if content is not None and not resume:
+                raise StoreExistsError("a file lies there already", where=where, remedy="Resume, or delete it first.")
+            buffer = bytearray(file_nbytes)
+            if content is not None:
+                kept = min(len(content), used_nbytes)
+                buffer[:kept] = content[:kept]
+            self._files.open[key] = buffer
+        return MemorySink(self._files, key, where, buffer=buffer, used_nbytes=used_nbytes)
+
+
+class MemorySink:
+    """A file under construction in a `MemoryTransport`."""
+
+    def __init__(self, files: _Files, key: str, where: str, *, buffer: bytearray, used_nbytes: int) -> None:
+        self._files, self._key, self._where = files, key, where
+        self._buffer, self._used = buffer, used_nbytes
+        self._written = Written()
+
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
+        """Copy the buffers, one after the other, to `offset`."""
+        views = byte_views(buffers, writable=False)
+        end = offset + sum(view.nbytes for view in views)
+        if not 0 <= offset <= end <= self._used:
+            raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
+        self._check_open()
+        start = offset
+        for view in views:
+            self._buffer[start : start + view.nbytes] = view
+            start += view.nbytes
+        self._files.tally.add("sink.write", written=end - offset)
+        if end > offset:
+            self._written.add(offset, end)
+        if done is not None:
+            done()
+
+    def sync(self) -> int:
+        """The number of leading bytes that a resumed sink would find."""
+        return self._written.prefix()
+
+    def keep(self, nbytes: int) -> None:
+        """Count the first `nbytes` of a resumed file as written."""
+        if not 0 <= nbytes <= self._used:
+            raise ArgumentError(f"{nbytes} bytes cannot be kept of {self._used:,}", where=self._where)
+        if nbytes:
+            self._written.add(0, nbytes)
+
+    def read_back(self, start: int, end: int) -> bytes:
+        """What the file holds in that range."""
+        check_ranges(self._where, (start,), (end,))
+        return bytes(self._buffer[start : min(end, self._used)])
+
+    def commit(self) -> None:
+        """The file appears under its name."""
+        self._written.check_complete(self._used, where=self._where)
+        with self._files.lock:
+            self._check_open()
+            del self._files.open[self._key]
+            self._files.content[self._key] = bytes(self._buffer)
+
+    def abort(self) -> None:
+        """Leave what was written to be resumed."""
+
+    def _check_open(self) -> None:
+        if self._files.open.get(self._key) is not self._buffer:
+            raise TransportError("this file was committed, deleted or resumed meanwhile", where=self._where)

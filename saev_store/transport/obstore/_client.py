@@ -1,0 +1,324 @@
+"""One obstore store: in whose process it works, how long it is waited for, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
+
+from saev_store._runtime.locks import ForkSafeLock
+from saev_store.errors import (
+    AccessError,
+    DeadlineError,
+    ForkError,
+    MissingDependencyError,
+    NotFoundError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport._tally import Tally
+from saev_store.transport._tls import read_authorities, refused_certificate
+from saev_store.transport._waits import awaited
+from saev_store.transport.credentials import LeftBehind, Options
+from saev_store.transport.obstore._options import Place, place_of
+from saev_store.transport.obstore._parts import Buffers
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+#: Requests of one client that are under way at the same time.
+IN_FLIGHT = 64
+#: Slower than this is as good as stalled, so it is part of every deadline.
+SLOWEST_BYTES_PER_S = 1 << 20
+_CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 10.0
+_NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+#: A loop that is this late is stuck.
+_STUCK_S = 10.0
+#: A first answer that takes longer may never come: the certificate is looked at.
+_QUICK_S = 0.05
+_RETRIES, _FIRST_WAIT_S, _LONGEST_WAIT_S = 6, 0.1, 3.0
+
+
+class _Loop:
+    """The event loop of this process that all clients share, in a thread of its own: callers may have loops too."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="saev_store-obstore", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        if self.pid == os.getpid() and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(1.0)
+
+
+_lock = ForkSafeLock()
+_loop: _Loop | None = None
+
+
+def is_forked() -> bool:
+    """Whether obstore was used before this process was forked: its threads stayed behind, every call would hang."""
+    return _loop is not None and _loop.pid != os.getpid()
+
+
+def _running() -> _Loop:
+    global _loop  # noqa: PLW0603 - one per process, like obstore's own threads
+    if is_forked():
+        raise ForkError(
+            "obstore was used before this process was forked, and does not work in it",
+            remedy='Start workers with "spawn" or "forkserver", or open the store with engine="fsspec".',
+        )
+    with _lock:
+        if _loop is None:
+            _loop = _Loop()
+            atexit.register(_loop.stop)
+        return _loop
+
+
+class Client:
+    """The store behind an address, shared by all transports below it; thread-safe.
+
+    Args:
+        url: An address that `_obstore_options.place_of` knows.
+        options: What it is opened with; never shown.
+        timeout_s: Longest wait for one operation, retries included, plus one second per MiB that it moves.
+
+    Raises:
+        ArgumentError: obstore has no equivalent for an option, or no store for the address.
+        MissingDependencyError: obstore is not installed.
+    """
+
+    def __init__(self, url: str, options: Options, *, timeout_s: float) -> None:
+        self.url, self.options, self.timeout_s = url.rstrip("/"), options, timeout_s
+        self.place = place_of(url, options.all)
+        self.tally = Tally()
+        self.buffers = Buffers()
+        self._lock = ForkSafeLock()
+        self._store: ObjectStore | None = None
+        self._has_answered = self.place.endpoint.lower().startswith("http://")
+        self._slots: asyncio.Semaphore | None = None
+        if find_spec("obstore") is None:
+            raise MissingDependencyError(
+                "the engine obstore is not installed", where=self.url, remedy="pip install 'saev_store[obstore]'"
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.url, self.options, self.timeout_s)
+
+    @property
+    def store(self) -> ObjectStore:
+        """The object that obstore knows."""
+        with self._lock:
+            if self._store is None:
+                self._store = _open(self.place, timeout_s=self.timeout_s)
+            return self._store
+
+    def begin(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
+        """Begin `work()` where something has been begun, and wait for nothing, not even a lock; errors are dropped."""
+        if _loop is not None and not is_forked():
+            asyncio.run_coroutine_threadsafe(work(), _loop.loop)
+
+    def call(self, doing: str, where: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
+        """What `work()` gives, waited for in this thread, no longer than is allowed for `nbytes`.
+
+        Raises:
+            ForkError: obstore was used before this process was forked.
+            DeadlineError: it took too long; what was under way is cancelled.
+            SaevStoreError: what its error means.
+        """
+        running = _running()
+        timeout_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
+
+        async def within() -> T:
+            async with asyncio.timeout(timeout_s):
+                return await (work() if self._has_answered else self._first(work, where))
+
+        future = asyncio.run_coroutine_threadsafe(within(), running.loop)
+        try:
+            # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
+            return awaited(future, timeout_s + _STUCK_S)
+        except SaevStoreError:
+            raise
+        except TimeoutError:
+            raise DeadlineError(f"could not {doing} within {timeout_s:g} s", where=where, transient=True) from None
+        except Exception as error:
+            # Not `from error`: its text holds whole answers of the server, addresses and headers.
+            raise self.translate(error, doing=doing, where=where) from None
+
+    async def _first(self, work: Callable[[], Coroutine[object, object, T]], where: str) -> T:
+        """What `work()` gives; an error at once if the server's certificate is refused.
+
+        obstore tries again whatever the reason. So a request that is not answered quickly is accompanied by one that is not
+        repeated, whose error says why.
+        """
+        task = asyncio.ensure_future(work())
+        try:
+            done, _ = await asyncio.wait({task}, timeout=_QUICK_S)
+            if not done:
+                refusal = asyncio.ensure_future(self._refusal(where))
+                await asyncio.wait({task, refusal}, return_when=asyncio.FIRST_COMPLETED)
+                if refusal.done() and (error := refusal.result()) is not None:
+                    raise error
+                refusal.cancel()
+            found = await task
+        finally:
+            task.cancel()
+        self._has_answered = True
+        return found
+
+    async def _refusal(self, where: str) -> SaevStoreError | None:
+        """The error of a refused certificate; None if the server's is accepted, or another error came first."""
+        import obstore
+
+        try:
+            store = _open(self.place, timeout_s=self.timeout_s, retries=0)
+            await obstore.head_async(store, self.place.prefix or "metadata.json")
+        except Exception as error:
+            return refused_certificate(str(error), where=where, endpoint=self._server)
+        return None
+
+    @property
+    def _server(self) -> str:
+        return self.place.endpoint or self.url
+
+    def in_loop(self, step: Callable[[], object]) -> None:
+        """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
+        done = threading.Event()
+        _running().loop.call_soon_threadsafe(lambda: (step(), done.set()))
+        done.wait(_STUCK_S)
+
+    async def slot(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work()` gives, once fewer than `IN_FLIGHT` others are under way."""
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(IN_FLIGHT)
+        async with self._slots:
+            return await work()
+
+    def translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        """Our error for one of obstore's."""
+        kind, text = type(error).__name__, str(error)
+        code, status = _code(text), _status(text)
+        if (refused := refused_certificate(text, where=where, endpoint=self._server)) is not None:
+            return refused
+        message = self.options.redact(f"could not {doing}: {_brief(text, code, status)}")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return NotFoundError(message, where=where)
+        if doing == "create" and kind in {"AlreadyExistsError", "PreconditionError"}:
+            return StoreExistsError(message, where=where)
+        if code == "RequestTimeTooSkewed":
+            return AccessError(message, where=where, remedy="Set this machine's clock: it is minutes off.")
+        denied = kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in {401, 403}
+        if denied or code in _NOT_LET_IN or "redential" in text.partition("\n")[0]:
+            return AccessError(
+                message, where=where, remedy="Check the credentials in storage_options or the environment."
+            )
+        if isinstance(error, TimeoutError) or re.search(r"timed? ?out", text.partition("\n")[0], re.IGNORECASE):
+            return DeadlineError(message, where=where, transient=True)
+        remedy, elsewhere = None, "Received redirect without LOCATION" in text
+        if (elsewhere or status in {301, 307, 308, 400}) and self.place.kind == "s3":
+            remedy = 'Check the region: storage_options={"client_kwargs": {"region_name": …}}.'
+        passing = (status is None and not elsewhere) or (status or 0) >= 500 or status in {408, 409, 429}
+        transient = passing and not isinstance(error, (TypeError, ValueError))
+        return TransportError(message, where=where, remedy=remedy, transient=transient)
+
+
+def is_beyond_the_end(error: Exception) -> bool:
+    """Whether a request failed because the object ends before its range begins."""
+    return _status(str(error)) == 416
+
+
+def is_busy(error: Exception) -> bool:
+    """Whether a conditional write met another one under way: nothing is decided yet."""
+    return _status(str(error)) == 409
+
+
+def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectStore:
+    from obstore import store as stores
+
+    client_options: dict[str, object] = {
+        "allow_http": place.allow_http,
+        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT_S, timeout_s)),
+        "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, timeout_s)),
+        # For the whole request, body included: the deadline of `Client.call` is what counts.
+        "timeout": timedelta(seconds=timeout_s + (1 << 30) / SLOWEST_BYTES_PER_S),
+        # A request that begins before the connection of the last one is back opens another; with room for them all, the
+        # connections of an epoch are those of its first seconds.
+        "pool_max_idle_per_host": str(2 * IN_FLIGHT),
+    }
+    if isinstance(place.verify, str):
+        client_options["root_certificate"] = read_authorities(place.verify)
+    elif not place.verify:
+        client_options["allow_invalid_certificates"] = True
+    if place.headers:
+        client_options["default_headers"] = dict(place.headers)
+    retry: dict[str, object] = {
+        "max_retries": retries,
+        "retry_timeout": timedelta(seconds=timeout_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=_FIRST_WAIT_S),
+            "max_backoff": timedelta(seconds=_LONGEST_WAIT_S),
+            "base": 2,
+        },
+    }
+    shared: Mapping[str, object] = {"client_options": client_options, "retry_config": retry}
+    config = dict(place.config)
+    if place.kind == "s3":
+        if "region" not in config:
+            config["region"] = bucket_region(place.bucket) or "us-east-1"
+        return stores.S3Store(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # the options come as a mapping
+    if place.kind == "gs":
+        return stores.GCSStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
+    if place.kind == "az":
+        return stores.AzureStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
+    return stores.HTTPStore(place.bucket, **shared)  # pyright: ignore[reportArgumentType]  # as above
+
+
+def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") -> str | None:
+    """The region of a bucket, which AWS tells without credentials; None without an answer."""
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(f"{endpoint}/{bucket}", method="HEAD")  # noqa: S310 - the scheme is ours
+    with contextlib.suppress(OSError):
+        try:
+            with urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S) as answer:  # noqa: S310  # the scheme is ours
+                return answer.headers.get("x-amz-bucket-region")
+        except urllib.error.HTTPError as error:  # 301, 403 and 404 tell it too
+            return error.headers.get("x-amz-bucket-region")
+    return None
+
+
+def _status(text: str) -> int | None:
+    found = re.search(r"status code: (\d{3})", text)
+    return int(found[1]) if found else None
+
+
+def _code(text: str) -> str | None:
+    found = re.search(r"<Code>(\w{1,60})</Code>", text)
+    return found[1] if found else None
+
+
+def _brief(text: str, code: str | None, status: int | None) -> str:
+    """The first line up to the server's answer, which may repeat what was signed; of that, the code alone."""
+    head = text.partition("\n")[0].partition("<?xml")[0].partition("<Error")[0]
+    head = re.sub(r"\b(https?://)([^/\s?]*@)?([^\s?]*)(\?\S*)?", r"\1\3", head).strip(" :")[:300]
+    return f"{head} ({code})" if code and (status or code) else head
+
+
+def _reopen(url: str, options: Options, timeout_s: float) -> Client | LeftBehind:
+    try:
+        return Client(url, options, timeout_s=timeout_s)
+    except AccessError as error:
+        return LeftBehind(_reopen, (url, options, timeout_s), error, url=url.rstrip("/"))

@@ -1,0 +1,25 @@
+"""Validation: finds problems of a store and the examples that each makes unreadable.
+
+`quick_checks` compares names and sizes, `validate` can also read every byte. Both take a transport and the parsed documents,
+not a store, so they work on stores that do not open.
+"""
+
+from __future__ import annotations
+
+from saev_store.validation._digests import Promised, promised_digests
+from saev_store.validation._report import Report, merge_ranges, problem_to_dict
+from saev_store.validation._sizes import check_dirname, quick_checks
+from saev_store.validation._survey import local_folder
+from saev_store.validation._validate import validate
+
+__all__ = [
+    "Promised",
+    "Report",
+    "check_dirname",
+    "local_folder",
+    "merge_ranges",
+    "problem_to_dict",
+    "promised_digests",
+    "quick_checks",
+    "validate",
+]

@@ -1,0 +1,139 @@
+"""Copying a store from any address to any other, checked byte by byte; or only some layers or tokens, as a new store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from saev_store.errors import ArgumentError
+from saev_store.transport import LimitTransport, Rate, Transport, open_transport
+
+if TYPE_CHECKING:
+    from saev_store.core.indexing import Progression
+    from saev_store.core.rows import Tokens
+    from saev_store.documents import Metadata
+    from saev_store.store.store import ShardStore
+
+__all__ = ["copy_store"]
+
+Url = str | os.PathLike[str]
+
+
+def copy_store(
+    src: Url,
+    dst: Url,
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: Tokens = "all",
+    storage_options: Mapping[str, object] | None = None,
+    dst_storage_options: Mapping[str, object] | None = None,
+    resume: bool = True,
+    max_mb_per_s: float | None = None,
+    max_requests_per_s: float | None = None,
+    progress: bool | None = None,
+) -> str:
+    """The address of a complete, checked copy of a store, made below `dst`.
+
+    Without `layers` and `tokens` the copy has the same folder name, the same documents and the same vectors, byte for byte. Every
+    block is digested while it is read (and compared with the source's digests.json where there is one), and read back
+    from the copy and compared. The copy always has a digests.json. Zeros that pad the last shard are made anew: as a
+    hole on this machine, not at all on object stores. `metadata.json` comes last, so a partial copy never opens.
+
+    With `layers` or `tokens` a new store is written that holds only these layers, in the order of the source, and only
+    these tokens, with a hash of its own and a `provenance.json` that names its origin. Where the source has a digests.json, all
+    of it is read and compared first: the copy's own digests would call damaged vectors right. The protocol knows no store
+    without content, so `tokens="special"` includes the first content token.
+
+    Between two places of one service that are opened with the same options the service copies whole shards by itself, and
+    this machine only reads the copy to compare it with the source's digests (and the source, where it has none).
+
+    Either way the same call continues after an interruption, at the next shard.
+
+    Args:
+        src: The store to copy, a path or URL.
+        dst: The folder in which the copy's folder `<HASH>` is made; naming that folder itself is fine, too.
+        layers: Labels of the layers to keep; None is all of them.
+        tokens: `"content"` leaves special tokens out; `"special"` keeps them and the first content token.
+        storage_options: For the source's file system.
+        dst_storage_options: For the destination's file system.
+        resume: Continue an unfinished copy, and accept a finished one; False refuses both.
+        max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
+        max_requests_per_s: No more requests than so many in a second, to both places together.
+        progress: A bar on standard error; None shows it on a terminal.
+
+    Raises:
+        NotFoundError, DocumentError, CorruptShardError: the source is no whole store, or does not match its digests.
+        LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
+        StoreExistsError: another store, a copy of another recording, or with `resume=False` this one already exists there.
+        IncompleteStoreError: `resume` is False and an unfinished copy lies there, or something of another program.
+        WriterConflictError: another process is copying to there.
+        ArgumentError: a limit is not positive.
+        TransportError: bytes could not be moved, or did not arrive as they were sent.
+    """
+    from saev_store.store.store import ShardStore
+    from saev_store.writer.copying._layers import copy_layers
+    from saev_store.writer.copying._whole import copy_whole
+
+    rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
+
+    def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
+        transport = open_transport(url, options)
+        return transport if max_mb_per_s is None and max_requests_per_s is None else LimitTransport(transport, rate)
+
+    with ShardStore.open(opened(src, storage_options)) as store:
+        store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
+        target = target_of(store, dst, layers, tokens)
+        to = opened(target.root, dst_storage_options)
+        if target.metadata is None:
+            copy_whole(store, to, resume=resume, progress=progress)
+        else:
+            copy_layers(store, target.metadata, to, tokens=target.tokens, resume=resume, progress=progress)
+    return target.url
+
+
+class Target(NamedTuple):
+    """Where a copy goes, and what it will be.
+
+    Attributes:
+        root: The folder in which its folder is made.
+        name: That folder.
+        metadata: What describes it; None for a whole copy.
+        tokens: Which tokens it has, by position.
+    """
+
+    root: str
+    name: str
+    metadata: Metadata | None
+    tokens: Progression
+
+    @property
+    def url(self) -> str:
+        """The copy's address."""
+        return f"{self.root.rstrip('/')}/{self.name}"
+
+
+def target_of(store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens) -> Target:
+    """Where `copy_store` copies to when it is called like this, and what."""
+    from saev_store.writer.copying._layers import kept_tokens, part_of
+
+    chosen, kept = _chosen(store, layers), kept_tokens(store, tokens)
+    is_whole = chosen == store.layers and kept.count == store.layout.tokens_per_example
+    metadata = None if is_whole else part_of(store.metadata, chosen, kept)
+    name = store.name if metadata is None else metadata.hash
+    return Target(_without(os.fspath(dst).rstrip("/") or "/", name), name, metadata, kept)
+
+
+def _chosen(store: ShardStore, layers: Sequence[int] | None) -> tuple[int, ...]:
+    if layers is None:
+        return store.layers
+    wanted = {store.layers[store.layout.layer_index(layer)] for layer in layers}
+    if not wanted:
+        raise ArgumentError("no layer is left to copy", where="layers", remedy=f"Choose some of {list(store.layers)}.")
+    return tuple(layer for layer in store.layers if layer in wanted)
+
+
+def _without(root: str, name: str) -> str:
+    """`root`, or the folder above it when it names the copy itself."""
+    head, slash, tail = root.rpartition("/")
+    return (head or slash or ".") if tail == name else root

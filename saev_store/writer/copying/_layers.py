@@ -1,0 +1,175 @@
+"""Some layers and tokens of a store, as a new store."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from saev_store.core.indexing import Progression
+from saev_store.core.layout import shard_name
+from saev_store.core.rows import row_space
+from saev_store.documents import Metadata
+from saev_store.errors import IncompleteStoreError, NotFoundError, StoreExistsError
+from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
+from saev_store.store.opening import open_documents
+from saev_store.transport import Transport
+from saev_store.transport.local.transport import LocalTransport
+from saev_store.writer import create_store, load_digests
+from saev_store.writer.copying._space import check_space
+from saev_store.writer.copying._whole import PROVENANCE_NAME
+from saev_store.writer.folder import Folder
+
+if TYPE_CHECKING:
+    from saev_store.core.rows import Tokens
+    from saev_store.store.store import ShardStore
+
+#: How much is read, and kept in memory, at a time.
+_BATCH_BYTES = 64 << 20
+_MARK = f"{WORK_FOLDER}/copy.json"
+
+
+def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
+    """Which tokens, by position, a copy of such tokens has.
+
+    Raises:
+        SelectionError: the store has no such tokens.
+    """
+    kept = row_space(store.layout, tokens=tokens).tokens
+    # The protocol knows no store without content.
+    return Progression(0, 1, kept.count + 1) if tokens == "special" else kept
+
+
+def part_of(metadata: Metadata, layers: tuple[int, ...], tokens: Progression) -> Metadata:
+    """What describes a copy of these layers and tokens."""
+    changes: dict[str, object] = {"layers": list(layers)}
+    layout = metadata.layout
+    if tokens.count < layout.tokens_per_example:
+        has_special = tokens.start == 0 and layout.cls_token
+        changes["cls_token"] = has_special
+        changes["content_tokens_per_example"] = tokens.count - has_special
+    return metadata.replace(**changes)
+
+
+def copy_layers(
+    store: ShardStore,
+    metadata: Metadata,
+    root: Transport,
+    *,
+    tokens: Progression,
+    resume: bool,
+    progress: bool | None,
+) -> None:
+    """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
+    from saev_store.store.store import ShardStore
+
+    layout = metadata.layout
+    positions = [store.layout.layer_index(layer) for layer in layout.layers]
+    folder = Folder(root, metadata.hash)
+    _begin(folder, store)
+    writer = create_store(
+        root,
+        metadata,
+        resume="auto" if resume else False,
+        exist_ok=resume,
+        on_nonfinite="allow",  # a copy does not judge what was recorded
+        progress=progress,
+    )
+    if writer.complete:
+        ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
+        _check_source(folder, store)
+        return
+    writer.verify = "digests"  # what is published has been read again
+    check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
+    labels = store.labels
+    step = max(1, _BATCH_BYTES // layout.example_nbytes)
+    with writer:
+        if load_digests(store.transport) is not None:  # else the copy's digests would call damaged vectors right
+            store.validate(deep=True, progress=progress).raise_if_bad()
+        folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
+        for start in range(writer.next_example, layout.n_examples, step):
+            end = min(start + step, layout.n_examples)
+            batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=np.float32)
+            for into, layer_idx in zip(batch, positions, strict=True):
+                store.read((slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)), out=into)
+            n_labels = layout.content_tokens_per_example
+            writer.append(batch.swapaxes(0, 1), labels=None if labels is None else labels[start:end, :n_labels])
+    root.close()  # a map of a shorter file must not answer for the finished one
+
+
+def _begin(folder: Folder, store: ShardStore) -> None:
+    """Say of the store that is to be written that it is a copy, and of what.
+
+    Raises:
+        IncompleteStoreError: an unfinished store lies there that is no copy, or one of another recording: half of it would be
+            other vectors.
+    """
+    document = {"version": 1, "copy_of": _identity(store)}
+    mark = json.dumps(document, indent=1).encode()
+    if not folder.exists(CLAIM_PATH):
+        if folder.exists(METADATA_NAME) or folder.create(_MARK, mark):
+            return
+        if folder.read_or_none(_MARK) != mark and not folder.exists(CLAIM_PATH):
+            folder.put(_MARK, mark)  # of an attempt that came no further
+    if folder.read_or_none(_MARK) != mark and not folder.exists(METADATA_NAME):
+        raise IncompleteStoreError(
+            "an unfinished store that is no copy of this one, as it is now, lies there",
+            where=folder.url,
+            remedy="Finish it, or discard it, or copy elsewhere.",
+        )
+
+
+def _check_source(folder: Folder, store: ShardStore) -> None:
+    """Check that a finished copy was made of this recording, as far as both tell.
+
+    Raises:
+        StoreExistsError: it was made of another one.
+    """
+    raw, digests = folder.read_or_none(PROVENANCE_NAME), load_digests(store.transport)
+    try:
+        was = json.loads(raw)["source_digests"] if raw is not None else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        was = None
+    if was is not None and digests is not None and was != hashlib.sha256(digests.to_bytes()).hexdigest():
+        raise StoreExistsError(
+            "a copy of another recording with the same metadata is there already",
+            where=folder.url,
+            remedy="Copy elsewhere; or delete that copy, if it is of an earlier recording.",
+        )
+
+
+def _identity(store: ShardStore) -> str:
+    """Changes when the source is recorded anew: its digests, wherever it lies; else its address and its files' sizes and times."""
+    digests = load_digests(store.transport)
+    found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
+    if digests is None:
+        for shard_idx in range(store.index.n_listed):
+            name = shard_name(shard_idx)
+            with contextlib.suppress(NotFoundError):
+                found.append((name, store.transport.size(name)))
+            if isinstance(store.transport, LocalTransport):
+                with contextlib.suppress(OSError):
+                    status = os.stat(store.transport.resolve(name))
+                    found.append((status.st_ino, status.st_mtime_ns))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> bytes:
+    """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
+    digests = load_digests(store.transport)
+    document = {
+        "version": 1,
+        "made_by": "saev_store.writer.copying",
+        "source": store.url,
+        "source_hash": store.metadata.hash,
+        "source_digests": None if digests is None else hashlib.sha256(digests.to_bytes()).hexdigest(),
+        "source_layers": list(store.layers),
+        "layers": list(layers),
+        "tokens": [tokens.start, tokens.start + tokens.count],
+        "source_metadata": json.loads(store.metadata.raw),
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()

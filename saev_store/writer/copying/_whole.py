@@ -1,0 +1,329 @@
+"""A byte-exact copy of a whole store: fill, check, publish."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from saev_store._runtime.progress import Progress
+from saev_store.core.layout import shard_name
+from saev_store.documents import labels_nbytes
+from saev_store.errors import (
+    CorruptShardError,
+    IncompleteStoreError,
+    NotFoundError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
+from saev_store.transport import Buffer, CopiesWithin, Transport
+from saev_store.writer import Digests, FileDigests, load_digests
+from saev_store.writer._blocks import block_ranges, digest
+from saev_store.writer._publish import remove_hidden
+from saev_store.writer._receipts import Receipt, parse_receipt
+from saev_store.writer.copying._space import check_space
+from saev_store.writer.folder import Folder, receipt_path
+
+if TYPE_CHECKING:
+    from saev_store.store.store import ShardStore
+
+BLOCK_BYTES = 8 << 20
+PROVENANCE_NAME = "provenance.json"
+_MAX_PROVENANCE_BYTES = 16 << 20
+_N_AHEAD = 4
+
+
+class _File(NamedTuple):
+    """One large file to copy; `shard_idx` is None for labels."""
+
+    name: str
+    shard_idx: int | None
+    used_nbytes: int
+    file_nbytes: int
+
+
+def copy_whole(store: ShardStore, root: Transport, *, resume: bool, progress: bool | None) -> None:
+    """Copy into the folder `store.name` below `root`; see `copy_store`."""
+    folder = Folder(root, store.name)
+    if _is_published(folder, store, resume=resume):
+        return
+    _check_claim(folder, store, resume=resume)
+    with folder.lock("copy"):
+        # Between that look and this moment somebody may have published it: nothing of it may be touched then.
+        if _is_published(folder, store, resume=resume):
+            return
+        _claim(folder, store)
+        promised = load_digests(store.transport)
+        block_bytes = promised.block_bytes if promised else BLOCK_BYTES
+        copier = _Copier(store, folder, promised, block_bytes)
+        files = _files(store, pads=folder.writes.pads)
+        total = sum(file.used_nbytes for file in files)
+        check_space(root.url, sum(file.used_nbytes for file in files if folder.size(file.name) is None))
+        done: dict[str, FileDigests] = {}
+        with Progress(2 * total, "copying", shown=progress) as bar:
+            for file in files:
+                # Where there are no locks another process may have gone on with it, and be done.
+                if _is_published(folder, store, resume=True):
+                    return
+                done[file.name] = copier.copy(file, bar)
+        _publish(folder, store, Digests(block_bytes, {name: entry for name, entry in done.items() if entry.digests}))
+
+
+def _files(store: ShardStore, *, pads: bool) -> list[_File]:
+    """The files to copy; with `pads` as long as in the source, or padded where the source's back end never pads."""
+    layout, files = store.layout, list[_File]()
+    source_pads = bool(getattr(store.transport, "pads", False))
+    for shard_idx in range(store.index.n_listed):
+        used = layout.used_nbytes(shard_idx)
+        size = layout.shard_nbytes if pads else used
+        if pads and source_pads:
+            try:
+                size = min(size, store.transport.size(shard_name(shard_idx)))
+            except NotFoundError:  # only a trailing shard without examples may be missing in a store that validates
+                continue
+        files.append(_File(shard_name(shard_idx), shard_idx, used, max(used, size)))
+    if store.labels is not None:
+        nbytes = labels_nbytes(layout)
+        files.append(_File(LABELS_NAME, None, nbytes, nbytes))
+    return files
+
+
+def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
+    there = folder.read_or_none(METADATA_NAME)
+    if there is None:
+        return False
+    if not resume or bytes(there) != store.metadata.raw:
+        what = "the copy" if bytes(there) == store.metadata.raw else "another store of this name"
+        raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
+    _check_sizes(folder, _files(store, pads=False))
+    _check_digests(folder, store)
+    remove_hidden(folder)
+    return True
+
+
+def _check_digests(folder: Folder, store: ShardStore) -> None:
+    """Equal documents do not make equal vectors: what both say of their files has to agree."""
+    ours, theirs = load_digests(store.transport), load_digests(folder.transport.at(folder.name))
+    if ours is None or theirs is None or ours.block_bytes != theirs.block_bytes:
+        return
+    for name in ours.files.keys() & theirs.files.keys():
+        if ours.files[name] != theirs.files[name]:
+            raise StoreExistsError(
+                f"a copy of other vectors is there already: {name} has other digests",
+                where=folder.url,
+                remedy="Copy elsewhere; or delete that copy, if it is of an earlier recording.",
+            )
+
+
+def _check_sizes(folder: Folder, files: Sequence[_File]) -> None:
+    for file in files:
+        size = folder.size(file.name)
+        if size is None or size < file.used_nbytes:
+            raise CorruptShardError(
+                f"the copy is published, but {file.name} has {size or 0:,} of {file.used_nbytes:,} bytes: it was damaged "
+                "since",
+                where=folder.where(file.name),
+                remedy="Delete the copy and make it again, or repair it.",
+            )
+
+
+def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
+    """Refuse, before anything is created, what cannot be continued."""
+    raw = folder.read_or_none(CLAIM_PATH)
+    if raw is None:
+        names = sorted(name for name in folder.names() or () if not name.startswith(WORK_FOLDER))
+        if names and not folder.exists(METADATA_NAME):  # it may have been published since we looked
+            raise IncompleteStoreError(
+                f"the folder holds {', '.join(names[:3])} but no metadata.json, and no copy was begun there",
+                where=folder.url,
+                remedy="Move it away, or copy elsewhere; nothing there was touched.",
+            )
+        return
+    try:
+        there = cast("dict[str, object]", json.loads(raw))
+        same = "copy_of" in there and there.get("metadata") == _text(store)
+    except (ValueError, RecursionError, TypeError, AttributeError):
+        same = False
+    if not same:
+        raise IncompleteStoreError(
+            "an unfinished store that is no copy of this one lies there",
+            where=folder.url,
+            remedy="Finish it, or discard it, or copy elsewhere.",
+        )
+    if not resume:
+        raise IncompleteStoreError(
+            "an unfinished copy lies there", where=folder.url, remedy="Continue it with resume=True, or delete it."
+        )
+
+
+def _claim(folder: Folder, store: ShardStore) -> None:
+    """Say that a copy is under way, so that nobody takes the folder for anything else."""
+    document = {"version": 1, "copy_of": store.url, "metadata": _text(store)}
+    if not folder.exists(CLAIM_PATH) and not folder.create(CLAIM_PATH, json.dumps(document, indent=1).encode()):
+        raise WriterConflictError("another process has just begun here", where=folder.url, remedy="Wait for it.")
+
+
+def _text(store: ShardStore) -> str:
+    return store.metadata.raw.decode("utf-8", "surrogateescape")
+
+
+class _Copier:
+    """Copies large files block by block, reading ahead; digests what it reads and reads back what it wrote."""
+
+    def __init__(self, store: ShardStore, folder: Folder, promised: Digests | None, block_bytes: int) -> None:
+        self._source = store.transport
+        self._layout = store.layout
+        self._folder = folder
+        self._promised = promised
+        self._block_bytes = block_bytes
+
+    def copy(self, file: _File, bar: Progress) -> FileDigests:
+        kept = self._kept(file, bar)
+        if kept is not None:
+            bar.advance(file.used_nbytes)
+            return FileDigests(file.used_nbytes, kept)
+        digests = self._copied_within(file, bar)
+        if digests is None:
+            digests = self._transfer(file, bar)
+            self._check_source(file, digests)
+        # A map of what lay there before must not answer for what lies there now.
+        self._folder.transport.close()
+        for block_idx, block in enumerate(
+            _blocks(self._folder.transport, self._folder.path(file.name), file, self._block_bytes)
+        ):
+            if digest(block) != digests[block_idx]:
+                self._blame_source(file, block_idx, digests[block_idx])
+                raise TransportError(
+                    f"block {block_idx} of the copy is not what was sent",
+                    where=self._folder.where(file.name),
+                    remedy="Copy again; if it happens twice, suspect the disk or the network.",
+                )
+            bar.advance(len(block))
+        if file.shard_idx is not None:
+            receipt = Receipt(file.used_nbytes, complete=True, digests=tuple(digests), labels=None)
+            self._folder.put(receipt_path(file.shard_idx), receipt.to_bytes())
+        return FileDigests(file.used_nbytes, tuple(digests))
+
+    def _kept(self, file: _File, bar: Progress) -> tuple[str, ...] | None:
+        """The digests of a file that an earlier attempt has finished, after reading it again."""
+        if file.shard_idx is None:
+            return None
+        raw = self._folder.read_or_none(receipt_path(file.shard_idx))
+        receipt = parse_receipt(raw, self._layout, file.shard_idx, self._block_bytes) if raw is not None else None
+        if receipt is None or self._folder.size(file.name) != file.file_nbytes:
+            return None
+        if receipt.digests != self._digests_of_source(file):  # of another recording, which lay there then
+            return None
+        path = self._folder.path(file.name)
+        for promise, block in zip(
+            receipt.digests, _blocks(self._folder.transport, path, file, self._block_bytes), strict=True
+        ):
+            if digest(block) != promise:
+                return None
+            bar.advance(len(block))
+        return receipt.digests
+
+    def _digests_of_source(self, file: _File) -> tuple[str, ...]:
+        """What the source promises of a file; where it promises nothing, what is read there."""
+        promised = self._promised.files.get(file.name) if self._promised else None
+        if promised is not None and promised.nbytes == file.used_nbytes:
+            return promised.digests
+        return tuple(digest(block) for block in _blocks(self._source, file.name, file, self._block_bytes))
+
+    def _copied_within(self, file: _File, bar: Progress) -> Sequence[str] | None:
+        """The digests that the copy must have, after the service has made it; None where this machine has to."""
+        to = self._folder.transport
+        if not isinstance(to, CopiesWithin) or self._source.size(file.name) != file.file_nbytes:
+            return None
+        if not to.copy_within(self._source, file.name, self._folder.path(file.name)):
+            return None
+        promised = self._promised.files.get(file.name) if self._promised else None
+        if promised is not None and promised.nbytes == file.used_nbytes:
+            bar.advance(file.used_nbytes)
+            return promised.digests
+        digests: list[str] = []
+        for block in _blocks(self._source, file.name, file, self._block_bytes):
+            digests.append(digest(block))
+            bar.advance(len(block))
+        return digests
+
+    def _transfer(self, file: _File, bar: Progress) -> list[str]:
+        digests: list[str] = []
+        sink = self._folder.new_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
+        try:
+            offset = 0
+            for block in _blocks(self._source, file.name, file, self._block_bytes):
+                digests.append(digest(block))
+                sink.write(offset, [block])
+                offset += len(block)
+                bar.advance(len(block))
+            sink.commit()
+        except BaseException:
+            sink.abort()
+            raise
+        return digests
+
+    def _blame_source(self, file: _File, block_idx: int, promise: str) -> None:
+        """Raise if it is the source that is not what it should be."""
+        start = block_idx * self._block_bytes
+        end = min(start + self._block_bytes, file.used_nbytes)
+        block = self._source.get_ranges(file.name, starts=[start], ends=[end])[0]
+        if digest(memoryview(block)) != promise:
+            raise CorruptShardError(
+                f"block {block_idx} of the source is not what its digests.json says",
+                where=f"{self._source.url}/{file.name}",
+                remedy="Run `saev-store validate --deep` on the source; repair it first.",
+            )
+
+    def _check_source(self, file: _File, digests: Sequence[str]) -> None:
+        promised = self._promised.files.get(file.name) if self._promised else None
+        if promised is None or promised.nbytes != file.used_nbytes:
+            return
+        wrong = [
+            i for i, (found, promise) in enumerate(zip(digests, promised.digests, strict=True)) if found != promise
+        ]
+        if wrong:
+            raise CorruptShardError(
+                f"block {wrong[0]} of the source is not what its digests.json says ({len(wrong)} such blocks)",
+                where=f"{self._source.url}/{file.name}",
+                remedy="Run `saev-store validate --deep` on the source; repair it first.",
+            )
+
+
+def _blocks(transport: Transport, path: str, file: _File, block_bytes: int) -> Iterator[memoryview]:
+    """The used bytes of a file, block by block, a few of them read ahead."""
+
+    def read(start: int, end: int) -> Buffer:
+        return transport.get_ranges(path, starts=[start], ends=[end])[0]
+
+    pool = ThreadPoolExecutor(_N_AHEAD, thread_name_prefix="saev-copy")
+    ahead: deque[Future[Buffer]] = deque()
+    try:
+        for start, end in block_ranges(file.used_nbytes, block_bytes):
+            ahead.append(pool.submit(read, start, end))
+            if len(ahead) >= _N_AHEAD:
+                yield memoryview(ahead.popleft().result())
+        while ahead:
+            yield memoryview(ahead.popleft().result())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
+    folder.put(DIGESTS_NAME, digests.to_bytes())
+    try:
+        provenance = store.transport.read(PROVENANCE_NAME, max_bytes=_MAX_PROVENANCE_BYTES)
+    except NotFoundError:
+        pass
+    else:
+        folder.put(PROVENANCE_NAME, provenance)
+    folder.put(SHARDS_NAME, store.index.raw)
+    if store.labels is None and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
+        folder.delete(LABELS_NAME)
+    if not folder.create(METADATA_NAME, store.metadata.raw):
+        raise StoreExistsError("another store of this name was published meanwhile", where=folder.url)
+    remove_hidden(folder)

@@ -1,0 +1,125 @@
+"""The Zarr v3 documents of a store's group: what consumers see, computed from the store's own documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from saev_store._version import __version__
+from saev_store.core.layout import DIMS
+
+if TYPE_CHECKING:
+    from saev_store.core.chunk_grid import ChunkGrid
+    from saev_store.documents import Metadata
+
+Document = Mapping[str, object]
+
+ARRAY = "activations"
+LABELS = "labels"
+#: The axis of labels: without special tokens, so it is not the tensor's token axis.
+CONTENT = "content_token"
+
+_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+_BYTES = {"name": "bytes"}
+
+
+def array_document(
+    data_type: str,
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    dims: Sequence[str],
+    *,
+    inner: Sequence[int] | None = None,
+    attributes: Document | None = None,
+) -> Document:
+    """The `zarr.json` of an uncompressed array; with `inner`, each chunk is a shard of such chunks."""
+    codecs: list[Document] = [_BYTES if data_type == "uint8" else _LITTLE]
+    if inner is not None:
+        configuration = {
+            "chunk_shape": list(inner),
+            "codecs": codecs,
+            "index_codecs": [_LITTLE, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": configuration}]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        # No chunk is ever missing. If this value is read all the same, it must not look like an activation.
+        "fill_value": "NaN" if data_type == "float32" else 0,
+        "codecs": codecs,
+        "attributes": dict(attributes or {}),
+        "dimension_names": list(dims),
+        "storage_transformers": [],
+    }
+
+
+def array_documents(grid: ChunkGrid, *, label_rows: int | None) -> dict[str, Document]:
+    """The documents of all arrays by name.
+
+    Args:
+        grid: How the tensor is cut.
+        label_rows: Examples in a chunk of labels; None for a store without labels.
+    """
+    layout = grid.layout
+    n_content = layout.content_tokens_per_example
+    documents = {
+        ARRAY: array_document("float32", layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None),
+        "layer": array_document("int64", [layout.n_layers], [layout.n_layers], ["layer"]),
+        "token": array_document("int64", [layout.tokens_per_example], [layout.tokens_per_example], ["token"]),
+    }
+    if label_rows is not None:
+        documents[CONTENT] = array_document("int64", [n_content], [n_content], [CONTENT])
+        shape, chunk = [layout.n_examples, n_content], [label_rows, n_content]
+        documents[LABELS] = array_document("uint8", shape, chunk, ["example", CONTENT])
+    return documents
+
+
+def group_document(attributes: Document, arrays: Mapping[str, Document]) -> Document:
+    """The group's `zarr.json`, with the arrays' documents inline, so that opening is one read."""
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(arrays)}
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": dict(attributes),
+        "consolidated_metadata": consolidated,
+    }
+
+
+def attributes_of(metadata: Metadata, *, url: str) -> Document:
+    """What the store's document says, under canonical names, and where the store is."""
+    optional = {"dataset": metadata.dataset, "pixel_agg": metadata.pixel_agg}
+    return {
+        "protocol": metadata.protocol,
+        "family": metadata.family,
+        "ckpt": metadata.ckpt,
+        "content_tokens_per_example": metadata.content_tokens_per_example,
+        "cls_token": metadata.cls_token,
+        "d_model": metadata.d_model,
+        "n_examples": metadata.n_examples,
+        "max_tokens_per_shard": metadata.max_tokens_per_shard,
+        "data": _strict(metadata.data),
+        **{name: value for name, value in optional.items() if value is not None},
+        "content_hash": metadata.hash,
+        "url": url,
+        "software": f"saev_store {__version__}",
+    }
+
+
+def to_json(document: Document) -> bytes:
+    """A document as the bytes of its file."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _strict(value: object) -> object:
+    """A value that strict JSON can hold: Python writes NaN and infinity into JSON, which other parsers refuse."""
+    try:
+        json.dumps(value, allow_nan=False).encode()
+    except ValueError:  # also lone surrogates
+        return repr(value)
+    return value
