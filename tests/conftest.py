@@ -9,6 +9,9 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
+#: Modules that tests import and scripts that they start; no tests.
+collect_ignore = ["helpers"]
+
 # Sizes are chosen so that the whole suite stays quick; `deadline=None` because the machine may be shared, and no test
 # of ours judges time. `default` and `ci` are deterministic; `nightly` looks for what nobody thought of.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
@@ -23,7 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--place", default="", help="folders on disk become folders of a bucket, see tests/places.py")
+    parser.addoption(
+        "--place", default="", help="folders on disk become folders of a bucket, see tests/helpers/places.py"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,468 @@
+"""The command line: one document on standard output, everything else on standard error, exit codes to rely on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+from servers import s3_bucket  # noqa: F401  (a fixture)
+from waiting import HANG_S
+
+from saev_store import ShardStore, __version__
+from saev_store.cli import main
+from saev_store.cli._app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "tests" / "data" / "saev"
+COMMANDS = ("info", "ls", "head", "validate", "copy", "clean", "convert", "prepare", "export", "stats", "serve", "demo")
+
+
+def shell(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "saev_store", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False, **options)
+
+
+@pytest.fixture
+def run(capfd):
+    """The command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path / "root", labels=True)
+
+
+# -- every command -------------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"saev-store {__version__}\n", "")
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert all(command in out for command in COMMANDS)
+    code, out, _ = run()
+    assert code == 2
+    assert "Usage" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(run, command):
+    code, out, err = run(command, "--help")
+    assert (code, err) == (0, "")
+    assert "--json" in out
+
+
+def test_the_commands_are_these():
+    assert tuple(app().commands) == COMMANDS
+
+
+def test_help_is_light():
+    code = "import sys; from saev_store.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in result.stderr.split()}
+    assert not loaded & {
+        "torch",
+        "zarr",
+        "xarray",
+        "dask",
+        "fsspec",
+        "s3fs",
+        "transformers",
+        "tqdm",
+        "matplotlib",
+        "rich",
+    }
+
+
+def test_installed_entry_point():
+    try:
+        distribution = importlib.metadata.distribution("saev-store")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package runs from its folder here, it is not installed")
+    (entry,) = [point for point in distribution.entry_points if point.name == "saev-store"]
+    assert entry.load() is main
+
+
+# -- info, ls, head ------------------------------------------------------------------------------------------------------
+
+
+def test_info(run, store):
+    code, out, err = run("info", store.path)
+    assert (code, err) == (0, "")
+    assert store.path.name in out
+    assert "2, 5, 11" in out
+    code, out, err = run("info", store.path, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["shape"] == [7, 3, 5, 8]
+    assert found["layers"] == [2, 5, 11]
+    assert found["hash"] == found["name"] == store.path.name
+    assert found["labels"] is True
+    assert found["problems"] == []
+    assert found["nbytes"] == store.acts.nbytes
+
+
+def test_info_opens_damaged_stores_and_says_so(run, store):
+    store.shard(1).unlink()
+    code, out, _ = run("info", store.path, "--json")
+    assert code == 0
+    assert [p["kind"] for p in json.loads(out)["problems"]] == ["missing_shard"]
+    assert "acts000001.bin cannot be read" in run("info", store.path)[1]
+
+
+@pytest.mark.parametrize(
+    "sample", sorted(SAMPLES.glob("v*/**/metadata.json")), ids=lambda p: p.relative_to(SAMPLES).parts[0]
+)
+def test_info_and_head_of_real_stores(run, sample):
+    assert run("info", sample.parent)[0] == 0
+    code, out, _ = run("head", sample.parent, "-n", 3, "--json")
+    assert code == 0
+    truth = np.load(SAMPLES / sample.relative_to(SAMPLES).parts[0] / "acts.npy")
+    for row in json.loads(out)["vectors"]:
+        cls = ShardStore.open(sample.parent).layout.n_special_tokens
+        vector = truth[row["example_idx"], 0, row["token_idx"] + cls]
+        assert np.array_equal(np.float32(row["values"]), vector)
+        assert row["norm"] == pytest.approx(np.linalg.norm(vector.astype(float)))
+
+
+def test_head(run, store):
+    code, out, _ = run("head", store.path, "-n", 100, "--layer", 11, "--tokens", "special", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["layer"] == 11
+    assert [(row["example_idx"], row["token_idx"]) for row in found["vectors"]] == [(i, -1) for i in range(7)]
+    assert np.array_equal(np.float32([row["values"] for row in found["vectors"]]), store.acts[:, 2, 0])
+    code, out, _ = run("head", store.path, "--tokens", "content", "-n", 2)
+    assert code == 0
+    assert len(out.splitlines()) == 4
+    assert "layer 2 of [2, 5, 11]" in out
+
+
+def test_head_of_numbers_that_json_does_not_know(run, store):
+    store.acts[0, 0, 0, :2] = [np.nan, np.inf]
+    store.shard(0).write_bytes(store.truth(0).tobytes())
+    code, out, _ = run("head", store.path, "-n", 1, "--json")
+    assert code == 0
+    row = json.loads(out, parse_constant=pytest.fail)["vectors"][0]
+    assert row["values"][:2] == [None, None]
+    assert row["norm"] is None
+
+
+def test_head_of_a_layer_that_is_not_there(run, store):
+    code, out, err = run("head", store.path, "--layer", 3)
+    assert (code, out) == (1, "")
+    assert "[2, 5, 11]" in err
+
+
+def test_head_of_what_is_lost(run, store):
+    store.shard(0).unlink()
+    code, out, err = run("head", store.path)
+    assert (code, out) == (1, "")
+    assert "acts000000.bin" in err
+
+
+def test_ls(run, store, tmp_path):
+    other = plain_store(tmp_path / "root", n=4, layers=(0,), seed=1)
+    (other.path / "shards.json").unlink()
+    (tmp_path / "root" / "notes").mkdir()
+    metadata = ShardStore.open(store.path).metadata.replace(n_examples=6)
+    writer = ShardStore.create(tmp_path / "root", metadata)
+    writer.append(store.acts[:5], labels=store.labels[:5])
+    writer.close()
+    code, out, err = run("ls", tmp_path / "root", "--json")
+    assert (code, err) == (0, "")
+    found = {entry["name"]: entry for entry in json.loads(out)["stores"]}
+    assert set(found) == {store.path.name, other.path.name, metadata.hash}
+    assert found[store.path.name]["state"] == "complete"
+    assert found[store.path.name]["shape"] == [7, 3, 5, 8]
+    assert found[other.path.name]["state"] == "broken"
+    assert "shards.json" in found[other.path.name]["note"]
+    assert found[metadata.hash]["state"] == "unfinished"
+    assert found[metadata.hash]["note"] == "5 of 6 examples"
+    _, out, _ = run("ls", tmp_path / "root")
+    assert "unfinished: 5 of 6 examples" in out
+    assert len(out.splitlines()) == 4
+
+
+def test_ls_of_nothing(run, tmp_path, store):
+    assert run("ls", tmp_path / "nothing")[0] == 1
+    (tmp_path / "empty").mkdir()
+    code, out, _ = run("ls", tmp_path / "empty")
+    assert (code, out) == (0, f"no stores in {tmp_path / 'empty'}\n")
+    assert json.loads(run("ls", tmp_path / "empty", "--json")[1])["stores"] == []
+    assert "saev-store info" in run("ls", store.path)[1]
+
+
+# -- validate ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_validate(run, store, deep):
+    code, out, err = run("validate", store.path, *deep)
+    assert (code, err) == (0, "")
+    assert ": ok" in out
+    store.shard(1).write_bytes(bytes(100))
+    code, out, _ = run("validate", store.path, *deep, "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["ok"] is False
+    assert found["lost"] == [[3, 6]]
+    assert found["deep"] is bool(deep)
+
+
+def test_validate_progress_goes_to_stderr(run, store):
+    code, out, err = run("validate", "--deep", "--progress", "--json", store.path)
+    assert code == 0
+    assert json.loads(out)["ok"]
+    assert "validating" in err
+
+
+@pytest.mark.parametrize(
+    "case", json.loads((SAMPLES / "malformed" / "manifest.json").read_text())["cases"], ids=lambda c: c["case"]
+)
+def test_malformed_samples(run, case):
+    (found,) = (SAMPLES / case["path"]).glob(case["store"])
+    code, out, err = run("validate", "--deep", "--json", found)
+    if case["expect"].startswith("ok"):
+        assert code == 0, err
+    elif case["expect"] == "error_or_warning":
+        assert json.loads(out)["problems"]
+    else:
+        assert code == 1
+        document = json.loads(out or err)
+        assert document["error"]["message"] if "error" in document else document["problems"]
+    assert "Traceback" not in err
+    assert not Path("SAEV_FIXTURE_PICKLE_WAS_EXECUTED").exists()
+
+
+# -- copy ----------------------------------------------------------------------------------------------------------------
+
+
+def test_copy(run, store, tmp_path):
+    code, out, err = run("copy", store.path, tmp_path / "to")
+    assert (code, out, err) == (0, f"{tmp_path / 'to' / store.path.name}\n", "")
+    code, out, _ = run("copy", store.path, tmp_path / "to", "--layers", "11,2", "--json")
+    assert code == 0
+    assert ShardStore.open(json.loads(out)["url"]).layers == (2, 11)
+    code, _, err = run("copy", store.path, tmp_path / "to", "--no-resume")
+    assert code == 1
+    assert "already" in err
+
+
+@pytest.mark.parametrize("layers", ["", "2,", "a", "2 5", "1.5"])
+def test_copy_with_layers_that_are_none(run, store, tmp_path, layers):
+    code, out, err = run("copy", store.path, tmp_path / "to", "--layers", layers)
+    assert (code, out) == (2, "")
+    assert "--layers 2,5" in err
+
+
+def test_copy_to_where_nobody_may_write(run, store):
+    code, out, err = run("copy", store.path, "/proc/nowhere")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+
+
+def test_a_bucket_on_the_command_line(run, store, tmp_path, s3_bucket):
+    url = f"{s3_bucket.url}/shards"
+    options = [f"{key}={value}" for key, value in s3_bucket.options.items()]
+    pairs = [word for option in options for word in ("-o", option)]
+    code, out, err = run("copy", store.path, url, *(w.replace("-o", "--dst-option") for w in pairs))
+    assert (code, out) == (0, f"{url}/{store.path.name}\n"), err
+    code, out, _ = run("ls", url, "--storage-options", json.dumps(s3_bucket.options), "--json")
+    assert code == 0
+    assert [entry["state"] for entry in json.loads(out)["stores"]] == ["complete"]
+    code, out, _ = run("validate", "--deep", f"{url}/{store.path.name}", *pairs)
+    assert code == 0
+    assert "very-secret-key" not in out
+    code, out, err = run("info", f"{url}/nothing", *pairs)
+    assert (code, out) == (1, "")
+    assert "very-secret-key" not in err
+
+
+# -- how it fails --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["nfo"], 2, "No such command"),
+        (["info"], 2, "Missing argument"),
+        (["info", "--nope", "x"], 2, "--nope"),
+        (["head", "x", "-n", "0"], 2, "-n"),
+        (["head", "x", "-n", "many"], 2, "-n"),
+        (["head", "x", "--tokens", "some"], 2, "--tokens"),
+        (["info", "x", "--storage-options", "{"], 2, "not JSON"),
+        (["info", "x", "--storage-options", "[1]"], 2, "not an object"),
+        (["info", "x", "-o", "anon"], 2, "KEY=VALUE"),
+        (["info", "/tmp", "-o", "anon=true"], 2, "local files take no options"),
+        (["info", ""], 2, "not an address"),
+        (["info", "nosuch://x"], 1, "nosuch"),
+        (["info", "/nonexistent/store"], 1, "no metadata.json"),
+        (["validate", "/dev/null"], 1, "/dev/null"),
+        (["ls", "/dev/null"], 1, "/dev/null"),
+        (["copy", "/nonexistent", "/tmp/x"], 1, "no metadata.json"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_is_wrong_and_show_no_traceback(run, arguments, code, text):
+    found, out, err = run(*arguments)
+    assert (found, out) == (code, "")
+    assert text in err
+    assert "Traceback" not in err
+    found, out, err = run(*arguments, "--json")
+    assert (found, out) == (code, "")
+    error = json.loads(err)["error"]
+    assert error["kind"]
+    assert text in json.dumps(error, ensure_ascii=False).replace('\\"', '"')
+
+
+def test_a_root_is_no_store_but_is_described(run, store):
+    code, _, err = run("info", store.path.parent)
+    assert code == 1
+    assert store.path.name in err
+
+
+def test_debug_shows_the_traceback(run):
+    code, _, err = run("info", "/nonexistent", "--debug")
+    assert code == 1
+    assert "Traceback" in err
+    assert "error: /nonexistent" in err
+
+
+def test_a_defect_is_no_traceback_either(run, monkeypatch, store):
+    monkeypatch.setattr(ShardStore, "open", lambda *_, **__: 1 / 0)
+    code, out, err = run("info", store.path)
+    assert (code, out) == (3, "")
+    assert "ZeroDivisionError" in err
+    assert "--debug" in err
+    assert "Traceback" not in err
+    assert "Traceback" in run("info", store.path, "--debug")[2]
+
+
+def test_warnings_are_one_line_on_stderr(run, store):
+    renamed = store.path.with_name("mine")
+    store.path.rename(renamed)
+    code, out, err = run("head", renamed, "--json")
+    assert code == 0
+    assert json.loads(out)
+    assert err.startswith("warning: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_closed_pipe_is_quiet(store):
+    script = f'"{sys.executable}" -m saev_store head "{store.path}" -n 28 --json | head -n 1; echo "${{PIPESTATUS[0]}}"'
+    slow_reader = f'"{sys.executable}" -m saev_store head "{store.path}" --json | true; echo "${{PIPESTATUS[0]}}"'
+    for text in (script, slow_reader):
+        result = subprocess.run(
+            ["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S
+        )
+        assert result.stderr == ""
+        assert result.stdout.splitlines()[-1] in {"0", "141"}
+    assert result.stdout == "141\n"
+
+
+@pytest.mark.parametrize("receiver", ["main thread", "any thread"])
+def test_interrupt(tmp_path, receiver):
+    """Ctrl-C while reads hang for good, whichever thread the system tells of it."""
+    code = (
+        "import os, signal, sys, threading, time\n"
+        "from saev_store.transport import MmapTransport\n"
+        "def hang(*_, **__):\n"
+        "    os.write(1, b'hangs\\n')\n"
+        f"    if {receiver == 'any thread'}:\n"
+        "        time.sleep(1)\n"
+        "        signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+        "MmapTransport.readinto = hang\n"
+        "from saev_store.cli import main\n"
+        "sys.exit(main())"
+    )
+    store = plain_store(tmp_path)
+    command = [sys.executable, "-c", code, "validate", "--deep", str(store.path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout.readline() == "hangs\n"
+            started = time.monotonic()
+            if receiver == "main thread":
+                process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert time.monotonic() - started < 20
+
+
+def test_output_that_the_terminal_cannot_show(store, tmp_path):
+    document = json.loads((store.path / "metadata.json").read_text())
+    document["ckpt"] = "модель-\u2603"
+    (store.path / "metadata.json").write_text(json.dumps(document))
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONWARNINGS": ""}
+    result = shell("info", store.path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "\\u2603" in result.stdout
+    assert json.loads(shell("info", store.path, "--json", env=environment).stdout)["ckpt"] == "модель-\u2603"
+
+
+def test_hundreds_of_stores(run, tmp_path):
+    first = plain_store(tmp_path / "root")
+    for number in range(200):
+        shutil.copytree(first.path, tmp_path / "root" / f"copy{number:03d}", copy_function=os.link)
+    code, out, _ = run("ls", tmp_path / "root", "--json")
+    assert code == 0
+    assert len(json.loads(out)["stores"]) == 201
+
+
+def test_short_help(run):
+    for command in ([], ["info"], ["copy"]):
+        assert run(*command, "-h") == run(*command, "--help")
+        assert run(*command, "-h")[0] == 0
+
+
+def test_the_list_of_commands_has_whole_descriptions(run):
+    _, out, _ = run("--help")
+    assert "..." not in out.partition("Commands:")[2]
+    text = " ".join(out.split())
+    assert "Copy a store and verify every byte; an interrupted copy continues where it stopped." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["copy", "STORE", "OUT", "--max-mb-per-s", "0"], "--max-mb-per-s"),
+        (["stats", "STORE", "--sample", "0"], "--sample, --seed"),
+        (["head", "STORE", "--layer", "99"], "--layer"),
+        (["serve", "STORE", "--port", "70000"], "--port"),
+    ],
+)
+def test_errors_name_options_instead_of_arguments(run, store, tmp_path, arguments, name):
+    places = {"STORE": str(store.path), "OUT": str(tmp_path / "out")}
+    code, _, err = run(*(places.get(argument, argument) for argument in arguments))
+    assert code in {1, 2}
+    assert err.startswith(f"error: {name}: ")
+
+
+def test_ls_of_a_damaged_store(run, store):
+    store.shard(1).unlink()
+    code, out, _ = run("ls", str(store.path.parent), "--json")
+    (entry,) = json.loads(out)["stores"]
+    assert (code, entry["state"], entry["note"]) == (0, "damaged", "3 of 7 examples lost")
+    assert "damaged: 3 of 7 examples lost" in run("ls", str(store.path.parent))[1]

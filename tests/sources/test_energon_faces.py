@@ -1,0 +1,276 @@
+"""Data sets as sources, as files, joined with others, and from the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from energon_tars import sample_files, tar_bytes, write_dataset
+from servers import s3_bucket  # noqa: F401 - a fixture
+
+from saev_store.cli import main
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SaevStoreError,
+    SelectionError,
+    UnsafeContentError,
+)
+from saev_store.sources import Source, open_source, reopen, sniff
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
+from saev_store.sources.energon.prepare import prepare
+from saev_store.transport import MemoryTransport
+
+DATA = Path(__file__).parents[1] / "data/energon"
+CRUDE = DATA / "crude_varying_parts/dataset"
+
+
+class TestSource:
+    def test_it_is_found(self, tmp_path):
+        for url in (CRUDE, f"{CRUDE}/", CRUDE / ".nv-meta", f"file://{CRUDE}"):
+            source = open_source(url)
+            assert isinstance(source, EnergonDataset)
+            assert isinstance(source, Source)
+            assert (source.format, len(source), source.splits) == ("energon", 5, ("train", "val", "test"))
+        assert sniff(tmp_path) is None
+
+    def test_it_is_found_below_a_transport(self):
+        files = {f"x/{path.relative_to(CRUDE)}": path.read_bytes() for path in CRUDE.rglob("*") if path.is_file()}
+        assert open_source("x", transport=MemoryTransport(files)).key(4) == "doc/004"
+
+    def test_a_description_opens_it_again(self, tmp_path):
+        truth = write_dataset(tmp_path)
+        prepare(tmp_path, split="1,1,1", progress=False)
+        source = open_source(tmp_path).split("val")
+        again = reopen(json.loads(json.dumps(source.describe())))
+        assert [again.key(i) for i in range(len(again))] == [source.key(i) for i in range(len(source))]
+        assert 0 < len(again) < len(truth)
+        described = source.describe()
+        tar = tmp_path / "shards/shard_001.tar"
+        tar.write_bytes(tar.read_bytes().replace(b"text 4", b"TEXT 4"))
+        with pytest.raises(CorruptShardError, match="digest"):
+            reopen(described)
+
+    def test_positions(self):
+        source = EnergonDataset(CRUDE)
+        assert source[-1].key == "doc/004"
+        for wrong in (5, -6, 1.5, "doc/009"):
+            with pytest.raises(SelectionError):
+                source.raw(wrong)
+        with pytest.raises(SelectionError, match="no part 'nope'; it has json"):
+            source[1]["nope"]
+        with pytest.raises(SelectionError, match="no split 'nope'"):
+            source.split("nope")
+        with pytest.raises(ArgumentError):
+            EnergonDataset(CRUDE, images="pil")
+        assert [[each.key for each in batch] for batch in source.batches(2, start=1, drop_last=True)] == [
+            ["doc/001", "doc/002"],
+            ["doc/003", "doc/004"],
+        ]
+
+
+class TestFiles:
+    @pytest.fixture
+    def fs(self):
+        fsspec = pytest.importorskip("fsspec")
+        from saev_store.sources.energon.filesystem import register
+
+        register()
+        return fsspec.filesystem("energon", fo=str(CRUDE), skip_instance_cache=True)
+
+    def test_as_folders_and_files(self, fs):
+        assert fs.ls("", detail=False) == ["doc"]
+        assert fs.ls("doc", detail=False)[:4] == [
+            "doc/000.img1.jpg",
+            "doc/000.img2.jpg",
+            "doc/000.json",
+            "doc/001.json",
+        ]
+        assert fs.info("doc/003.tar.gz.note.txt") == {"name": "doc/003.tar.gz.note.txt", "size": 9, "type": "file"}
+        assert len(fs.find("")) == 11
+        assert fs.glob("doc/*.json") == [f"doc/00{i}.json" for i in (0, 1, 2, 4)]
+        assert fs.exists("doc/002.txt") and not fs.exists("doc/002.nope") and fs.isdir("doc")
+        assert fs.cat_file("doc/003.tar.gz.note.txt", 0, 2) == "ü".encode()
+        assert fs.cat_file("doc/003.tar.gz.note.txt", -4) == b"code"
+        assert fs.cat("doc/002.txt") == b""
+        with fs.open("doc/000.json") as file:
+            assert json.load(file) == {"n": 0}
+        for path in ("nope", "doc/nope", "doc/009.json", "x/y.z"):
+            with pytest.raises(FileNotFoundError):
+                fs.info(path)
+        with pytest.raises(FileNotFoundError):
+            fs.cat_file("doc/nope")
+        with pytest.raises(PermissionError):
+            fs.open("doc/000.json", "wb")
+
+    def test_by_address(self, fs):
+        import fsspec
+
+        with fsspec.open(f"energon://doc/000.json::{CRUDE}") as file:
+            assert file.read() == b'{"n": 0}'
+        with fsspec.open(f"energon://doc/000.img1.jpg::file://{CRUDE}") as file:
+            assert file.read(3) == b"\xff\xd8\xff"
+
+    def test_in_a_bucket(self, fs, s3_bucket):
+        import fsspec
+
+        s3fs = pytest.importorskip("s3fs")
+        s3fs.S3FileSystem(**s3_bucket.options).put(str(CRUDE), f"{s3_bucket.url}/data", recursive=True)
+        with fsspec.open(f"energon://doc/004.json::{s3_bucket.url}/data", s3=s3_bucket.options) as file:
+            assert file.read() == b'{"n": 4}'
+
+    def test_many_folders(self, tmp_path):
+        from saev_store.sources.energon import tree as _tree
+
+        files = [(f"{folder}/{i:03d}.txt", b"x") for folder in ("a", "a b", "a/b", "a0", "é") for i in range(3)]
+        files += [("top.txt", b""), ("a.txt", b"")]
+        (tmp_path / "x.tar").write_bytes(tar_bytes(files))
+        prepare(tmp_path, split="1,0,0", progress=False)
+        dataset = EnergonDataset(tmp_path)
+        for page in (1, 2, 10_000):
+            _tree._PAGE = page
+            names = [(each.path, each.is_dir) for each in _tree.children(dataset)]
+            assert sorted(names) == sorted([
+                *(((name, True)) for name in ("a", "a b", "a0", "é")), ("a.txt", False), ("top.txt", False),
+            ])  # fmt: skip
+            assert [each.path for each in _tree.children(dataset, "a")] == [
+                "a/000.txt",
+                "a/001.txt",
+                "a/002.txt",
+                "a/b",
+            ]
+
+
+class TestJoins:
+    @pytest.fixture
+    def texts(self, tmp_path):
+        files = [
+            ("a.json", b'{"image": "img/1.jpg", "all": ["img/1.jpg", "img/2.jpg"]}'),
+            ("b.json", b'{"all": []}'),
+            ("c.json", b'{"image": "img/nope.jpg", "all": [7]}'),
+            ("d.json", b'{"image": "../etc/passwd"}'),
+        ]
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts/0.tar").write_bytes(tar_bytes(files))
+        prepare(tmp_path / "texts", split="1,0,0", progress=False)
+        return EnergonDataset(tmp_path / "texts")
+
+    @pytest.fixture(params=["dataset", "folder", "memory"])
+    def images(self, request, tmp_path):
+        media = {f"img/{i}.jpg": b"jpeg %d" % i for i in range(3)}
+        if request.param == "dataset":
+            (tmp_path / "images").mkdir()
+            (tmp_path / "images/0.tar").write_bytes(tar_bytes(list(media.items())))
+            prepare(tmp_path / "images", split="1,0,0", progress=False)
+            return EnergonDataset(tmp_path / "images")
+        if request.param == "memory":
+            return FolderFiles("", transport=MemoryTransport(media))
+        for name, data in media.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+        return FolderFiles(tmp_path)
+
+    def test_by_file_name(self, texts, images):
+        joined = JoinedDataset(
+            texts, {"one": images, "many": images}, names={"one": "json[image]", "many": "json[all]"}
+        )
+        assert joined[0].media == {
+            "one": {"img/1.jpg": b"jpeg 1"}, "many": {"img/1.jpg": b"jpeg 1", "img/2.jpg": b"jpeg 2"},
+        }  # fmt: skip
+        assert joined.joined("b").media == {"one": {}, "many": {}}
+        assert len(joined) == 4
+
+    def test_what_is_wrong(self, texts, images):
+        joined = JoinedDataset(texts, {"one": images}, names={"one": "json[image]"})
+        with pytest.raises(NotFoundError, match=r"'one' has no file 'img/nope\.jpg'"):
+            joined[2]
+        with pytest.raises((UnsafeContentError, NotFoundError)):
+            joined[3]
+        with pytest.raises(DocumentError, match="no name of a file"):
+            JoinedDataset(texts, {"one": images}, names={"one": "json[all]"})[2]
+        with pytest.raises(ArgumentError, match="names are given for"):
+            JoinedDataset(texts, {"one": images}, names={})
+
+
+class TestCommands:
+    @pytest.fixture
+    def run(self, capfd):
+        def call(*arguments):
+            code = main([str(argument) for argument in arguments])
+            return code, *capfd.readouterr()
+
+        return call
+
+    def test_prepare_info_ls_validate(self, run, tmp_path):
+        for i in range(10):
+            (tmp_path / f"{i}.tar").write_bytes(tar_bytes(sample_files(i * 10, 2, folder="x/")))
+        code, out, err = run(
+            "prepare", tmp_path, "--split", "8,1,1", "--sample-type", "TextSample", "--field", "text=json[caption]",
+            "--num-workers", 2, "--no-progress",
+        )  # fmt: skip
+        assert (code, err) == (0, "")
+        assert "20 samples, 40 parts in 10 shards" in out and "train: 16 samples in 8 shards" in out
+        assert EnergonDataset(tmp_path).split("val").sample(0).text == "c80"
+        code, out, _ = run("info", tmp_path)
+        assert code == 0 and "train (8 shards), val (1 shards), test (1 shards)" in out
+        code, out, _ = run("validate", "--deep", tmp_path, "--json")
+        assert code == 0 and json.loads(out)["ok"]
+        assert run("ls", tmp_path)[1] == "x/\n"
+        code, out, _ = run("ls", tmp_path / "x")
+        assert len(out.splitlines()) == 40 and out.splitlines()[0].endswith("  x/s00000.json")
+        assert len(run("ls", tmp_path / "x/s00000")[1].splitlines()) == 2
+        code, out, _ = run("ls", tmp_path / "x/s00000.txt", "--json")
+        assert json.loads(out)["entries"] == [{"name": "x/s00000.txt", "nbytes": 7}]
+        assert run("ls", tmp_path / "x/nope")[0] == 1
+        code, _, err = run("prepare", tmp_path, "--split", "8,1,1")
+        assert code == 1 and "prepared already" in err
+        code, out, _ = run("prepare", tmp_path, "--overwrite", "--json", "--split-parts", r"train:[0-4]\.tar", "--field-map", '{"text": "txt"}', "--sample-type", "TextSample")  # fmt: skip
+        assert code == 0 and len(json.loads(out)["splits"]["train"]) == 5
+        assert {problem["kind"] for problem in json.loads(out)["problems"]} == {"in_no_split"}
+
+    @pytest.mark.parametrize(
+        "options", [[], ["--field", "x"], ["--field-map", "{"], ["--field-map", "[1]"], ["--num-workers", "0"]]
+    )
+    def test_wrong_usage(self, run, tmp_path, options):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 1)))
+        assert run("prepare", tmp_path, *options, *(["--split", "1,0,0"] if options else []))[0] == 2
+
+    def test_interactive(self, run, tmp_path, monkeypatch):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        answers = "nonsense\n1,0\n1,0,0\n99\nTextSample\njson[\njson[caption]\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+        code, out, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 0, err
+        assert "parts: json, txt" in err and "3 samples" in out
+        assert (tmp_path / ".nv-meta/dataset.yaml").read_text() == (
+            "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
+        )
+        assert EnergonDataset(tmp_path).sample(2).text == "c2"
+
+    def test_interactive_with_patterns(self, run, tmp_path, monkeypatch):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        monkeypatch.setattr("sys.stdin", io.StringIO("train:0.*\nval:1.*\n\n0\n"))
+        code, _, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 0, err
+        assert EnergonDataset(tmp_path).splits == ("train", "val")
+        assert EnergonDataset(tmp_path).sample_type == "CrudeWebdataset"
+
+    def test_a_damaged_one(self, run, tmp_path):
+        write_dataset(tmp_path, odd=False)
+        prepare(tmp_path, split="1,0,0", progress=False)
+        (tmp_path / "shards/shard_001.tar").unlink()
+        code, out, err = run("validate", tmp_path)
+        assert code == 1 and "shard_001.tar" in out + err
+        assert run("ls", tmp_path)[0] == 0
+
+
+def test_errors_are_ours_for_any_folder(tmp_path):
+    for name in (".info.json", "split.yaml", "dataset.yaml", "index.sqlite"):
+        (tmp_path / ".nv-meta" / name).mkdir(parents=True)
+    with pytest.raises(SaevStoreError):
+        EnergonDataset(tmp_path)

@@ -1,0 +1,253 @@
+"""Estimates against what is counted when the same thing is read, on every engine, for random stores and keys."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import plain_store
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import component, layouts
+
+from saev_store import SaevStoreWarning, ShardStore, new_metadata
+from saev_store.core.layout import Layout
+from saev_store.documents import shards_bytes
+from saev_store.errors import ArgumentError, SelectionError
+from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.store.estimate import PRICES, Price, price_of
+from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
+
+LAYOUT = Layout(
+    n_examples=40, layers=(3, 7, 11), content_tokens_per_example=16, cls_token=True, d_model=64, examples_per_shard=16
+)
+
+
+class Far(MemoryTransport):
+    """Memory that costs what a bucket does."""
+
+    is_local = False
+
+    def __init__(self, files: dict[str, bytes], cost: ReadCost) -> None:
+        super().__init__(files)
+        self.cost = cost
+
+    @property
+    def url(self) -> str:
+        return "s3://lab/x"
+
+
+def opened(transport: Transport) -> ShardStore:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)  # what is in memory has no name
+        return ShardStore.open(transport)
+
+
+def documents(layout: Layout) -> dict[str, bytes]:
+    """A store without its shards."""
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=layout.layers, content_tokens_per_example=layout.content_tokens_per_example,
+        cls_token=layout.cls_token, d_model=layout.d_model, n_examples=layout.n_examples,
+        max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
+    )  # fmt: skip
+    return {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
+
+
+def check(store: ShardStore, key: object) -> None:
+    """The estimate is what reading then costs."""
+    expected, before = store.estimate(key), store.transport.counters
+    found, after = store[key], store.transport.counters
+    assert expected.bytes_wanted == np.asarray(found).nbytes
+    assert expected.requests == after.requests - before.requests
+    assert expected.bytes_read == after.bytes_read - before.bytes_read
+
+
+@given(st.data())
+def test_an_estimate_is_what_is_counted_then(data: st.DataObject):
+    layout = data.draw(layouts())
+    cost = ReadCost(
+        data.draw(st.sampled_from([0, 100, 5000, 1 << 20])), data.draw(st.sampled_from([64, 4096, 1 << 24]))
+    )
+    stored = plain_store(layout, tail="cut")
+    store = opened(Far(stored.files, cost))
+    for _ in range(2):  # the second time, sizes of shards are known
+        key = tuple(data.draw(component(n)) for n in layout.shape[: data.draw(st.integers(0, 4))])
+        try:
+            store.estimate(key)
+        except SelectionError:  # lists of several lengths
+            with pytest.raises(SelectionError):
+                store[key]
+            continue
+        check(store, key)
+    rows = store.sel(layer=layout.layers[0])
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
+    expected, before = rows.estimate(chosen), store.transport.counters
+    rows.rows(chosen)
+    after = store.transport.counters
+    assert (expected.requests, expected.bytes_read) == (
+        after.requests - before.requests, after.bytes_read - before.bytes_read
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [MmapTransport, PreadTransport])
+@pytest.mark.parametrize(
+    "key", [np.s_[...], np.s_[5], np.s_[:, 1], np.s_[:, :, 0], np.s_[[0, 30], 1:], np.s_[3, 1, 2:9:3]]
+)
+def test_files_on_this_machine(engine: type[Transport], key: object, tmp_path: Path):
+    stored = plain_store(LAYOUT).write(tmp_path)
+    check(ShardStore.open(engine(stored)), key)
+
+
+def test_large_reads_of_mapped_files_are_direct(tmp_path: Path):
+    layout = Layout(
+        n_examples=8, layers=(3, 7), content_tokens_per_example=63, cls_token=True, d_model=1024, examples_per_shard=4
+    )
+    store = ShardStore.open(plain_store(layout).write(tmp_path))
+    for key in (np.s_[...], np.s_[:, 1], np.s_[1:3, 0], np.s_[:, :, 0]):
+        check(store, key)
+    assert store.transport.counters.operations["readinto"] == 2 + 8 + 2
+
+
+def test_nothing_is_read_for_an_estimate_and_no_memory_is_taken():
+    layout = Layout(
+        n_examples=10**7, layers=tuple(range(24)), content_tokens_per_example=196, cls_token=True, d_model=1024,
+        examples_per_shard=10**6,
+    )  # fmt: skip
+    store = opened(Far(documents(layout), ReadCost(1 << 16, 16 << 20, 8 << 20)))
+    before = store.transport.counters
+    found = store.estimate(np.s_[:100_000, 3])
+    assert found.bytes_wanted == found.bytes_read == 100_000 * 197 * 4096
+    assert found.requests == 100_000 + 1
+    assert found.transfer_dollars == pytest.approx(found.bytes_read / 1e9 * 0.09)
+    assert found.request_dollars == pytest.approx(100.001 * 0.0004)
+    assert "100,001 requests, 80,691.200 MB: $0.0400, and $7.2622" in str(found)
+    assert store.transport.counters == before
+
+
+def test_long_ranges_are_several_requests():
+    store = opened(Far(plain_store(LAYOUT, tail="cut").files, ReadCost(math.inf, 1 << 20, 10_000)))
+    assert store.estimate(np.s_[:16]).requests == 1 + -(-16 * 3 * 17 * 256 // 10_000)
+
+
+def test_prices_are_a_table_that_can_be_edited(monkeypatch: pytest.MonkeyPatch):
+    store = opened(Far(plain_store(LAYOUT, tail="cut").files, ReadCost(0, 1 << 20)))
+    assert store.estimate(prices={}).request_dollars == 0
+    assert store.estimate(prices={"s3": Price(1000, 0)}).request_dollars == store.estimate().requests
+    monkeypatch.setitem(PRICES, "s3", Price(0, 1e9))
+    assert store.estimate().transfer_dollars == store.nbytes
+    with pytest.raises(ArgumentError, match=r"mapping of schemes to saev_store\.cost\.Price"):
+        store.estimate(prices={"s3": 3})
+
+
+@pytest.mark.parametrize(
+    ("url", "scheme", "storage_options"),
+    [
+        ("s3://b/x", "s3", {"anon": True}),
+        ("gcs://b/x", "gs", {"token": "anon"}),  # or gcsfs looks for a metadata server until its patience is at an end
+        ("simplecache::s3://b/x", "s3", {"s3": {"anon": True}}),
+        ("memory://x", None, {}),
+        ("https://h/x", None, {}),
+    ],
+)
+def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_options: dict[str, object]):
+    engine = "memory" if url.startswith("memory") else "fsspec"
+    try:
+        transport = open_transport(url, engine=engine, storage_options=storage_options)
+    except (ImportError, ArgumentError):
+        pytest.skip("no client for it here")
+    assert price_of(transport) == (PRICES[scheme] if scheme else Price())
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("layer", [7, "all"])
+@pytest.mark.parametrize("tokens", ["content", "special"])
+def test_an_epoch_costs_what_the_loader_says(kind: type, layer: object, tokens: str):
+    cost = ReadCost(300, 1 << 20)
+    store = opened(Far(plain_store(LAYOUT, tail="cut", labelled=True).files, cost))
+    rows = store.sel(layer=layer, tokens=tokens)
+    if kind is OrderedLoader:
+        loader = OrderedLoader(rows, batch_size=43)
+    else:
+        loader = ShuffledLoader(rows, batch_size=16, window_blocks=16)
+    with loader:
+        for _ in range(2):  # sizes of shards are looked at once
+            expected, before = loader.explain().cost, store.transport.counters
+            assert sum(len(batch["act"]) for batch in loader) == len(rows)
+            after = store.transport.counters
+            requests, nbytes = after.requests - before.requests, after.bytes_read - before.bytes_read
+            if tokens == "content":
+                assert (expected.requests, expected.bytes_read) == (requests, nbytes)
+            else:  # which rows share a request is settled while reading
+                assert expected.requests == pytest.approx(requests, rel=0.3)
+                assert expected.bytes_read == pytest.approx(nbytes, rel=0.3)
+            assert expected.bytes_wanted == rows.nbytes
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("tokens", ["content", "special"])
+def test_a_shard_is_mapped_once_however_long_the_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, tokens: str
+):
+    """Blocks of a few kilobytes are gathered from maps, which cost what they cost once."""
+    layout = Layout(
+        n_examples=2000, layers=(3, 7), content_tokens_per_example=4, cls_token=True, d_model=16, examples_per_shard=300
+    )
+    for name, data in plain_store(layout).files.items():
+        (tmp_path / name).write_bytes(data)
+    store = opened(MmapTransport(tmp_path))
+    monkeypatch.setattr("saev_store.loaders._base._BUSY", ())  # two threads might map a shard at the same time
+    rows, more = store.sel(layer=3, tokens=tokens), {} if kind is OrderedLoader else {"window_blocks": 4}
+    with kind(rows, batch_size=16, n_threads=1, **more) as loader:
+        for _ in range(2):  # the second time they are there
+            expected, before = loader.explain().cost, store.transport.counters
+            assert sum(len(batch["act"]) for batch in loader) == len(rows)
+            after = store.transport.counters
+            assert expected.bytes_read == after.bytes_read - before.bytes_read
+            assert expected.requests == after.requests - before.requests
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str):
+    """Also where many runs are read in one call."""
+    layout = Layout(
+        n_examples=300,
+        layers=(3, 7),
+        content_tokens_per_example=40,
+        cls_token=True,
+        d_model=128,
+        examples_per_shard=100,
+    )
+    for name, data in plain_store(layout).files.items():
+        (tmp_path / name).write_bytes(data)
+    store = opened(open_transport(str(tmp_path), engine=engine))
+    with ShuffledLoader(store.sel(layer=3), batch_size=64, window_blocks=20) as loader:
+        list(loader)  # sizes are known from now on
+        before = store.transport.counters
+        expected = loader.explain().cost
+        assert store.transport.counters == before
+        list(loader)
+        assert expected.requests == pytest.approx(loader.metrics().n_requests, rel=0.01)
+        assert expected.bytes_read == pytest.approx(loader.metrics().bytes_read, rel=0.01)
+
+
+def test_of_a_long_epoch_some_is_planned():
+    layout = Layout(
+        n_examples=100_000,
+        layers=(3,),
+        content_tokens_per_example=16,
+        cls_token=True,
+        d_model=64,
+        examples_per_shard=1000,
+    )
+    store = opened(Far(documents(layout), ReadCost(0, 1 << 24, 8 << 20)))
+    for tokens, n in (("content", 16), ("all", 17)):
+        loader = OrderedLoader(store.sel(tokens=tokens), batch_size=2048)
+        found = loader.explain().cost
+        assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.01)
+        shuffled = ShuffledLoader(store.sel(tokens=tokens), batch_size=2048, window_bytes=1 << 24, examples_per_block=1)
+        found = shuffled.explain().cost
+        assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.05)
+        assert found.requests == pytest.approx(100_000, rel=0.05)

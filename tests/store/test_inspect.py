@@ -1,0 +1,326 @@
+"""The checks by name and size: each kind of damage, with the examples it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from plain_stores import Plain, plain_store, spans
+
+from saev_store import ShardStore
+from saev_store.documents import parse_metadata, parse_shards
+from saev_store.errors import CorruptShardError
+from saev_store.problems import Problem
+from saev_store.transport import FREE, Entry, MemoryTransport, open_transport
+from saev_store.validation import Report, merge_ranges, problem_to_dict, quick_checks, validate
+
+SAMPLES = Path(__file__).parents[1] / "data" / "saev"
+
+
+def documents(path: Path):
+    metadata = parse_metadata((path / "metadata.json").read_bytes(), where="metadata.json")
+    return metadata, parse_shards((path / "shards.json").read_bytes(), metadata, where="shards.json")
+
+
+def look(store: Plain, *, engine: str = "auto") -> Report:
+    metadata, index = documents(store.path)
+    return validate(open_transport(store.path, engine=engine), metadata, index, dirname=store.path.name)
+
+
+def kinds(report: Report) -> list[str]:
+    return [problem.kind for problem in report.problems]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path, labels=True)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("trailer", [True, False])
+def test_a_whole_store_has_no_problem(tmp_path, padded, trailer):
+    store = plain_store(tmp_path, n=6 if trailer else 7, padded=padded, trailer=trailer, labels=True)
+    report = look(store)
+    assert report.ok
+    assert report.problems == ()
+    assert report.lost == ()
+    report.raise_if_bad()
+
+
+def test_padding_of_whole_examples_is_fine(store):
+    os.truncate(store.shard(2), 2 * store.example_nbytes)  # one example of three, one of padding
+    assert look(store).problems == ()
+
+
+@pytest.mark.parametrize("shard_idx", [0, 1, 2])
+def test_missing_shard(store, shard_idx):
+    store.shard(shard_idx).unlink()
+    report = look(store)
+    assert kinds(report) == ["missing_shard"]
+    assert report.problems[0].where == f"acts{shard_idx:06d}.bin"
+    assert report.lost == spans(store.dull_lost()) == (store.span(shard_idx),)
+    with pytest.raises(CorruptShardError, match="missing_shard") as caught:
+        report.raise_if_bad()
+    assert caught.value.problems == report.problems
+    assert pickle.loads(pickle.dumps(caught.value)).problems == report.problems
+
+
+def test_all_shards_gone_is_one_finding(store):
+    for shard_idx in range(3):
+        store.shard(shard_idx).unlink()
+    report = look(store)
+    assert kinds(report) == ["all_shards_missing"]
+    assert report.lost == ((0, 7),)
+    assert report.n_lost == 7
+
+
+@pytest.mark.parametrize("size", [0, 1, 479, 480, 481, 959, 960, 1439])
+def test_short_shard(store, size):
+    os.truncate(store.shard(1), size)
+    report = look(store)
+    assert kinds(report) == ["short_shard"]
+    assert report.lost == spans(store.dull_lost())
+
+
+def test_oversized_shard_is_an_error(store):
+    with store.shard(0).open("ab") as file:
+        file.write(bytes(store.example_nbytes))
+    report = look(store)
+    assert kinds(report) == ["oversized_shard"]
+    assert report.lost == ((0, 3),)
+    assert "capacity" in report.problems[0].message
+
+
+@pytest.mark.parametrize("shard_idx", [0, 2])
+@pytest.mark.parametrize("n_bytes", [1, 100, 479])
+def test_trailing_bytes_that_are_no_row_are_a_warning(store, shard_idx, n_bytes):
+    with store.shard(shard_idx).open("ab") as file:
+        file.write(b"x" * n_bytes)
+    report = look(store)
+    assert kinds(report) == ["trailing_bytes"]
+    assert report.problems[0].severity == "warning"
+    assert str(n_bytes) in report.problems[0].message
+    assert report.ok
+    assert store.dull_lost() == []
+
+
+def test_trailing_bytes_behind_a_cut_last_shard(tmp_path):
+    store = plain_store(tmp_path, padded=False)
+    with store.shard(2).open("ab") as file:
+        file.write(b"xyz")
+    assert kinds(look(store)) == ["trailing_bytes"]
+
+
+def test_not_a_file_and_broken_links(store):
+    store.shard(0).unlink()
+    store.shard(0).mkdir()
+    store.shard(1).unlink()
+    store.shard(1).symlink_to("/nowhere/acts000001.bin")
+    store.shard(2).unlink()
+    os.mkfifo(store.shard(2))
+    report = look(store)
+    assert sorted(kinds(report)) == ["missing_shard", "not_a_file", "not_a_file", "symlinked_shard"]
+    assert report.lost == ((0, 7),)
+    assert "/nowhere/acts000001.bin" in next(p for p in report.problems if p.kind == "missing_shard").message
+
+
+def test_a_link_is_followed_and_named(store, tmp_path):
+    elsewhere = tmp_path / "safe.bin"
+    shutil.move(store.shard(1), elsewhere)
+    store.shard(1).symlink_to(elsewhere)
+    report = look(store)
+    assert [(p.kind, p.severity, p.where) for p in report.problems] == [("symlinked_shard", "info", "acts000001.bin")]
+    assert str(elsewhere) in report.problems[0].message
+
+
+def test_unreadable_shard(store, monkeypatch):
+    # Permissions do not stop root, whom tests often run as: the system's answer is what is pretended.
+    access = os.access
+    store.shard(1).chmod(0)
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("1.bin") and access(path, mode))
+    report = look(store)
+    assert kinds(report) == ["unreadable_shard"]
+    assert report.lost == ((3, 6),)
+
+
+def test_a_folder_that_cannot_be_listed_is_still_checked(store, monkeypatch):
+    store.shard(1).unlink()
+    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", path)))
+    report = look(store)
+    assert kinds(report) == ["missing_shard"]
+    assert report.lost == ((3, 6),)
+
+
+@pytest.mark.parametrize("size", [0, 27, 29, 35])
+def test_labels_of_the_wrong_size(store, size):
+    os.truncate(store.path / "labels.bin", size)
+    report = look(store)
+    assert kinds(report) == ["labels_size"]
+    assert not report.ok
+    assert report.lost == ()
+
+
+def test_labels_that_are_no_file(store):
+    (store.path / "labels.bin").unlink()
+    assert look(store).ok
+    (store.path / "labels.bin").mkdir()
+    assert kinds(look(store)) == ["unreadable_labels"]
+
+
+def test_hash_mismatch_names_the_recipes(store):
+    renamed = store.path.with_name("my-store")
+    store.path.rename(renamed)
+    store.path = renamed
+    report = look(store)
+    assert [(p.kind, p.severity) for p in report.problems] == [("hash_mismatch", "warning")]
+    for text in ("my-store", "sorted-ascii", "field-order-8"):
+        assert text in report.problems[0].message
+    metadata, index = documents(renamed)
+    assert quick_checks(open_transport(renamed), metadata, index) == []
+
+
+def test_files_that_nothing_reads(store):
+    (store.path / "acts000003.bin").write_bytes(b"x")
+    shutil.move(store.shard(1), store.path / "acts00001.bin")
+    (store.path / "acts000000.bin.part").write_bytes(b"x")
+    (store.path / ".saev_store").mkdir()
+    (store.path / "README").write_text("fine")
+    report = look(store)
+    found = {(p.kind, p.where, p.severity) for p in report.problems}
+    assert found == {
+        ("missing_shard", "acts000001.bin", "error"),
+        ("misnamed_shard", "acts00001.bin", "warning"),
+        ("misnamed_shard", "acts000000.bin.part", "warning"),
+        ("unlisted_shard", "acts000003.bin", "warning"),
+        ("leftover_work_folder", ".saev_store", "info"),
+    }
+    guess = next(p for p in report.problems if p.where == "acts00001.bin")
+    assert "acts000001.bin, which is missing" in guess.message
+
+
+def test_the_empty_trailing_shard(tmp_path):
+    store = plain_store(tmp_path, n=6, trailer=True)
+    os.truncate(store.shard(2), 0)
+    assert look(store).problems == ()
+    store.shard(2).unlink()
+    report = look(store)
+    assert kinds(report) == ["missing_empty_shard"]
+    assert report.ok
+    assert report.lost == ()
+
+
+def test_several_damages_at_once(tmp_path):
+    store = plain_store(tmp_path, n=20, per_shard=4)
+    store.shard(0).unlink()
+    store.shard(1).unlink()
+    os.truncate(store.shard(3), store.example_nbytes)
+    report = look(store)
+    assert kinds(report) == ["missing_shard", "missing_shard", "short_shard"]
+    assert report.lost == spans(store.dull_lost()) == ((0, 8), (13, 16))
+    assert report.n_lost == 11
+
+
+def test_the_same_findings_through_every_back_end(store):
+    store.shard(0).unlink()
+    os.truncate(store.shard(1), 500)
+    metadata, index = documents(store.path)
+    expected = [(p.kind, p.where, p.lost) for p in look(store).problems]
+    files = {path.name: path.read_bytes() for path in store.path.iterdir()}
+    memory = MemoryTransport(files)
+
+    class OnlyReads:
+        """The narrowest transport there can be: sizes one by one."""
+
+        url, name, cost = "narrow://x", "narrow", FREE
+        read, size, get_ranges, close = memory.read, memory.size, memory.get_ranges, memory.close
+
+    for transport in (
+        open_transport(store.path, engine="pread"),
+        open_transport(store.path, engine="fsspec"),
+        memory,
+        OnlyReads(),
+    ):
+        for deep in (False, True):
+            report = validate(transport, metadata, index, deep=deep, progress=False)
+            found = [(p.kind, p.where, p.lost) for p in report.problems if p.kind != "digests_absent"]
+            assert found == expected, (transport, deep)
+
+
+def test_listing_refused_or_useless_falls_back_to_sizes(store):
+    metadata, index = documents(store.path)
+    files = {path.name: path.read_bytes() for path in store.path.iterdir()}
+
+    class Useless(MemoryTransport):
+        def list(self, path: str = "") -> list[Entry]:
+            return []
+
+    assert quick_checks(Useless(files), metadata, index) == []
+
+
+@pytest.mark.parametrize(
+    "sample",
+    sorted(path.parent for path in SAMPLES.glob("v*/**/metadata.json")),
+    ids=lambda path: path.relative_to(SAMPLES).parts[0],
+)
+def test_real_stores_are_whole(sample):
+    store = ShardStore.open(sample)
+    for deep in (False, True):
+        report = store.validate(deep=deep, progress=False)
+        assert report.ok, report
+        assert report.lost == ()
+        assert {p.kind for p in report.problems} <= {"layer_order", "digests_absent"}
+
+
+def test_the_real_truncated_sample():
+    (sample,) = (SAMPLES / "malformed" / "middle_shard_truncated" / "store").iterdir()
+    report = ShardStore.open(sample, damaged_ok=True).validate()
+    assert kinds(report) == ["short_shard"]
+    assert report.lost == ((5, 6),)
+    assert report.problems[0].where == "acts000001.bin"
+
+
+# -- the report ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_shows_itself_without_io():
+    problems = (
+        Problem("odd", "looks <script>alert(1)</script>", where="a&b", severity="info"),
+        Problem("short_shard", "cut", where="acts000001.bin", lost=((5, 6), (3, 5))),
+    )
+    report = Report("s3://lab/<b>", 7, 3, problems, deep=True, checked_bytes=12_345, elapsed_s=0.5)
+    assert [p.kind for p in report.problems] == ["short_shard", "odd"]
+    text, html = str(report), report._repr_html_()
+    assert "NOT OK: 1 error, 1 remark" in text
+    assert "3:5" in text
+    assert "<script>" not in html
+    assert "s3://lab/&lt;b&gt;" in html
+    assert json.loads(json.dumps(report.to_dict()))["lost"] == [[3, 6]]
+    assert pickle.loads(pickle.dumps(report)) == report
+    assert re.search(r"12,345 bytes read in 0\.50 s", text)
+
+
+def test_long_reports_are_cut_where_they_are_shown_not_where_they_are_kept():
+    problems = tuple(Problem("missing_shard", "gone", where=f"acts{i:06d}.bin", lost=((i, i + 1),)) for i in range(500))
+    report = Report("x", 500, 500, problems)
+    assert len(report.problems) == 500
+    assert report.lost == ((0, 500),)
+    with pytest.raises(CorruptShardError, match="and 480 more"):
+        report.raise_if_bad()
+    assert "480 more" in report._repr_html_()
+
+
+def test_problem_to_dict_is_json():
+    found = problem_to_dict(Problem("k", "m", where="w", loc=("layers", 2), lost=((1, 2),)))
+    assert json.loads(json.dumps(found)) == {
+        "severity": "error", "kind": "k", "where": "w", "loc": ["layers", 2], "message": "m", "lost": [[1, 2]],
+    }  # fmt: skip
+
+
+def test_merge_ranges_against_a_set():
+    ranges = [(3, 3), (10, 12), (0, 2), (1, 4), (12, 13), (20, 21)]
+    assert merge_ranges(ranges) == spans(sorted({i for start, end in ranges for i in range(start, end)}))

@@ -1,0 +1,72 @@
+"""Junk into every public call: one of our errors comes out, whatever the junk is, and its message can be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saev_store import SaevStoreError, ShardStore, new_metadata
+
+SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
+METADATA: dict[str, object] = {
+    "family": "clip", "ckpt": "x", "layers": [2, 5], "content_tokens_per_example": 4, "cls_token": True, "d_model": 8,
+    "n_examples": 7, "max_tokens_per_shard": 30,
+}  # fmt: skip
+JUNK: dict[str, object] = {
+    "None": None, "True": True, "minus one": -1, "nil": 0, "one": 1, "long": 2**70, "endless": 10**5000, "fraction": 1.5,
+    "nan": float("nan"), "word": "x", "no word": "", "bytes": b"x", "list": [], "list of None": [None], "list of words": ["a"],
+    "ragged": [[1], [2, 3]], "dict": {}, "odd dict": {1: 2}, "tuple": (), "object": object(), "floats": np.array([1.5]),
+    "words": np.array(["a"]), "slice": slice(None), "square": [[1, 2], [3, 4]], "date": np.datetime64("2020"), "call": print,
+    "ellipsis": ..., "range": range(3), "set": {1, 2},
+}  # fmt: skip
+
+
+def calls(root: Path) -> dict[str, Callable[[object], object]]:
+    store = ShardStore.open(SAMPLE)
+    rows = store.sel()
+
+    def append(acts: object, labels: object = None) -> None:
+        with ShardStore.create(root, METADATA, resume="auto") as writer:
+            writer.append(acts, labels=labels)
+
+    found: dict[str, Callable[[object], object]] = {
+        "open": ShardStore.open,
+        "storage_options": lambda junk: ShardStore.open(SAMPLE, junk),
+        "engine": lambda junk: ShardStore.open(SAMPLE, engine=junk),
+        "list": ShardStore.list,
+        "index": lambda junk: store[junk],
+        "second index": lambda junk: store[0, junk],
+        "two indices": lambda junk: store[0, 0, junk, junk],
+        "out": lambda junk: store.read(0, out=junk),
+        "layer": lambda junk: store.sel(layer=junk),
+        "tokens": lambda junk: store.sel(tokens=junk),
+        "examples": lambda junk: store.sel(examples=junk),
+        "ignore_labels": lambda junk: store.sel(ignore_labels=junk),
+        "rows": rows.rows,
+        "row": lambda junk: rows[junk],
+        "coordinates": rows.coordinates,
+        "locate": lambda junk: store.layout.locate(junk, 2, junk),
+        "origin": lambda junk: store.origin(junk, 0),
+        "create": lambda junk: ShardStore.create(root, junk),
+        "part": lambda junk: ShardStore.create(root, METADATA, part=junk, resume="auto").close(),
+        "resume": lambda junk: ShardStore.create(root, METADATA, resume=junk).close(),
+        "on_nonfinite": lambda junk: ShardStore.create(root, METADATA, on_nonfinite=junk).close(),
+        "append": append,
+        "labels": lambda junk: append(np.zeros((1, 2, 5, 8), np.float32), junk),
+    }
+    for name in [*METADATA, "protocol", "data", "dataset", "pixel_agg", "extra"]:
+        found[f"metadata {name}"] = lambda junk, name=name: new_metadata(**{**METADATA, name: junk})
+    return found
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
+def test_junk_meets_our_errors_only(junk: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, call in calls(tmp_path / "root").items():
+        try:
+            call(junk)  # what makes sense may work
+        except SaevStoreError as error:
+            assert str(error), name

@@ -1,0 +1,123 @@
+"""What the documentation says is so: links lead somewhere, examples run, every public name is explained."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+#: The modules whose `__all__` is a promise, with the extra that each needs.
+PUBLIC = {
+    "saev_store": None,
+    "saev_store.documents": None,
+    "saev_store.loaders": None,
+    "saev_store.order": None,
+    "saev_store.record": "torch",
+    "saev_store.torch": "torch",
+    "saev_store.transport": None,
+}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[int, str, str]]:
+    """(line number, language, body) of every fenced block."""
+    return [(text.count("\n", 0, match.start(2)), match[1], match[2]) for match in FENCED.finditer(text)]
+
+
+def anchors(text: str) -> set[str]:
+    """The names that headings can be linked by."""
+    headings = re.findall(r"^#+ +(.*?)\s*$", FENCED.sub("", text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path):
+    text = page.read_text(encoding="utf-8")
+    prose = FENCED.sub("", text)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", prose):
+        link = target[0] or target[1]
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert not broken
+
+
+@every_page
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Python blocks with a prompt run from top to bottom, as one session, in an empty folder."""
+    sessions = [
+        (line, body) for line, language, body in blocks(page.read_text("utf-8")) if language in {"python", "pycon"}
+    ]
+    sessions = [(line, body) for line, body in sessions if body.lstrip().startswith(">>>")]
+    if not sessions:
+        return
+    monkeypatch.chdir(tmp_path)
+    parser, flags = doctest.DocTestParser(), doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    runner, names = doctest.DocTestRunner(optionflags=flags), {}
+    said: list[str] = []
+    for line, body in sessions:
+        test = parser.get_doctest(body, names, page.name, str(page), line)
+        runner.run(test, out=said.append, clear_globs=False)
+        names = test.globs
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+def test_every_decision_is_in_the_index():
+    folder = ROOT / "docs" / "decisions"
+    linked = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert linked == sorted(path.name for path in folder.glob("[0-9]*.md"))
+
+
+def test_every_page_is_in_the_index():
+    folder = ROOT / "docs"
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (folder / "README.md").read_text(encoding="utf-8")))
+    assert linked == {path.name for path in folder.glob("*.md")} - {"README.md"}
+
+
+def test_the_two_set_up_commands_are_there():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line for line in text.splitlines() if line.startswith("pip install ")]
+    assert len(commands) == 2
+    assert commands[0].endswith(" && saev-store demo")
+    assert commands[1].endswith(" && python -m pytest")
+
+
+@pytest.mark.parametrize(("module", "extra"), PUBLIC.items())
+def test_public_names_are_explained(module: str, extra: str | None):
+    if extra:
+        pytest.importorskip(extra)
+    bare = []
+    room = importlib.import_module(module)
+    for name in room.__all__:
+        thing = getattr(room, name)
+        if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+            continue
+        if not inspect.getdoc(thing):
+            bare.append(name)
+        elif inspect.isclass(thing):
+            bare += [f"{name}.{member}" for member in bare_members(thing)]
+    assert not bare
+
+
+def bare_members(cls: type) -> list[str]:
+    """Public methods that `cls` defines and nobody explains; properties, whose name and type often say it all, may be."""
+    return [
+        name
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and isinstance(member, (FunctionType, classmethod, staticmethod))
+        and not inspect.getdoc(getattr(cls, name))
+    ]

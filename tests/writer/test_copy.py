@@ -1,0 +1,463 @@
+"""Copies: the same bytes anywhere, or a new store of some layers; never a copy that opens before it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+from servers import s3_bucket  # noqa: F401  (a fixture)
+
+from saev_store import SaevStoreError, ShardStore
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    IncompleteStoreError,
+    LayerNotFoundError,
+    NotFoundError,
+    SelectionError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.store.opening import open_documents
+from saev_store.transport import MmapTransport, PreadTransport, open_transport
+from saev_store.writer.copying import _whole, copy_store
+from saev_store.writer.copying._layers import copy_layers, kept_tokens
+from saev_store.writer.folder import Folder
+
+SAMPLES = Path(__file__).parents[1] / "data" / "saev"
+STORES = sorted(path.parent for path in SAMPLES.glob("v*/**/metadata.json"))
+
+
+def contents(folder: Path | str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path / "from", labels=True)
+
+
+# -- whole stores --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", STORES, ids=lambda path: path.relative_to(SAMPLES).parts[0])
+def test_a_copy_has_the_same_name_and_bytes(sample, tmp_path):
+    url = copy_store(sample, tmp_path / "to")
+    assert url == str(tmp_path / "to" / sample.name)
+    copied = contents(url)
+    digests = copied.pop("digests.json")
+    assert copied == contents(sample)
+    assert json.loads(digests)["algorithm"] == "xxh3_128"
+    report = ShardStore.open(url).validate(deep=True)
+    assert report.ok
+    assert "digests_absent" not in {problem.kind for problem in report.problems}
+
+
+def test_digests_of_the_copy_are_what_a_writer_would_leave(store, tmp_path):
+    url = copy_store(store.path, tmp_path / "to")
+    store.write_digests(8 << 20)
+    ours, expected = (
+        json.loads((Path(url) / "digests.json").read_text()),
+        json.loads((store.path / "digests.json").read_text()),
+    )
+    assert ours == expected
+
+
+def test_block_length_of_the_source_is_kept(store, tmp_path):
+    store.write_digests(256)
+    url = copy_store(store.path, tmp_path / "to")
+    assert json.loads((Path(url) / "digests.json").read_text()) == json.loads((store.path / "digests.json").read_text())
+
+
+def test_round_trip_through_other_file_systems(store, tmp_path):
+    memory = copy_store(store.path, "memory://copies")
+    assert memory == f"memory://copies/{store.path.name}"
+    remote = ShardStore.open(memory)
+    assert np.array_equal(remote[...], store.acts)
+    assert remote.transport.size("acts000002.bin") == store.example_nbytes  # cut: object stores are not padded
+    url = copy_store(memory, tmp_path / "back")
+    copied = contents(url)
+    copied.pop("digests.json")
+    assert copied == contents(store.path)  # padded again
+    through_fsspec = copy_store(f"file://{url}", "memory://again")
+    assert np.array_equal(ShardStore.open(through_fsspec)[...], store.acts)
+
+
+def test_to_a_bucket_and_back(store, tmp_path, s3_bucket):
+    url = copy_store(store.path, f"{s3_bucket.url}/shards", dst_storage_options=s3_bucket.options)
+    remote = ShardStore.open(url, s3_bucket.options)
+    assert np.array_equal(remote[...], store.acts)
+    assert remote.validate(deep=True).problems == ()
+    assert copy_store(store.path, f"{s3_bucket.url}/shards", dst_storage_options=s3_bucket.options) == url
+    back = copy_store(url, tmp_path / "back", storage_options=s3_bucket.options)
+    copied = contents(back)
+    copied.pop("digests.json")
+    assert copied == contents(store.path)
+    some = copy_store(url, tmp_path / "back", layers=[5], storage_options=s3_bucket.options)
+    assert np.array_equal(ShardStore.open(some)[...], store.acts[:, 1:2])
+    assert "very-secret-key" not in (Path(some) / "provenance.json").read_text()
+
+
+def test_padding_stays_a_hole(tmp_path):
+    store = plain_store(tmp_path / "from", n=5, per_shard=4096, tokens=16, d_model=64)
+    url = copy_store(store.path, tmp_path / "to")
+    status = os.stat(f"{url}/acts000000.bin")
+    assert status.st_size == store.shard_nbytes
+    assert status.st_blocks * 512 < store.shard_nbytes // 4
+
+
+def test_the_destination_may_name_the_copy_itself(store, tmp_path):
+    url = copy_store(store.path, tmp_path / "to" / store.path.name)
+    assert url == str(tmp_path / "to" / store.path.name)
+    assert not (Path(url) / store.path.name).exists()
+
+
+def test_a_renamed_store_keeps_its_name(store, tmp_path):
+    renamed = store.path.with_name("mine")
+    store.path.rename(renamed)
+    with pytest.warns(UserWarning, match="mine"):
+        url = copy_store(renamed, tmp_path / "to")
+    assert Path(url).name == "mine"
+
+
+def test_copying_twice_is_fine_unless_refused(store, tmp_path):
+    url = copy_store(store.path, tmp_path / "to")
+    before = os.stat(f"{url}/acts000000.bin")
+    assert copy_store(store.path, tmp_path / "to") == url
+    assert os.stat(f"{url}/acts000000.bin").st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(StoreExistsError):
+        copy_store(store.path, tmp_path / "to", resume=False)
+    assert copy_store(store.path, store.path.parent) == str(store.path)  # onto itself
+
+
+def test_a_damaged_copy_is_not_taken_for_a_copy(store, tmp_path):
+    url = copy_store(store.path, tmp_path / "to")
+    os.truncate(f"{url}/acts000001.bin", 10)
+    with pytest.raises(CorruptShardError, match=r"acts000001\.bin has 10"):
+        copy_store(store.path, tmp_path / "to")
+
+
+def test_another_store_of_that_name_is_left_alone(store, tmp_path):
+    other = plain_store(tmp_path / "other", seed=3)
+    (tmp_path / "to").mkdir()
+    shutil.move(other.path, tmp_path / "to" / store.path.name)
+    before = contents(tmp_path / "to" / store.path.name)
+    with pytest.raises(StoreExistsError, match="another store"):
+        copy_store(store.path, tmp_path / "to")
+    assert contents(tmp_path / "to" / store.path.name) == before
+
+
+def test_a_folder_of_somebody_else_is_left_alone(store, tmp_path):
+    folder = tmp_path / "to" / store.path.name
+    folder.mkdir(parents=True)
+    (folder / "acts000000.bin").write_bytes(b"precious")
+    with pytest.raises(IncompleteStoreError, match="holds acts000000"):
+        copy_store(store.path, tmp_path / "to")
+    assert contents(folder) == {"acts000000.bin": b"precious"}
+
+
+def test_an_unfinished_recording_is_left_alone(tmp_path, store):
+    metadata = ShardStore.open(store.path).metadata
+    writer = ShardStore.create(tmp_path / "to", metadata)
+    writer.append(store.acts[:3])
+    with pytest.raises(IncompleteStoreError):
+        writer.__exit__(None, None, None)
+    with pytest.raises(IncompleteStoreError, match="no copy of this one"):
+        copy_store(store.path, tmp_path / "to")
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_damaged_sources_are_refused(store, tmp_path):
+    os.truncate(store.shard(1), 100)
+    with pytest.raises(CorruptShardError, match="acts000001"):
+        copy_store(store.path, tmp_path / "to")
+    shutil.copytree(store.path, tmp_path / "zip" / store.path.name)
+    with pytest.raises(CorruptShardError, match="acts000001"):  # sizes are compared where opening does not
+        copy_store(f"file://{tmp_path}/zip/{store.path.name}", tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_bytes_that_are_not_what_the_digests_say_are_not_copied(store, tmp_path):
+    store.write_digests(256)
+    data = bytearray(store.shard(1).read_bytes())
+    data[700] ^= 4
+    store.shard(1).write_bytes(data)
+    with pytest.raises(CorruptShardError, match=r"block 2 of the source"):
+        copy_store(store.path, tmp_path / "to")
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(tmp_path / "to" / store.path.name)
+
+
+def test_bytes_that_change_on_the_way_are_noticed(store, tmp_path, monkeypatch):
+    new_sink = Folder.new_sink
+
+    def flipping(self, path, **sizes):
+        sink = new_sink(self, path, **sizes)
+        write = sink.write
+
+        def flip(offset, buffers):
+            write(
+                offset, [memoryview(bytes(buffers[0])[:-1] + b"\x77")] if path.endswith("acts000001.bin") else buffers
+            )
+
+        sink.write = flip
+        return sink
+
+    monkeypatch.setattr(Folder, "new_sink", flipping)
+    with pytest.raises(TransportError, match="not what was sent"):
+        copy_store(store.path, tmp_path / "to")
+
+
+def test_bad_arguments(store, tmp_path):
+    with pytest.raises(NotFoundError):
+        copy_store(tmp_path / "nothing", tmp_path / "to")
+    with pytest.raises(LayerNotFoundError, match="2, 5, 11"):
+        copy_store(store.path, tmp_path / "to", layers=[2, 3])
+    with pytest.raises(ArgumentError, match="no layer"):
+        copy_store(store.path, tmp_path / "to", layers=[])
+    with pytest.raises(SaevStoreError):
+        copy_store(store.path, "nosuchprotocol://x")
+    assert not (tmp_path / "to").exists()
+
+
+def test_no_room(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(TransportError, match="1 B are free"):
+        copy_store(store.path, tmp_path / "to")
+
+
+def test_two_at_once_are_refused(store, tmp_path):
+    folder = Folder(open_transport(tmp_path / "to"), store.path.name)
+    script = (
+        "import sys, time; from saev_store.transport import open_transport; from saev_store.writer.folder import Folder\n"
+        "with Folder(open_transport(sys.argv[1]), sys.argv[2]).lock('copy'):\n"
+        "    print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, folder.transport.url, folder.name],
+        stdout=subprocess.PIPE,
+        cwd=SAMPLES.parents[2],
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(WriterConflictError):
+            copy_store(store.path, tmp_path / "to")
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert contents(copy_store(store.path, tmp_path / "to"))["acts000000.bin"] == store.shard(0).read_bytes()
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------------
+
+
+def interrupted(store: Plain, root: Path, after: int, monkeypatch) -> None:
+    """A copy that stops in the middle of its file number `after`."""
+    blocks, seen = _whole._blocks, []
+
+    def stop(transport, path, file, block_bytes):
+        if transport.url == str(store.path):
+            seen.append(path)
+        if len(seen) > after:
+            raise KeyboardInterrupt
+        return blocks(transport, path, file, block_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_whole, "_blocks", stop)
+        with pytest.raises(KeyboardInterrupt):
+            copy_store(store.path, root)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_an_interrupted_copy_never_opens_and_continues(store, tmp_path, monkeypatch, after):
+    interrupted(store, tmp_path / "to", after, monkeypatch)
+    folder = tmp_path / "to" / store.path.name
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(folder)
+    (entry,) = ShardStore.list(tmp_path / "to")
+    assert entry.state == "unfinished"
+    with pytest.raises(IncompleteStoreError, match="resume=True"):
+        copy_store(store.path, tmp_path / "to", resume=False)
+    kept = {path.name: path.stat().st_mtime_ns for path in folder.glob("acts*.bin")}
+    url = copy_store(store.path, tmp_path / "to")
+    copied = contents(url)
+    copied.pop("digests.json")
+    assert copied == contents(store.path)
+    for shard_idx in range(min(after, 3)):
+        name = f"acts{shard_idx:06d}.bin"
+        assert os.stat(f"{url}/{name}").st_mtime_ns == kept[name], "it was copied twice"
+
+
+def test_what_an_interrupted_copy_left_is_checked(store, tmp_path, monkeypatch):
+    interrupted(store, tmp_path / "to", 2, monkeypatch)
+    folder = tmp_path / "to" / store.path.name
+    with (folder / "acts000000.bin").open("r+b") as file:
+        file.write(b"rot!")
+    (folder / ".saev_store" / "receipts" / "acts000001.json").write_text("{]")
+    url = copy_store(store.path, tmp_path / "to")
+    copied = contents(url)
+    copied.pop("digests.json")
+    assert copied == contents(store.path)
+
+
+@pytest.mark.slow
+def test_killed_copies_continue(tmp_path):
+    store = plain_store(tmp_path / "from", n=96, tokens=63, d_model=256, per_shard=8)
+    folder = tmp_path / "to" / store.path.name
+    command = [sys.executable, "-m", "saev_store", "copy", str(store.path), str(tmp_path / "to"), "--no-progress"]
+    n_killed = 0
+    for n_receipts in (0, 1, 4, 8):
+        process = subprocess.Popen(command, cwd=SAMPLES.parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        begun = ".saev_store/receipts/*.json" if n_receipts else "acts*.bin"
+        while process.poll() is None and len(list(folder.glob(begun))) < max(n_receipts, 1):
+            time.sleep(0.001)
+        process.kill()
+        _, err = process.communicate()
+        assert err == b""
+        n_killed += process.returncode == -signal.SIGKILL
+        if (folder / "metadata.json").exists():
+            assert np.array_equal(ShardStore.open(folder)[...], store.acts)
+        else:
+            with pytest.raises(IncompleteStoreError):
+                ShardStore.open(folder)
+    assert n_killed
+    subprocess.run(command, cwd=SAMPLES.parents[2], check=True, capture_output=True)
+    copied = contents(folder)
+    copied.pop("digests.json")
+    assert copied == contents(store.path)
+
+
+# -- some layers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [[5], [11, 2], (2, 5)])
+def test_some_layers_make_a_new_store(store, tmp_path, layers):
+    url = copy_store(store.path, tmp_path / "to", layers=layers)
+    new = ShardStore.open(url)
+    kept = tuple(layer for layer in (2, 5, 11) if layer in layers)
+    assert new.layers == kept
+    assert np.array_equal(new[...], store.acts[:, [(2, 5, 11).index(layer) for layer in kept]])
+    assert np.array_equal(new.labels, store.labels)
+    raw = json.loads((Path(url) / "metadata.json").read_text())
+    compact = json.dumps(raw, sort_keys=True, separators=(",", ":"))
+    assert Path(url).name == hashlib.sha256(compact.encode()).hexdigest()
+    original = json.loads((store.path / "metadata.json").read_text())
+    assert raw == {**original, "layers": list(kept)}
+    assert new.validate(deep=True).problems == ()
+    provenance = json.loads((Path(url) / "provenance.json").read_text())
+    assert provenance["source"] == str(store.path)
+    assert provenance["source_hash"] == store.path.name
+    assert provenance["source_metadata"] == original
+    assert copy_store(store.path, tmp_path / "to", layers=layers) == url
+
+
+@pytest.mark.parametrize("sample", STORES, ids=lambda path: path.relative_to(SAMPLES).parts[0])
+def test_some_layers_of_every_version(sample, tmp_path):
+    source = ShardStore.open(sample)
+    if len(source.layers) == 1:
+        pytest.skip("it has one layer only")
+    url = copy_store(sample, "memory://some", layers=source.layers[:1])
+    new = ShardStore.open(url)
+    assert new.metadata.protocol == source.metadata.protocol
+    assert np.array_equal(new[...], source[:, :1])
+    assert new.validate(deep=True).ok
+
+
+def test_all_layers_are_a_plain_copy(store, tmp_path):
+    assert Path(copy_store(store.path, tmp_path / "to", layers=[11, 5, 2])).name == store.path.name
+
+
+def test_the_bits_of_odd_numbers_survive(tmp_path):
+    store = plain_store(tmp_path / "from")
+    bits = store.acts.view("<u4")
+    bits[0, 0, 0] = [0x7FA00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 1, 0x7FFFFFFF, 0]
+    for shard_idx in range(3):
+        data = store.truth(shard_idx).tobytes()
+        store.shard(shard_idx).write_bytes(data.ljust(store.shard_nbytes, b"\0"))
+    url = copy_store(store.path, tmp_path / "to", layers=[2])
+    assert np.array_equal(ShardStore.open(url)[...].view("<u4"), bits[:, :1])
+
+
+def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):
+    read: list[tuple[str, int]] = []
+
+    class Watched(PreadTransport):
+        def get_ranges(self, path, *, starts, ends):
+            read.extend((path, end - start) for start, end in zip(starts, ends, strict=True))
+            return super().get_ranges(path, starts=starts, ends=ends)
+
+        def readinto(self, path, *, starts, buffers):
+            read.append((path, sum(buffer.nbytes for buffer in buffers)))
+            super().readinto(path, starts=starts, buffers=buffers)
+
+        cost = type(MmapTransport.cost)(0, 1 << 30)
+
+    source = ShardStore(open_documents(Watched(store.path)))
+    metadata = source.metadata.replace(layers=[5])
+    to = open_transport(tmp_path / "to")
+    copy_layers(source, metadata, to, tokens=kept_tokens(source, "all"), resume=True, progress=False)
+    n_bytes = sum(size for path, size in read if path.startswith("acts"))
+    assert n_bytes == store.acts.nbytes // 3
+
+
+@pytest.mark.parametrize("layers", [None, [5]])
+@pytest.mark.parametrize("tokens", ["content", "special"])
+def test_some_tokens_make_a_new_store(tmp_path, layers, tokens):
+    """`special` takes a content token along, because no store is without content."""
+    store = plain_store(tmp_path / "from", labels=True)
+    url = copy_store(store.path, tmp_path / "to", layers=layers, tokens=tokens)
+    new = ShardStore.open(url)
+    expected = store.acts[:, :, 1:] if tokens == "content" else store.acts[:, :, :2]
+    assert np.array_equal(new[...], expected if layers is None else expected[:, 1:2])
+    assert np.array_equal(new.labels, store.labels if tokens == "content" else store.labels[:, :1])
+    assert new.validate(deep=True).problems == ()
+    rows, was = (one.sel(layer=5, tokens=tokens) for one in (new, ShardStore.open(store.path)))
+    assert np.array_equal(rows[:], was[:])
+    assert np.array_equal(rows.coordinates().token_idx, was.coordinates().token_idx)
+    provenance = json.loads((Path(url) / "provenance.json").read_text())
+    assert provenance["tokens"] == ([1, 5] if tokens == "content" else [0, 2])
+    assert copy_store(store.path, tmp_path / "to", layers=layers, tokens=tokens) == url
+
+
+def test_tokens_that_are_not_there_or_all_there_are(tmp_path):
+    bare = plain_store(tmp_path / "bare", cls=False)
+    assert Path(copy_store(bare.path, tmp_path / "to", tokens="content")).name == bare.path.name
+    with pytest.raises(SelectionError, match="no special tokens"):
+        copy_store(bare.path, tmp_path / "to", tokens="special")
+
+
+def test_an_interrupted_copy_of_layers_continues(store, tmp_path, monkeypatch):
+    from saev_store.writer.copying import _layers
+
+    monkeypatch.setattr(_layers, "_BATCH_BYTES", 1)
+    read, seen = ShardStore.read, []
+
+    def stop(self, *args, **kwargs):
+        seen.append(1)
+        if len(seen) > 4:
+            raise KeyboardInterrupt
+        return read(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardStore, "read", stop)
+        with pytest.raises(KeyboardInterrupt):
+            copy_store(store.path, tmp_path / "to", layers=[5])
+    (entry,) = ShardStore.list(tmp_path / "to")
+    assert entry.state == "unfinished"
+    url = copy_store(store.path, tmp_path / "to", layers=[5])
+    assert np.array_equal(ShardStore.open(url)[...], store.acts[:, 1:2])
+    assert np.array_equal(ShardStore.open(url).labels, store.labels)

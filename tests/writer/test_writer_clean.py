@@ -1,0 +1,198 @@
+"""`clean_leftovers`: what killed writers left goes, what is alive, published or not ours stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kill_harness_oracle import case
+from servers import s3_bucket  # noqa: F401 (a fixture)
+from waiting import HANG_S
+
+from saev_store.cli import main
+from saev_store.errors import IncompleteStoreError, NotFoundError
+from saev_store.store import ShardStore
+from saev_store.transport import LatencyTransport, MemoryTransport, open_transport
+from saev_store.writer import clean_leftovers, create_store
+
+OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
+
+WRITER = """
+import json, sys, time
+sys.path[:0] = [{tests!r}, {root!r}]
+from kill_harness_oracle import case
+from saev_store.transport import open_transport
+from saev_store.writer import create_store
+this = case(n=40, per_shard=20, d_model=700, pad=False, labelled=False)
+from saev_store.transport import _parts
+_parts.PART_BYTES = 64 << 10
+url, options, engine = json.loads(sys.argv[1])
+writer = create_store(
+    open_transport(url, options, engine=engine), this.metadata, block_bytes=16 << 10, on_nonfinite="allow", progress=False
+)
+writer.append(this.acts[:36])
+writer._background.drain()
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def big_case():
+    return case(n=40, per_shard=20, d_model=700, pad=False, labelled=False)
+
+
+def folder_content(root, this):
+    return {path.name: path.read_bytes() for path in (root / this.name).iterdir() if path.is_file()}
+
+
+class Writer:
+    """A process that has written 36 of 40 examples and waits; a context that kills it."""
+
+    def __init__(self, url, options=None, engine="auto") -> None:
+        tests = Path(__file__).parents[1] / "helpers"
+        code = WRITER.format(tests=str(tests), root=str(tests.parents[1]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps([url, options, engine])], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "written\n"
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(HANG_S)
+        self.process.stdout.close()
+
+
+def write_whole(transport, this) -> None:
+    with create_store(transport, this.metadata, **OPTIONS) as writer:
+        writer.append(*this.rows(0, 7))
+
+
+def test_a_killed_writer_on_a_disk(tmp_path):
+    whole, this = case(), big_case()
+    transport = open_transport(tmp_path)
+    write_whole(transport, whole)
+    (tmp_path / whole.name / ".saev_store.tmp-1-0").write_bytes(b"x")
+    (tmp_path / whole.name / "mine.txt").write_bytes(b"x")
+    before = folder_content(tmp_path, whole)
+    writer = Writer(str(tmp_path))
+    try:
+        live = clean_leftovers(transport, older_than_s=0)
+        kept = {leftover.path: leftover.kept_because for leftover in live.leftovers}
+        assert "is writing here" in kept[this.name]
+        assert kept[f"{whole.name}/.saev_store.tmp-1-0"] == ""
+    finally:
+        writer.kill()
+    assert [leftover.kept_because for leftover in clean_leftovers(transport, dry_run=True).leftovers] != [
+        ""
+    ]  # too young
+    found = clean_leftovers(transport, dry_run=True, older_than_s=0)
+    assert [(leftover.path, leftover.kind, leftover.kept_because) for leftover in found.leftovers] == [
+        (this.name, "unfinished store", "")
+    ]
+    assert found.uploads_listed
+    assert (tmp_path / this.name / "acts000000.bin").exists()
+    clean_leftovers(transport, older_than_s=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [whole.name]
+    assert (tmp_path / whole.name / "mine.txt").exists()
+    del before[".saev_store.tmp-1-0"]
+    assert folder_content(tmp_path, whole) == before
+    assert clean_leftovers(transport, older_than_s=0).leftovers == ()
+
+
+def test_what_is_not_ours_stays(tmp_path):
+    this = case()
+    transport = open_transport(tmp_path)
+    with pytest.raises(IncompleteStoreError), create_store(transport, this.metadata, **OPTIONS) as writer:
+        writer.append(*this.rows(0, 3))
+    (tmp_path / this.name / "notes.txt").write_text("mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "acts000000.bin").write_bytes(b"another program's")
+    (tmp_path / "third" / ".saev_store").mkdir(parents=True)
+    (tmp_path / "third" / "acts000000.bin").write_bytes(b"no claim")
+    found = clean_leftovers(transport, older_than_s=0)
+    kept = {leftover.path: leftover.kept_because for leftover in found.leftovers}
+    assert "notes.txt" in kept[this.name]
+    assert "no claim" in kept["third"]
+    assert "other" not in kept
+    assert {path.name for path in tmp_path.rglob("*.bin")} >= {"acts000000.bin"}
+    os.remove(tmp_path / this.name / "notes.txt")
+    with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 3
+        writer.append(*this.rows(3, 7))
+
+
+def test_hidden_files_of_a_published_store_go_but_a_repair_stays(tmp_path):
+    this = case()
+    transport = open_transport(tmp_path)
+    write_whole(transport, this)
+    hidden = tmp_path / this.name / ".saev_store"
+    (hidden / "repair").mkdir(parents=True)
+    (hidden / "repair" / "journal.json").write_text("{}")
+    assert "repair" in clean_leftovers(transport, older_than_s=0).leftovers[0].kept_because
+    (hidden / "repair" / "journal.json").unlink()
+    (found,) = clean_leftovers(transport.at(this.name), older_than_s=0).leftovers
+    assert (found.path, found.kind, found.kept_because) == (".saev_store", "hidden files", "")
+    assert not hidden.exists()
+    this.check(folder_content(tmp_path, this))
+
+
+def test_ages_decide_and_one_that_is_not_told_keeps():
+    this, transport = case(), MemoryTransport()
+    with pytest.raises(IncompleteStoreError), create_store(transport, this.metadata, **OPTIONS) as writer:
+        writer.append(*this.rows(0, 3))
+    (found,) = clean_leftovers(LatencyTransport(transport, 0)).leftovers
+    assert found.kept_because == "the service does not tell its age"
+    clean_leftovers(transport, older_than_s=0)
+    with pytest.raises(NotFoundError):
+        transport.list(this.name)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_killed_writer_in_a_bucket(s3_bucket, engine, capsys):
+    pytest.importorskip("obstore")
+    import s3fs
+
+    this, url = big_case(), f"{s3_bucket.url}/shards"
+    writer = Writer(url, s3_bucket.options, "obstore")
+    writer.kill()
+    bucket = s3_bucket.url.partition("://")[2]
+    files = s3fs.S3FileSystem(**s3_bucket.options)
+    files.call_s3("create_multipart_upload", Bucket=bucket, Key="shards/theirs.bin")
+
+    def uploads():
+        listed = files.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or []
+        return sorted(upload["Key"] for upload in listed)
+
+    assert uploads() == [f"shards/{this.name}/acts000001.bin", "shards/theirs.bin"]
+    transport = open_transport(url, s3_bucket.options, engine=engine)
+    found = clean_leftovers(transport)  # too young: who knows whether it lives
+    assert "written" in found.leftovers[0].kept_because
+    arguments = ["clean", url, "--older-than", "0", "--engine", "fsspec" if engine == "fsspec" else "auto"]
+    for name, value in s3_bucket.options.items():
+        arguments += ["--option", f"{name}={value}"]
+    if engine == "fsspec":
+        assert [leftover.path for leftover in found.leftovers[1:]] == [f"{this.name}/acts000001.bin"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "would be removed" in capsys.readouterr().out
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert ("cannot be listed" in shown) == (engine == "obstore")
+    if engine == "fsspec":
+        assert uploads() == ["shards/theirs.bin"]
+    with pytest.raises(NotFoundError):
+        transport.list()
+    write_whole(transport, case())
+    assert ShardStore.open(f"{url}/{case().name}", s3_bucket.options).validate(deep=True).ok
+
+
+def test_wrong_ages_are_refused(tmp_path, capsys):
+    for text in ("x", "5", "-1d", "1w"):
+        assert main(["clean", str(tmp_path), f"--older-than={text}"]) in (1, 2)
+        assert "is not an age" in capsys.readouterr().err
+    assert main(["clean", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["leftovers"] == []

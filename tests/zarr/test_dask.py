@@ -1,0 +1,83 @@
+"""The dask array over a store: values, tasks, and what its tasks do to memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import plain_store
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import layouts
+
+from saev_store import ShardStore
+from saev_store.core.layout import Layout
+from saev_store.dask import Blocks
+from saev_store.errors import ArgumentError
+from saev_store.transport import MemoryTransport
+
+dask = pytest.importorskip("dask")
+pytest.importorskip("dask.array")
+
+SAMPLES = Path(__file__).parents[1] / "data" / "saev"
+VALID = sorted(path.parent for path in SAMPLES.glob("*/expected.json"))
+LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
+
+
+@pytest.mark.parametrize("sample", VALID, ids=lambda path: path.name)
+def test_peer_written_samples_bit_for_bit(sample: Path):
+    expected = json.loads((sample / "expected.json").read_text())
+    array = ShardStore.open(sample / expected["store"]).as_dask()
+    truth = np.load(sample / "acts.npy")
+    assert (array.shape, array.dtype) == (truth.shape, truth.dtype)
+    assert array.compute().tobytes() == truth.tobytes()
+
+
+@given(layout=layouts(), data=st.data())
+def test_any_chunks_and_selection_equal_numpy(layout: Layout, data: st.DataObject):
+    plain = plain_store(layout, tail="cut")
+    store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
+    chunks = tuple(data.draw(st.integers(1, n)) for n in layout.shape)
+    array = store.as_dask(chunks=data.draw(st.sampled_from(["auto", chunks])))
+    key = tuple(
+        data.draw(st.one_of(st.integers(0, n - 1), st.slices(n), st.lists(st.integers(0, n - 1), min_size=1)))
+        if axis == 0
+        else data.draw(st.one_of(st.integers(0, n - 1), st.slices(n)))
+        for axis, n in enumerate(layout.shape)
+    )
+    with dask.config.set(scheduler="synchronous"):
+        assert array.compute().tobytes() == plain.dense.tobytes()
+        found, expected = np.asarray(array[key].compute()), plain.dense[key]
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_blocks_of_a_local_store_are_copies(tmp_path: Path):
+    """A view of a mapped file would end the worker if the file were cut while a task computes."""
+    plain = plain_store(LAYOUT)
+    store = ShardStore.open(plain.write(tmp_path))
+    block = Blocks(store)[3:6, 1]
+    assert not np.shares_memory(block, store.as_numpy(np.s_[3:6], copy=False))
+    assert block.flags.writeable
+
+
+def test_the_same_store_has_the_same_name():
+    plain = plain_store(LAYOUT)
+    transport = MemoryTransport(plain.files, label=plain.name)
+    assert ShardStore.open(transport).as_dask().name == ShardStore.open(transport).as_dask().name
+    elsewhere = MemoryTransport(plain.files, label=f"x/{plain.name}")
+    assert ShardStore.open(elsewhere).as_dask().name != ShardStore.open(transport).as_dask().name
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [(1, 2), "many", (0, 1, 1, 1), ((3, 3), 3, 5, 8), object()],
+    ids=["two", "word", "zero", "uneven", "object"],
+)
+def test_chunks_that_do_not_fit(chunks: object):
+    plain = plain_store(LAYOUT)
+    store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
+    with pytest.raises(ArgumentError, match="chunks"):
+        store.as_dask(chunks=chunks)

@@ -1,0 +1,328 @@
+"""Exports are read by other libraries in a process that cannot import this package, and judged by dense NumPy there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import PlainStore, plain_store
+from servers import s3_bucket  # noqa: F401  # a fixture
+from waiting import HANG_S
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.core.layout import Layout
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError
+from saev_store.export import _references, kerchunk
+
+FORMATS = ["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"]
+NEEDS = {"kerchunk-parquet": ["fastparquet"], "icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}
+
+#: name -> (layout, how the last shard ends, an empty shard listed after it, labels)
+STORES = {
+    "padded": (Layout(7, (2, 5, 11), 4, True, 8, 3), "padded", False, True),
+    "cut": (Layout(7, (2, 5, 11), 4, True, 8, 3), "cut", False, True),
+    "cut in the middle of a chunk": (Layout(10, (2, 5), 3, True, 8, 6), "cut", False, True),
+    "empty tail shard": (Layout(6, (11, 2), 4, False, 8, 3), "padded", True, False),
+    "one short shard": (Layout(2, (-2,), 4, False, 8, 5), "cut", False, True),
+    "one vector": (Layout(1, (0,), 1, False, 1, 1), "cut", False, False),
+}
+#: As many examples in a chunk as may be, so that the last one is short.
+LARGEST = {"padded": 3, "cut": 3, "cut in the middle of a chunk": 3, "empty tail shard": 3, "one short shard": 2}
+
+
+@pytest.fixture(autouse=True)
+def _libraries(request: pytest.FixtureRequest):
+    callspec = getattr(request.node, "callspec", None)
+    for library in NEEDS.get(callspec.params.get("format", "") if callspec else "", []):
+        pytest.importorskip(library)
+
+
+def write_truth(plain: PlainStore, path: Path) -> str:
+    layout = plain.layout
+    truth = {
+        "activations": plain.dense,
+        "layer": np.array(layout.layers, np.int64),
+        "token": np.arange(-layout.n_special_tokens, layout.content_tokens_per_example, dtype=np.int64),
+    }
+    if plain.labels is not None:
+        truth |= {"labels": plain.labels, "content_token": np.arange(layout.content_tokens_per_example)}
+    np.savez(path, **truth)
+    return str(path)
+
+
+def read_elsewhere(jobs: list[dict], cwd: Path, **environment: str) -> list[list[str]]:
+    script = Path(__file__).parents[1] / "helpers/export_reader.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), json.dumps(jobs)],
+        cwd=cwd, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def make_export(store: ShardStore, format: str, out: Path, *, chunks="auto", base=None) -> None:
+    match format:
+        case "kerchunk" | "kerchunk-parquet":
+            store.to_kerchunk(out, format="parquet" if "-" in format else "json", chunks=chunks, base=base)
+        case "icechunk":
+            store.to_icechunk(out, chunks=chunks, base=base)
+        case "tensorstore":
+            names = ["activations", "layer", "token"]
+            names += ["labels", "content_token"] if store.labels is not None else []
+            out.write_text(json.dumps({name: store.to_tensorstore_spec(name, base=base) for name in names}))
+
+
+def test_the_reader_really_cannot_import_the_package(tmp_path: Path):
+    code = f"import runpy; runpy.run_path({str(Path(__file__).parents[1] / 'helpers/export_reader.py')!r}); import saev_store"
+    root = Path(__file__).resolve().parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
+    assert "saev_store is blocked" in ran.stderr
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_exports_open_without_us_with_right_values(format: str, tmp_path: Path):
+    jobs, names = [], []
+    for number, (name, (layout, tail, trailer, labelled)) in enumerate(STORES.items()):
+        plain = plain_store(layout, seed=number, tail=tail, empty_trailer=trailer, labelled=labelled)
+        store = ShardStore.open(plain.write(tmp_path))
+        truth = write_truth(plain, tmp_path / f"{number}.npz")
+        for chunks in ("auto", (1, 1, *layout.shape[2:]), (LARGEST.get(name, 1), *layout.shape[1:])):
+            if format == "tensorstore" and chunks != "auto":
+                continue
+            suffix = {"kerchunk": ".json", "tensorstore": ".json", "kerchunk-parquet": ".parq"}.get(format, "")
+            out = tmp_path / f"export{len(jobs)}{suffix}"
+            make_export(store, format, out, chunks=chunks)
+            jobs.append({"format": format, "out": str(out), "truth": truth})
+            names.append((name, chunks))
+    found = dict(zip(names, read_elsewhere(jobs, tmp_path), strict=True))
+    assert found == {name: [] for name in names}
+
+
+@pytest.mark.parametrize("sample", ["v1_0_0_exact_multiple_empty_tail_shard", "v2_1_head_labels_cls"])
+def test_stores_that_others_wrote(sample: str, tmp_path: Path):
+    folder = Path(__file__).parents[1] / "data/saev" / sample
+    (path,) = folder.glob("store/**/metadata.json")
+    store = ShardStore.open(path.parent)
+    dense = np.load(folder / "acts.npy")
+    labels = np.load(folder / "labels.npy") if (folder / "labels.npy").exists() else None
+    truth = write_truth(PlainStore({}, "", dense, labels, store.layout), tmp_path / "truth.npz")
+    store.to_kerchunk(tmp_path / "r.json")
+    assert read_elsewhere([{"format": "kerchunk", "out": str(tmp_path / "r.json"), "truth": truth}], tmp_path) == [[]]
+
+
+# -- moving ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moved(tmp_path: Path):
+    """A store that is exported, and then moved: (plain, store before, where it will be, truth)."""
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), tail="cut", labelled=True)
+    old = plain.write(tmp_path / "old")
+    new = tmp_path / "new" / plain.name
+    new.parent.mkdir()
+    return ShardStore.open(old), new, write_truth(plain, tmp_path / "truth.npz")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_export_for_the_place_a_store_will_have(format: str, moved, tmp_path: Path):
+    store, new, truth = moved
+    out = tmp_path / "export.json" if format in {"kerchunk", "tensorstore"} else tmp_path / "export"
+    make_export(store, format, out, base=f"file://{new}")
+    shutil.move(store.url, new)
+    assert read_elsewhere([{"format": format, "out": str(out), "truth": truth}], tmp_path) == [[]]
+
+
+def test_a_kerchunk_document_is_relocated_by_its_template(moved, tmp_path: Path):
+    store, new, truth = moved
+    store.to_kerchunk(tmp_path / "r.json")
+    shutil.move(store.url, new)
+    job = {"format": "kerchunk", "out": str(tmp_path / "r.json"), "truth": truth}
+    assert all("ReferenceNotReachable" in problem for problem in read_elsewhere([job], tmp_path)[0])
+    overridden = {**job, "reference": {"template_overrides": {"u": f"file://{new}"}}}
+    (tmp_path / "edited.json").write_text(
+        (tmp_path / "r.json").read_text().replace(str(tmp_path / "old"), str(new.parent))
+    )
+    edited = {**job, "out": str(tmp_path / "edited.json")}
+    assert read_elsewhere([overridden, edited], tmp_path) == [[], []]
+    text = (tmp_path / "r.json").read_text()
+    assert '"gen"' not in text
+    assert text.count(store.url) == 3  # the template, and the attribute `url` with its twin in .zmetadata
+
+
+@pytest.mark.parametrize("format", ["kerchunk", "tensorstore", "icechunk"])
+def test_a_bucket(format: str, s3_bucket, tmp_path: Path):
+    import s3fs
+
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), tail="cut", labelled=True)
+    address, options = f"{s3_bucket.url}/{plain.name}", s3_bucket.options
+    s3fs.S3FileSystem(**options).put(str(plain.write(tmp_path)), address, recursive=True)
+    store = ShardStore.open(address, options)
+    out = tmp_path / ("repository" if format == "icechunk" else "r.json")
+    job = {}
+    if format == "kerchunk":
+        make_export(store, format, out)
+        job = {"reference": {"remote_protocol": "s3", "remote_options": {**options, "asynchronous": True}}}
+    elif format == "tensorstore":
+        # TensorStore's own name of the folder: the end point is not in the address.
+        base = {"driver": "s3", "bucket": s3_bucket.url[5:], "path": plain.name, "aws_region": "us-east-1"}
+        make_export(store, format, out, base={**base, "endpoint": options["endpoint_url"]})
+    else:
+        import icechunk
+
+        reader = icechunk.s3_store(
+            region="us-east-1", endpoint_url=options["endpoint_url"], allow_http=True, s3_compatible=True,
+            force_path_style=True,
+        )  # fmt: skip
+        store.to_icechunk(out, container=icechunk.VirtualChunkContainer(f"{address}/", reader))
+        job = {"credentials": {"access_key_id": options["key"], "secret_access_key": options["secret"]}}
+    truth = write_truth(plain, tmp_path / "truth.npz")
+    environment = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
+    assert read_elsewhere([{"format": format, "out": str(out), "truth": truth, **job}], tmp_path, **environment) == [[]]
+    written = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
+    assert not any(options["secret"].encode() in path.read_bytes() for path in written)
+
+
+def test_parquet_that_names_only_the_shards(moved, tmp_path: Path):
+    pytest.importorskip("fastparquet")
+    import fsspec
+
+    store, new, _ = moved
+    expected = store[0, 0].tobytes()
+    store.to_kerchunk(tmp_path / "r.parq", format="parquet", base="")
+    shutil.move(store.url, new)
+    here = fsspec.filesystem("dir", path=str(new), fs=fsspec.filesystem("file"))
+    warnings.filterwarnings("ignore", "The 'fastparquet' engine is deprecated")  # pandas, about fsspec's reader
+    references = fsspec.filesystem("reference", fo=str(tmp_path / "r.parq"), fs=here)
+    found = references.cat_file("activations/0.0.0.0")
+    assert found[:160] == expected
+
+
+# -- what is refused, what is said -------------------------------------------------------------------------------------
+
+
+def small_store(tmp_path: Path, **options) -> ShardStore:
+    return ShardStore.open(plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), **options).write(tmp_path))
+
+
+def test_damage_is_refused_because_others_would_read_fill_values(tmp_path: Path):
+    store = small_store(tmp_path)
+    (Path(store.url) / "acts000001.bin").unlink()
+    damaged = ShardStore.open(store.url, damaged_ok=True)
+    for attempt in (
+        lambda: damaged.to_kerchunk(tmp_path / "r.json"),
+        damaged.to_tensorstore_spec,
+    ):
+        with pytest.raises(CorruptShardError, match="acts000001.bin"):
+            attempt()
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_shard_that_goes_missing_later_is_an_error_elsewhere_too(tmp_path: Path):
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=False)
+    store = ShardStore.open(plain.write(tmp_path))
+    store.to_kerchunk(tmp_path / "r.json")
+    truth = write_truth(plain, tmp_path / "truth.npz")
+    (Path(store.url) / "acts000001.bin").unlink()
+    (problems,) = read_elsewhere([{"format": "kerchunk", "out": str(tmp_path / "r.json"), "truth": truth}], tmp_path)
+    assert len(problems) == 2
+    assert all("ReferenceNotReachable" in problem for problem in problems)
+
+
+def test_illegal_shapes_and_addresses(tmp_path: Path):
+    store = small_store(tmp_path)
+    with pytest.raises(ArgumentError, match="do not divide a shard of 3"):
+        store.to_kerchunk(tmp_path / "r.json", chunks=(2, 3, 5, 8))
+    with pytest.raises(ArgumentError, match="no chunk shape"):
+        store.to_kerchunk(tmp_path / "r.json", chunks="big")
+    with pytest.raises(ArgumentError, match="no address"):
+        store.to_kerchunk(tmp_path / "r.json", base="s3://{{bucket}}/x")
+    with pytest.raises(ArgumentError, match="other processes"):
+        ShardStore.open(store.url, engine="memory").to_kerchunk(tmp_path / "r.json")
+    with pytest.raises(ArgumentError, match="not an array"):
+        store.to_tensorstore_spec("activation")
+    with pytest.raises(ArgumentError, match="no driver"):
+        store.to_tensorstore_spec(base="ftp://somewhere/x")
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path):
+    pytest.importorskip("fastparquet")
+    store = small_store(tmp_path)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("all I have")
+    with pytest.raises(StoreExistsError, match="no export"):
+        store.to_kerchunk(mine, format="parquet")
+    assert (mine / "thesis.txt").read_text() == "all I have"
+    store.to_kerchunk(tmp_path / "r.parq", format="parquet")
+    store.to_kerchunk(tmp_path / "r.parq", format="parquet")
+
+
+def test_many_references_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = small_store(tmp_path)
+    monkeypatch.setattr(_references, "MANY_REFERENCES", 7)
+    with pytest.warns(SaevStoreWarning, match="parquet"):
+        store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
+
+
+def test_a_large_short_chunk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = small_store(tmp_path, tail="cut")
+    monkeypatch.setattr(_references, "_INLINE_MAX_BYTES", 1000)
+    with pytest.raises(ArgumentError, match="hold the whole chunk"):
+        store.to_kerchunk(tmp_path / "r.json", chunks=(3, 3, 5, 8))
+    store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
+
+
+def test_parquet_in_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fastparquet")
+    plain = plain_store(Layout(25, (2, 5), 3, True, 4, 6), tail="cut", labelled=True)
+    store = ShardStore.open(plain.write(tmp_path))
+    monkeypatch.setattr(kerchunk, "_RECORD_SIZE", 4)
+    monkeypatch.setattr(kerchunk, "_STEP", 3)
+    truth, jobs = write_truth(plain, tmp_path / "truth.npz"), []
+    for format, chunks in (
+        ("kerchunk", (1, 1, 4, 4)),
+        ("kerchunk-parquet", (1, 1, 4, 4)),
+        ("kerchunk-parquet", (3, 2, 4, 4)),
+    ):
+        out = tmp_path / f"export{len(jobs)}{'.json' if format == 'kerchunk' else '.parq'}"
+        make_export(store, format, out, chunks=chunks)
+        jobs.append({"format": format, "out": str(out), "truth": truth})
+    assert read_elsewhere(jobs, tmp_path) == [[], [], []]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_command(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=True)
+    folder = plain.write(tmp_path)
+    new = tmp_path / "elsewhere" / plain.name
+    out = tmp_path / ("out.json" if format in {"kerchunk", "tensorstore"} else "out")
+    assert main(["export", str(folder), str(out), "--format", format, "--template", f"file://{new}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"out": str(out), "format": format}
+    new.parent.mkdir()
+    shutil.move(folder, new)
+    truth = write_truth(plain, tmp_path / "truth.npz")
+    assert read_elsewhere([{"format": format, "out": str(out), "truth": truth}], tmp_path) == [[]]
+
+
+def test_wrong_usage_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    store = small_store(tmp_path)
+    for arguments, said in (
+        (["--format", "netcdf"], "netcdf"),
+        (["--chunks", "1,x"], "no chunk shape"),
+        (["--format", "tensorstore", "--chunks", "1,3,5,8"], "whole shards"),
+    ):
+        assert main(["export", store.url, str(tmp_path / "r.json"), *arguments]) == 2
+        assert said in capsys.readouterr().err
