@@ -95,6 +95,7 @@ class GcsModelTransport:
     """The requests that our transports for Google send for each operation, sent to the model instead."""
 
     pads, name, url = False, "gcs-model", "gs://model"
+    is_local, local_path, reads_into = False, None, False
     cost = ReadCost(1 << 20, 16 << 20)
     counters = Counters()
 
@@ -118,6 +119,14 @@ class GcsModelTransport:
     def get_ranges(self, path, *, starts, ends):
         content = self.read(path)
         return [content[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def readinto(self, path, *, starts, buffers):
+        ends = [start + len(buffer) for start, buffer in zip(starts, buffers, strict=True)]
+        for found, buffer in zip(self.get_ranges(path, starts=starts, ends=ends), buffers, strict=True):
+            buffer[:] = found
+
+    def version(self, path):
+        return ""
 
     def put(self, path, data):
         self._answered(f"put {path}", self.model.insert(path, bytes(data)))
