@@ -24,10 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from _common import Line, report, seconds
+from _transports import CountingTransport, LatencyTransport
 
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.prepare import prepare
-from saev_store.transport import CountingTransport, LatencyTransport, PreadTransport
+from saev_store.transport import PreadTransport
 
 _PEER = """
 import json, random, sys, time

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from _common import Line, race, report, seconds
+from _transports import CountingTransport, LatencyTransport
 
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_dataset, write_batch_file
-from saev_store.transport import CountingTransport, LatencyTransport, open_transport
+from saev_store.transport import open_transport
 
 BATCH, SEQ_LEN = 32, 512
 BATCH_TOKENS = BATCH * SEQ_LEN

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from _common import Line, race, report, seconds
+from _transports import CountingTransport, LatencyTransport
 
 from saev_store.sources.mmididx import (
     IndexedDataset,
@@ -28,7 +29,7 @@ from saev_store.sources.mmididx import (
     build_sample_idx,
 )
 from saev_store.sources.mmididx.index import index_header
-from saev_store.transport import CountingTransport, LatencyTransport, open_transport
+from saev_store.transport import open_transport
 
 warnings.simplefilter("ignore")
 PEER = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("torch") is not None

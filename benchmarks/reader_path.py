@@ -144,9 +144,6 @@ def measure(operation: str, root: str, options: dict[str, str] | None) -> set[tu
 @contextlib.contextmanager
 def bucket() -> Iterator[dict[str, str]]:
     """An S3 server with an empty bucket; yields the storage options for it."""
-    sys.path = [
-        entry for entry in sys.path if Path(entry) != Path(__file__).parent
-    ]  # its requests.py is not the library
     import boto3
     from moto.server import ThreadedMotoServer
 

@@ -9,6 +9,9 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
+# gcsfs reads this when it is first imported, by any test. It would ask for every bucket's type over gRPC, which no emulator answers.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
 #: Modules that tests import and scripts that they start; no tests.
 collect_ignore = ["helpers"]
 

@@ -23,7 +23,7 @@ class Closes(Protocol):
         ...
 
 
-class Forgotten:
+class AbandonedObjects:
     """The objects of this process that are not closed yet, and the thread that closes abandoned ones."""
 
     def __init__(self) -> None:
@@ -38,35 +38,35 @@ class Forgotten:
         self._found: SimpleQueue[Closes] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """Start the closing thread if it does not run; call it before `watch`.
+    def start(self) -> None:
+        """Start the closing thread if it does not run; call it before `add`.
 
         Raises:
             RuntimeError: the system refuses a thread.
         """
         if self._thread is None:
-            thread = threading.Thread(target=_close_all, args=(self._found,), name="closes-forgotten", daemon=True)
+            thread = threading.Thread(target=_close_all, args=(self._found,), name="closes-abandoned", daemon=True)
             thread.start()
             self._thread = thread
             # Registered last, and once, so that it runs before the exit handlers of transports.
             atexit.unregister(self.close_all)
             atexit.register(self.close_all)
 
-    def watch(self, some: Closes) -> None:
+    def add(self, some: Closes) -> None:
         """Close the object at the end of the process, unless it is closed before."""
         self._live[id(some)] = some
 
-    def tell(self, some: Closes) -> None:
+    def enqueue(self, some: Closes) -> None:
         """Enqueue an abandoned object to be closed. The only call that a finalizer may make."""
         if id(some) in self._live:
             self._found.put(some)
 
-    def closed(self, some: Closes) -> None:
-        """The object was closed: stop watching it."""
+    def remove(self, some: Closes) -> None:
+        """Remove an object that was closed."""
         self._live.pop(id(some), None)
 
     def close_all(self) -> None:
-        """Close all objects that are still watched."""
+        """Close all objects that are not closed yet."""
         for some in list(self._live.values()):
             with suppress(Exception):  # the others must be closed too
                 some.close()
@@ -79,4 +79,4 @@ def _close_all(found: SimpleQueue[Closes]) -> None:
             found.get().close()
 
 
-FORGOTTEN = Forgotten()
+ABANDONED = AbandonedObjects()

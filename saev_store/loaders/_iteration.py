@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from saev_store._runtime.abandoned import FORGOTTEN
+from saev_store._runtime.abandoned import ABANDONED
 from saev_store.errors import ArgumentError, ForkError
 from saev_store.loaders._batch_coordinates import Batch, BatchMaker
 from saev_store.loaders._metrics import Totals
@@ -117,7 +117,7 @@ class Iteration:
             if not self._is_closed:
                 self._close()
             self._is_closed = True
-        FORGOTTEN.closed(self)
+        ABANDONED.remove(self)
 
     def _close(self) -> None:
         deadline = time.monotonic() + JOIN_S
@@ -164,9 +164,9 @@ class BatchIterator(Iterator[Batch]):
     ) -> None:
         self._iteration, self._n_left, self._timeout_s = iteration, n_batches, timeout_s
         self._on_batch, self._on_end, self._ended = on_batch, on_end, False
-        FORGOTTEN.begin()
-        FORGOTTEN.watch(iteration)
-        self._finalizer = weakref.finalize(self, FORGOTTEN.tell, iteration)
+        ABANDONED.start()
+        ABANDONED.add(iteration)
+        self._finalizer = weakref.finalize(self, ABANDONED.enqueue, iteration)
         self._finalizer.atexit = False  # everything is closed then
 
     def __iter__(self) -> BatchIterator:

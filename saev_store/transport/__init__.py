@@ -1,13 +1,10 @@
 """Transports read and write bytes on disks, in memory and in object stores, behind one seam.
 
-`open_transport` chooses the back end for an address. `LimitTransport` limits the rate of any of them; `CountingTransport`
-and `LatencyTransport` are for tests and benchmarks.
+`open_transport` chooses the back end for an address. `LimitTransport` limits the rate of any of them.
 """
 
 from __future__ import annotations
 
-from saev_store.transport._counting import CountingTransport
-from saev_store.transport._latency import LatencyTransport
 from saev_store.transport.base import (
     FREE,
     Buffer,
@@ -34,10 +31,8 @@ __all__ = [
     "CleansUploads",
     "CopiesWithin",
     "Counters",
-    "CountingTransport",
     "Engine",
     "Entry",
-    "LatencyTransport",
     "LimitTransport",
     "Lists",
     "MemoryTransport",

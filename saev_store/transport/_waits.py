@@ -1,26 +1,28 @@
-"""Waits for another thread that Ctrl-C can interrupt."""
+"""Waits for a loop in another thread, and for tasks in a loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
 
-#: A Ctrl-C that the system tells another thread of is noticed after so long.
+#: Longest time until a Ctrl-C that the system delivers to another thread is noticed.
 _SLICE_S = 0.2
 
 
 def awaited(future: Future[T], timeout_s: float) -> T:
     """The result of a future, which is cancelled when the wait ends without one.
 
-    Waiting is done in slices: a thread that waits for long is not woken by a Ctrl-C that another one is told of.
+    The wait is divided: a thread in a long wait is not woken by a Ctrl-C that the system delivers to another thread.
 
     Raises:
         TimeoutError: it took longer than `timeout_s`.
-        Exception: what it ended with.
+        Exception: the future's own error.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -34,3 +36,13 @@ def awaited(future: Future[T], timeout_s: float) -> T:
     finally:
         if not future.done():
             future.cancel()
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """A task group that raises the first error of its tasks as it is, and cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,4 +1,4 @@
-"""Options that hold credentials: kept out of messages and out of pickles.
+"""StorageOptions that hold credentials: kept out of messages and out of pickles.
 
 A pickle may end in a file, in a log or with a scheduler. So the options of a transport stay behind: in this process (and
 in its forked children) a copy finds them again, and so does a child that is being spawned, which gets them through the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import cast
 
@@ -26,11 +26,11 @@ _WORDS = {"anon", "browser", "cache", "cloud", "google_default"}
 _KEPT: dict[str, Mapping[str, object]] = {}
 
 
-class Options:
+class StorageOptions:
     """A file system's options, of which only what cannot be a secret travels in a pickle.
 
     >>> import pickle
-    >>> options = Options({"key": "AKID", "secret": "hush-hush", "endpoint_url": "http://localhost"})
+    >>> options = StorageOptions({"key": "AKID", "secret": "hush-hush", "endpoint_url": "http://localhost"})
     >>> data = pickle.dumps(options)
     >>> b"hush-hush" in data, pickle.loads(data).all["secret"]
     (False, 'hush-hush')
@@ -78,37 +78,10 @@ class Options:
         return text
 
 
-class LeftBehind:
-    """Stands for a client whose credentials did not travel with it: using it raises an error.
-
-    Unpickling itself must not fail: dask's connections break on an error there, and the computation hangs.
-
-    Args:
-        make: What makes the client.
-        arguments: Of `make`.
-        error: What is raised.
-        known: Attributes of the client that need no credentials.
-    """
-
-    def __init__(
-        self, make: Callable[..., object], arguments: tuple[object, ...], error: AccessError, **known: object
-    ) -> None:
-        self._make, self._arguments, self._error = make, arguments, error
-        vars(self).update(known)
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or "_error" not in vars(self):
-            raise AttributeError(name)
-        raise type(self._error)(self._error.message, where=self._error.where, remedy=self._error.remedy)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self._make, self._arguments
-
-
-def _restore(name: str, harmless: Mapping[str, object], everything: Mapping[str, object] | None) -> Options:
+def _restore(name: str, harmless: Mapping[str, object], everything: Mapping[str, object] | None) -> StorageOptions:
     if everything is not None:
         _KEPT[name] = everything
-    options = Options({})
+    options = StorageOptions({})
     options.__dict__.update(_name=name, _harmless=harmless, _all=None if name else harmless)
     return options
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
-from saev_store.transport._tally import Tally, count_ranges
+from saev_store.transport._counters import RequestCounter
 from saev_store.transport._written import Written
 from saev_store.transport.base import FREE, Buffer, Counters, Entry
 from saev_store.transport.checks import (
@@ -30,7 +30,7 @@ class _Files:
         self.open: dict[str, bytearray] = {}
         self.held: set[str] = set()
         self.lock = ForkSafeLock()
-        self.tally = Tally()
+        self.requests = RequestCounter()
 
     def __reduce__(self) -> tuple[object, ...]:
         with self.lock:
@@ -72,7 +72,7 @@ class MemoryTransport:
     @property
     def counters(self) -> Counters:
         """What was read and written so far, by all that share these files."""
-        return self._files.tally.counters
+        return self._files.requests.counters
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -106,12 +106,12 @@ class MemoryTransport:
         content = self._content(path)
         if max_bytes is not None and len(content) > max_bytes:
             raise too_big(self._where(path), size=len(content), max_bytes=max_bytes)
-        self._files.tally.add("read", read=len(content))
+        self._files.requests.add("read", read=len(content))
         return content
 
     def size(self, path: str) -> int:
         """The size of a file in bytes."""
-        self._files.tally.add("size")
+        self._files.requests.add("size")
         return len(self._content(path))
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
@@ -119,7 +119,7 @@ class MemoryTransport:
         view = memoryview(self._content(path))
         if (needed := check_ranges(path, starts, ends)) > len(view):
             raise too_short(self._where(path), size=len(view), needed=needed)
-        count_ranges(self._files.tally, starts, ends)
+        self._files.requests.add_ranges(starts, ends)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
@@ -136,7 +136,7 @@ class MemoryTransport:
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""
         folder = f"{check_path(path, root_ok=True)}/" if path else ""
-        self._files.tally.add("list")
+        self._files.requests.add("list")
         entries: dict[str, Entry] = {}
         for name, content in self.files.items():
             if name.startswith(folder):
@@ -153,14 +153,14 @@ class MemoryTransport:
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file."""
         key = self._key(path)
-        self._files.tally.add("put", written=len(data))
+        self._files.requests.add("put", written=len(data))
         with self._files.lock:
             self._files.content[key] = bytes(data)
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file; exactly one of several threads wins."""
         key = self._key(path)
-        self._files.tally.add("create", written=len(data))
+        self._files.requests.add("create", written=len(data))
         with self._files.lock:
             if key in self._files.content:
                 raise StoreExistsError("the file already exists", where=self._where(path))
@@ -169,7 +169,7 @@ class MemoryTransport:
     def delete(self, path: str) -> None:
         """Delete a file, or all files below a folder."""
         key = self._key(path)
-        self._files.tally.add("delete")
+        self._files.requests.add("delete")
         with self._files.lock:
             for files in (self._files.content, self._files.open):
                 for name in [name for name in files if name == key or name.startswith(f"{key}/")]:
@@ -233,7 +233,7 @@ class MemorySink:
         for view in views:
             self._buffer[start : start + view.nbytes] = view
             start += view.nbytes
-        self._files.tally.add("sink.write", written=end - offset)
+        self._files.requests.add("sink.write", written=end - offset)
         if end > offset:
             self._written.add(offset, end)
         if done is not None:

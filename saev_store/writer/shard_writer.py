@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.abandoned import FORGOTTEN
+from saev_store._runtime.abandoned import ABANDONED
 from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.writer._background import Background, no_threads
@@ -96,11 +96,11 @@ class ShardWriter:
         # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
         self._ending = _Ending(self._background, self._live, self._held)
         try:
-            FORGOTTEN.begin()
+            ABANDONED.start()
         except RuntimeError as error:
             raise no_threads(error, where=self.url) from None
-        FORGOTTEN.watch(self._ending)
-        self._finalizer = weakref.finalize(self, _forgotten, self._ending)
+        ABANDONED.add(self._ending)
+        self._finalizer = weakref.finalize(self, _abandoned, self._ending)
         self._finalizer.atexit = False  # everything is closed then
 
     # -- where it stands -----------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class _Ending:
         """End the thread, let go of files that are not complete, and let others in; nothing of it in a forked child."""
         if os.getpid() != self._pid:
             return
-        FORGOTTEN.closed(self)
+        ABANDONED.remove(self)
         self._background.stop()
         for file in self._live:
             with contextlib.suppress(SaevStoreError):
@@ -388,9 +388,9 @@ class _Ending:
         self._held.close()
 
 
-def _forgotten(ending: _Ending) -> None:
+def _abandoned(ending: _Ending) -> None:
     # Garbage may be found by the very thread that is to end, or that has to do what is waited for; the main one is neither.
     if threading.current_thread() is threading.main_thread():
         ending.close()
     else:
-        FORGOTTEN.tell(ending)
+        ABANDONED.enqueue(ending)

@@ -11,7 +11,7 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from waiting import HANG_S
 
 from saev_store.transport import open_transport
-from saev_store.transport.credentials import Options
+from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._options import tuned
 
 
@@ -53,9 +53,9 @@ def test_others_are_left_alone():
     ],
 )
 def test_only_what_cannot_be_a_secret_travels(options, travels):
-    data = pickle.dumps(Options(options))
+    data = pickle.dumps(StorageOptions(options))
     assert b"hush-hush" not in data
-    assert "hush-hush" not in repr(Options(options))
+    assert "hush-hush" not in repr(StorageOptions(options))
     assert pickle.loads(data).all == options  # in this process
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).all)"
     done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=HANG_S, check=False)
@@ -77,5 +77,5 @@ def test_every_request_is_counted(s3_bucket):
 
 
 def test_what_is_no_secret_is_shown():
-    options = Options({"token": "anon", "project": "shards", "key": "hush-hush"})
+    options = StorageOptions({"token": "anon", "project": "shards", "key": "hush-hush"})
     assert options.redact("gs://lab/canonical/shards: hush-hush") == "gs://lab/canonical/shards: ***"

@@ -17,7 +17,7 @@ from plain_stores import Plain, plain_store
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
-from saev_store._runtime.abandoned import Forgotten
+from saev_store._runtime.abandoned import AbandonedObjects
 from saev_store.loaders import ShuffledLoader
 from saev_store.loaders._iteration import Iteration, LoaderRuntime
 from saev_store.loaders._metrics import Totals
@@ -65,7 +65,7 @@ def test_memory_is_used_again_only_once_the_threads_have_ended(plain):
     told: list[object] = []
     ways = [loader.close, lambda: loader.set_epoch(0), lambda: loader.load_state_dict(loader.state_dict())]
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(Forgotten, "tell", lambda self, run: told.append(run))
+        changed.setattr(AbandonedObjects, "enqueue", lambda self, run: told.append(run))
         for way in ways:
             next(iter(loader))
             assert our_threads()
@@ -118,11 +118,11 @@ def test_what_cannot_be_closed_does_not_keep_others_from_it():
         def close(self) -> None:
             closed.set()
 
-    closed, forgotten, both = threading.Event(), Forgotten(), [Refuses(), Closes()]
-    forgotten.begin()
+    closed, abandoned, both = threading.Event(), AbandonedObjects(), [Refuses(), Closes()]
+    abandoned.start()
     for some in both:
-        forgotten.watch(some)
-        forgotten.tell(some)
+        abandoned.add(some)
+        abandoned.enqueue(some)
     assert closed.wait(HANG_S)
 
 

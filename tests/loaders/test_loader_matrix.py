@@ -13,18 +13,11 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from range_server import serving
+from transports import CountingTransport
 
 from saev_store import ShardStore
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader
-from saev_store.transport import (
-    CountingTransport,
-    MemoryTransport,
-    MmapTransport,
-    PreadTransport,
-    ReadCost,
-    Transport,
-    open_transport,
-)
+from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
 from saev_store.transport._wrap import Wrapper
 
 LAYERS = (5, 11)

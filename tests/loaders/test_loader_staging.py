@@ -8,12 +8,13 @@ import threading
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from transports import CountingTransport
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background
 from saev_store.loaders.staging import open_for_training
-from saev_store.transport import CountingTransport, PreadTransport
+from saev_store.transport import PreadTransport
 
 
 @pytest.fixture

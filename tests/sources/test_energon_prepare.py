@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from energon_tars import FORMATS, odd_files, sample_files, tar_bytes, write_dataset
 from servers import s3_bucket  # noqa: F401 - a fixture
+from transports import CountingTransport
 from waiting import HANG_S
 
 from saev_store.errors import (
@@ -30,7 +31,7 @@ from saev_store.errors import (
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon import prepare as prepare_module
 from saev_store.sources.energon.prepare import WORK_FOLDER, prepare
-from saev_store.transport import CountingTransport, MemoryTransport, MmapTransport
+from saev_store.transport import MemoryTransport, MmapTransport
 
 FILES = {".info.json", "dataset.yaml", "index.sqlite", "index.uuid", "split.yaml"}
 

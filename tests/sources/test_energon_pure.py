@@ -9,6 +9,7 @@ import pytest
 from energon_tars import FORMATS, tar_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transports import LatencyTransport
 
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError
 from saev_store.sources.energon import EnergonDataset
@@ -17,7 +18,7 @@ from saev_store.sources.energon.keys import is_safe_path, join_name, split_name
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.split import collapse, deal, escape, expand, parse_ratio
 from saev_store.sources.energon.tar_idx import parse_tar_idx, tar_idx_bytes
-from saev_store.transport import LatencyTransport, MemoryTransport
+from saev_store.transport import MemoryTransport
 
 name_text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0/."), min_size=1, max_size=12)
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import DATA, llmbatch_bytes, malformed, samples, truth
+from transports import CountingTransport, LatencyTransport
 
 from saev_store.errors import CorruptShardError, DocumentError, NotFoundError, SaevStoreError, SelectionError
 from saev_store.sources.llmbatch import BatchFileReader, Header, parse_header
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("llmbatch"), ids=lambda path: path.name)
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from token_files import llmbatch_bytes
+from transports import CountingTransport, LatencyTransport
 
 from saev_store.errors import ArgumentError, CorruptShardError, ResumeError
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
 from saev_store.sources.llmbatch.order import block_order, epoch_batches
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, open_transport
 
 
 def reader_of(n, batch_size=2, seq_len=3):

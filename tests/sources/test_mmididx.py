@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
+from transports import CountingTransport, LatencyTransport
 
 from saev_store.errors import (
     ArgumentError,
@@ -25,7 +26,7 @@ from saev_store.errors import (
     UnknownProtocolError,
 )
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, PreadTransport, open_transport
+from saev_store.transport import MemoryTransport, PreadTransport, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)
 

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from token_files import DATA, mmididx_bytes
+from transports import CountingTransport, LatencyTransport
 
 from saev_store.errors import ArgumentError, SaevStoreWarning, SelectionError
 from saev_store.sources import reopen
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples, build_indices, build_sample_idx
 from saev_store.sources.mmididx.samples import build_doc_idx, build_shuffle_idx
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, open_transport
 
 FOLDER = DATA / "mmididx" / "samples_seed_example"
 TRUTH = json.loads((FOLDER / "expected.json").read_text())

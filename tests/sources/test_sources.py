@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import DATA, llmbatch_bytes, malformed, mmididx_bytes
+from transports import CountingTransport
 
 from saev_store.cli import main
 from saev_store.errors import (
@@ -31,7 +32,7 @@ from saev_store.sources.address import full_url, locate, split_address
 from saev_store.sources.convert import batches_to_documents, documents_to_batches
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
-from saev_store.transport import CountingTransport, MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, open_transport
 
 TOKENS = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
 BATCHES = DATA / "llmbatch" / "padding_small"

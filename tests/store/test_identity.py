@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from dense_stores import plain_store as random_bits
 from plain_stores import plain_store
+from transports import CountingTransport
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.store.identity import RecordingIdentity, recording_identity
-from saev_store.transport import CountingTransport, MemoryTransport
+from saev_store.transport import MemoryTransport
 
 
 def identity(path: Path, **options) -> RecordingIdentity:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dense_stores import PlainStore, plain_store
+from transports import CountingTransport
 from waiting import HANG_S
 
 from saev_store import SaevStoreWarning, ShardStore
@@ -22,7 +23,7 @@ from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError, DocumentError, MissingShardError
 from saev_store.store import reader
 from saev_store.store import selection as selected
-from saev_store.transport import CountingTransport, MemoryTransport, MmapTransport, ReadCost, Transport, fetch
+from saev_store.transport import MemoryTransport, MmapTransport, ReadCost, Transport, fetch
 
 LAYOUT = Layout(
     n_examples=9, layers=(3, 7, 11), content_tokens_per_example=4, cls_token=True, d_model=8, examples_per_shard=3

@@ -11,17 +11,10 @@ from functools import partial
 import fsspec
 import pytest
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from transports import CountingTransport, LatencyTransport
 
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
-from saev_store.transport import (
-    CountingTransport,
-    LatencyTransport,
-    LimitTransport,
-    MemoryTransport,
-    Rate,
-    Transport,
-    open_transport,
-)
+from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, open_transport
 
 
 def fill_folder(folder) -> None:

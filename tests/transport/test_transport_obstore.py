@@ -36,7 +36,7 @@ from saev_store.testing._reading import follow
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Transport, open_transport
 from saev_store.transport.obstore._client import bucket_region
-from saev_store.transport.obstore._options import place_of
+from saev_store.transport.obstore._options import only_obstore_understands, place_of
 from saev_store.transport.obstore._transport import ObstoreTransport
 
 obstore = pytest.importorskip("obstore")
@@ -353,18 +353,18 @@ def read_part(transport):
     return bytes(one(transport, "a.bin", 3, 7)) + transport.read("a.bin")[:1]
 
 
-def answer(transport, answers):
+def answer(transport, answers, work):
     try:
-        answers.put(read_part(transport))
+        answers.put(work(transport))
     except SaevStoreError as error:
         answers.put(error)
 
 
-def in_process(method, transport):
+def in_process(method, transport, work=None):
     """The answer of another process, or a failure, never a hang."""
     context = multiprocessing.get_context(method)
     answers = context.SimpleQueue()
-    process = context.Process(target=answer, args=(transport, answers))
+    process = context.Process(target=answer, args=(transport, answers, work or read_part))
     process.start()
     try:
         process.join(HANG_S)
@@ -396,6 +396,43 @@ def test_a_forked_child_without_fsspec_is_told_so_at_once(s3_bucket, monkeypatch
     error = in_process("fork", transport)
     assert isinstance(error, ForkError)
     assert "spawn" in str(error)
+
+
+def test_a_forked_child_writes_nothing(s3_bucket):
+    """fsspec only reads there: one client writes to an address."""
+    transport = open_s3(s3_bucket)
+    transport.put("a.bin", b"0123456789")
+    for write in (_put, _create, _delete, _open_sink):
+        error = in_process("fork", transport, write)
+        assert isinstance(error, ForkError), write
+        assert "spawn" in str(error)
+    assert [entry.path for entry in transport.list()] == ["a.bin"]
+    assert transport.read("a.bin") == b"0123456789"
+
+
+def _put(transport):
+    transport.put("a.bin", b"changed")
+
+
+def _create(transport):
+    transport.create("b.bin", b"new")
+
+
+def _delete(transport):
+    transport.delete("a.bin")
+
+
+def _open_sink(transport):
+    transport.open_sink("c.bin", used_nbytes=3, file_nbytes=3)
+
+
+def test_what_fsspec_would_read_from_another_server(monkeypatch):
+    options = {"key": "k", "secret": "s", "unsigned_payload": True}
+    assert only_obstore_understands(place_of("s3://b", options), options) == ["unsigned_payload"]
+    monkeypatch.setenv("AWS_ENDPOINT", "https://minio:9000")
+    assert only_obstore_understands(place_of("s3://b", {}), {}) == ["AWS_ENDPOINT"]
+    named = {"endpoint_url": "https://minio:9000"}
+    assert only_obstore_understands(place_of("s3://b", named), named) == []
 
 
 def test_an_address_of_ipv6_is_no_chain_of_addresses():

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from transports import CountingTransport, LatencyTransport
 
 from saev_store.errors import (
     ArgumentError,
@@ -15,8 +16,6 @@ from saev_store.errors import (
 from saev_store.transport import (
     FREE,
     Counters,
-    CountingTransport,
-    LatencyTransport,
     LimitTransport,
     Lists,
     MemoryTransport,

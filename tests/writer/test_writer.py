@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
+from transports import CountingTransport
 
 from saev_store.errors import (
     ArgumentError,
@@ -26,7 +27,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.store import ShardStore
-from saev_store.transport import CountingTransport, MemoryTransport, Transport, open_transport
+from saev_store.transport import MemoryTransport, Transport, open_transport
 from saev_store.writer import ShardWriter, create_store, discard_unfinished, load_digests, unfinished
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from transports import LatencyTransport
 from waiting import HANG_S
 
 from saev_store.cli import main
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.store import ShardStore
-from saev_store.transport import LatencyTransport, MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, open_transport
 from saev_store.writer import clean_leftovers, create_store
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}

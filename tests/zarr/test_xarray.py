@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dense_stores import PlainStore, plain_store
+from transports import CountingTransport, LatencyTransport
 from waiting import HANG_S
 
 from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, LayerNotFoundError, NotFoundError
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport
+from saev_store.transport import MemoryTransport
 
 xr = pytest.importorskip("xarray")
 pytest.importorskip("dask")

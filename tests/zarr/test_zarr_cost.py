@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import zarr
 from dense_stores import plain_store
+from transports import CountingTransport, LatencyTransport
 from zarr.abc.store import Store
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
-from saev_store.transport import Counters, CountingTransport, LatencyTransport, MemoryTransport, Transport
+from saev_store.transport import Counters, MemoryTransport, Transport
 from saev_store.zarr import TensorKeys, ZarrView
 
 CAN_READ_SHARDS = hasattr(Store, "get_ranges")

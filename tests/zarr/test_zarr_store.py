@@ -19,22 +19,14 @@ from typing import Any, TypeVar
 
 import pytest
 from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
+from transports import CountingTransport, LatencyTransport
 from zarr.abc.store import Store
 from zarr.core.buffer import Buffer, cpu
 from zarr.core.sync import sync
 from zarr.testing.store import StoreTests
 
 from saev_store.core.chunk_grid import Extent
-from saev_store.transport import (
-    CountingTransport,
-    LatencyTransport,
-    LimitTransport,
-    MemoryTransport,
-    Rate,
-    Transport,
-    Writes,
-    open_transport,
-)
+from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, Writes, open_transport
 from saev_store.zarr import ZarrView
 
 T = TypeVar("T")

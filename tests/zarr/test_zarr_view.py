@@ -21,6 +21,7 @@ from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts, legal_shapes
+from transports import LatencyTransport
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
@@ -29,7 +30,7 @@ from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.chunk_grid import ChunkGrid
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, DocumentError
-from saev_store.transport import LatencyTransport, MemoryTransport, ReadCost, Transport
+from saev_store.transport import MemoryTransport, ReadCost, Transport
 from saev_store.zarr import TensorKeys, ZarrView
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"

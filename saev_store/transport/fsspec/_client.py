@@ -1,4 +1,4 @@
-"""One fsspec file system: opened lazily, again after a fork, and with errors that are ours and tell no secrets."""
+"""The client of one fsspec file system: opens it, again after a fork, waits for it, and translates its errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import errno
 import os
 import re
 from collections.abc import Callable, Coroutine, Generator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import BinaryIO, Protocol, TypeVar, cast
@@ -25,11 +24,11 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._tally import Tally
+from saev_store.transport._counters import RequestCounter
 from saev_store.transport._tls import refused_certificate
 from saev_store.transport._waits import awaited
 from saev_store.transport.checks import from_os_error
-from saev_store.transport.credentials import LeftBehind, Options
+from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._options import tuned
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
@@ -75,23 +74,20 @@ class FileSystem(Protocol):
     def invalidate_cache(self, path: str | None = None) -> None: ...
 
 
-class Client:
+class FsspecClient:
     """The file system behind a URL, shared by all transports below it; thread-safe.
+
+    It is opened by the first call of `fs`, so a pickle opens also where credentials are missing.
 
     Args:
         url: Any fsspec URL, chained ones (`simplecache::s3://…`) included.
         options: fsspec's `storage_options`; never shown.
-        timeout_s: Longest wait for one operation, plus one second per MiB that it moves.
-
-    Raises:
-        MissingDependencyError: no installed package serves the protocol.
-        ArgumentError: the file system refuses the options.
+        timeout_s: Time-out of one operation, plus one second per MiB that it moves.
     """
 
-    def __init__(self, url: str, options: Mapping[str, object] | Options, *, timeout_s: float) -> None:
-        self.url, self.timeout_s = url, timeout_s
-        self.options = options if isinstance(options, Options) else Options(options)
-        self.tally = Tally()
+    def __init__(self, url: str, options: StorageOptions, timeout_s: float) -> None:
+        self.url, self.options, self.timeout_s = url, options, timeout_s
+        self.requests = RequestCounter()
         self.protocols = tuple(_protocol(link) for link in url.split("::"))
         self.safe_url = safe_url(url)
         self._lock = ForkSafeLock()
@@ -99,13 +95,18 @@ class Client:
         self._fs: FileSystem | None = None
         self.root = ""
         self.is_async = self.has_cat_file = False
-        self.fs()
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.url, self.options, self.timeout_s))
 
     def fs(self) -> FileSystem:
-        """The file system of this process: a forked child gets a fresh one, for threads and sockets do not fork."""
+        """The file system of this process; a forked child gets a new one, because threads and sockets do not fork.
+
+        Raises:
+            MissingDependencyError: no installed package serves the protocol.
+            ArgumentError: the file system refuses the options.
+            AccessError: the options were in another process.
+        """
         pid = os.getpid()
         if self._fs is not None and self._pid == pid:
             return self._fs
@@ -159,33 +160,33 @@ class Client:
         """A block in which files may be open."""
         return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN
 
-    def timeout(self, nbytes: int) -> float:
-        """Longest wait for an operation that moves that many bytes."""
-        return self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
-
     def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> object:
-        """What an operation of the file system gives, waited for no longer than is allowed for `nbytes`.
+        """What an operation of the file system gives.
 
-        An asynchronous one that is late is cancelled: one that went on by itself could still change the object after
-        somebody else has written it. The others cannot be given up on.
+        An asynchronous operation has the time-out for `nbytes` and is cancelled then: if it went on, it could change the object
+        after another writer has. The others have no time-out.
         """
         fs = self.fs()
         if not self.is_async:
             return getattr(fs, operation)(*arguments, **options)
         begin = getattr(fs, f"_{operation}")
-        future = self.submit(lambda: begin(*arguments, **options), nbytes=nbytes)
-        # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-        return awaited(future, self.timeout(nbytes) + 10)
+        return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
 
-    def submit(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> Future[T]:
-        """Begin `work()` in the loop of an asynchronous file system; its errors are the library's own."""
+    def run(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
+        """What `work()` gives in the loop of an asynchronous file system; its errors are the library's own.
+
+        Raises:
+            TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
+        """
         limit_s = self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
 
         async def within() -> T:
             async with asyncio.timeout(limit_s):
                 return await work()
 
-        return asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
+        future = asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
+        # The loop keeps the time-out; this thread does so where the loop itself is stuck.
+        return awaited(future, limit_s + 10)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""
@@ -315,9 +316,9 @@ def _is_absence(error: Exception) -> bool:
     return not (isinstance(error, OSError) or _status(error) or type(error).__module__.startswith("aiohttp"))
 
 
-def _reopen(url: str, options: Options, timeout_s: float) -> Client | LeftBehind:
-    try:
-        return Client(url, options, timeout_s=timeout_s)
-    except AccessError as error:
-        protocols = tuple(_protocol(link) for link in url.split("::"))
-        return LeftBehind(_reopen, (url, options, timeout_s), error, protocols=protocols, safe_url=safe_url(url))
+def _reopen(url: str, options: StorageOptions, timeout_s: float) -> FsspecClient:
+    client = FsspecClient(url, options, timeout_s)
+    # An error here would break the connections of dask's workers, which then hang; the first operation raises it.
+    with contextlib.suppress(AccessError):
+        client.fs()
+    return client

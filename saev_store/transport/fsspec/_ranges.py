@@ -1,7 +1,6 @@
-"""Ranges through the file systems for S3, Google and web servers, with what these know of the object and do not tell.
+"""Ranges through the file systems for S3, Google and web servers, with the version of the object.
 
-`cat_ranges` returns bytes alone. Here the answer's own words are read too: its ETag or generation, and the range that it
-says it is.
+`cat_ranges` returns bytes alone. Here the headers of the answer are read too: its ETag or generation, and its range.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from saev_store.errors import TransportError
-from saev_store.transport._pins import Version
-from saev_store.transport._waits import awaited
+from saev_store.transport._remote import Version
+from saev_store.transport._waits import task_group
 from saev_store.transport.base import IN_FLIGHT
 
 T = TypeVar("T")
@@ -66,35 +65,24 @@ def getter(protocols: Sequence[str], fs: _FileSystem) -> _Get | None:
     return get if type(fs).__module__.startswith(module) else None
 
 
-def ranges(
-    get: _Get, fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int], *, where: str, timeout_s: float
+async def ranges(
+    get: _Get, fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int], *, where: str
 ) -> list[Answer]:
-    """The ranges of one object, side by side, each with the version of the object that it is of.
+    """The ranges of one object, concurrently, each with the version of the object that it is of.
 
     Raises:
-        TransportError: an answer is of another range than was asked for.
-        TimeoutError: it took too long; what was under way is cancelled.
+        TransportError: an answer is of another range than the one requested.
         Exception: whatever the file system raises.
     """
+    slots = asyncio.Semaphore(IN_FLIGHT)
 
-    async def all_of_them() -> list[Answer]:
-        slots = asyncio.Semaphore(IN_FLIGHT)
+    async def one(start: int, end: int) -> Answer:
+        async with slots:
+            return await _again(lambda: _checked(get, fs, path, start, end, where=where))
 
-        async def one(start: int, end: int) -> Answer:
-            async with slots:
-                return await _again(lambda: _checked(get, fs, path, start, end, where=where))
-
-        async with asyncio.timeout(timeout_s):
-            tasks = [asyncio.ensure_future(one(start, end)) for start, end in zip(starts, ends, strict=True)]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    # The inner deadline cancels; the outer one is for a loop that is stuck.
-    return awaited(asyncio.run_coroutine_threadsafe(all_of_them(), fs.loop), timeout_s + 10)
+    async with task_group() as group:
+        tasks = [group.create_task(one(start, end)) for start, end in zip(starts, ends, strict=True)]
+    return [task.result() for task in tasks]
 
 
 async def _checked(get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str) -> Answer:

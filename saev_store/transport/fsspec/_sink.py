@@ -9,7 +9,7 @@ from typing import cast
 
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.transport.checks import os_errors
-from saev_store.transport.fsspec._client import Client
+from saev_store.transport.fsspec._client import FsspecClient
 from saev_store.transport.local._libc import preallocate
 from saev_store.transport.local.fd_sink import FdSink
 
@@ -30,7 +30,7 @@ class SpooledSink(FdSink):
 
     def __init__(
         self,
-        client: Client,
+        client: FsspecClient,
         path: str,
         full: str,
         *,
@@ -83,11 +83,11 @@ class SpooledSink(FdSink):
             fs = client.fs()
             if not client.is_async:
                 fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
-            client.tally.add("sink.write", written=self._file)
+            client.requests.add("sink.write", written=self._file)
             options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
             client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
             fs.invalidate_cache(self._full)
-            client.tally.add("size")
+            client.requests.add("size")
             size = cast("Mapping[str, object]", client.ask("info", self._full)).get("size")
         self._committed()
         if size != self._file:

@@ -9,10 +9,9 @@ from typing import BinaryIO, cast
 
 from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._pins import Pins, Version
-from saev_store.transport.base import Buffer, Counters, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
+from saev_store.transport._remote import Pins, RemoteTransport, Version
+from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
 from saev_store.transport.checks import (
-    check_path,
     check_ranges,
     joined_runs,
     run_end,
@@ -20,7 +19,8 @@ from saev_store.transport.checks import (
     too_big,
     too_short,
 )  # fmt: skip
-from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, Client, FileSystem, means_exists
+from saev_store.transport.credentials import StorageOptions
+from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
 from saev_store.transport.fsspec._ranges import getter, ranges
 from saev_store.transport.fsspec._sink import SpooledSink
 from saev_store.transport.fsspec._uploads import list_uploads
@@ -35,43 +35,39 @@ _LISTING_UPLOADS = {"s3", "s3a"}
 _CREATE_LOCK = ForkSafeLock()
 
 
-class FsspecTransport:
-    """Any fsspec URL. Memory of all buffers is fresh.
+class FsspecTransport(RemoteTransport[FsspecClient]):
+    """Any fsspec URL. Each returned buffer is memory of its own.
 
-    Asynchronous file systems (object stores, HTTP) fetch all ranges of a call at once and are given up on after
-    `timeout_s`, plus one second per MiB asked for. The others (archives, caches, SFTP, …) are read one range after the
-    other, by one thread at a time, and wait as long as their library does.
+    Asynchronous file systems (object stores, HTTP) fetch all ranges of a call concurrently, with a time-out of `timeout_s` plus
+    one second per MiB. The others (archives, caches, SFTP, …) read one range after the other, in one thread at a time, with the
+    time-outs of their library.
 
-    On S3, Google and web servers the first range of a file pins the file: its ETag or generation and its size must stay what
-    they were, or reading it is an error, never a mixture of two objects; `close` lets go of all pins. Elsewhere only a
-    changed length is noticed.
+    On S3, Google and web servers the first range of a file pins its ETag or generation and its size: if they change, reading the
+    file is an error, never a mixture of two objects; `close` unpins all files. Elsewhere only a changed length is noticed.
 
     Args:
         url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
-        storage_options: What fsspec wants to know; never part of a message, of `repr` or of a pickle that
-            outlives this process and its children.
-        timeout_s: Longest wait for one operation.
+        storage_options: fsspec's own; never part of a message, of `repr` or of a pickle that outlives this process and its
+            children.
+        timeout_s: Time-out of one operation.
+        pins: Versions of files that another client of the same service has read.
 
     Raises:
         MissingDependencyError: no installed package serves the protocol.
+        ArgumentError: the file system refuses the options.
     """
 
-    pads = False
-    is_local = False
-    local_path = None
-    reads_into = False
-
     def __init__(
-        self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
+        self,
+        url: str,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        pins: Pins | None = None,
     ) -> None:
-        self._client = Client(url, storage_options or {}, timeout_s=timeout_s)
-        self._pins = Pins()
-        self._folder = ""
-
-    @property
-    def url(self) -> str:
-        """The root without credentials and query."""
-        return self._where(self._folder)
+        super().__init__(FsspecClient(url, StorageOptions(storage_options or {}), timeout_s))
+        self._client.fs()
+        self._pins = self._pins if pins is None else pins
 
     @property
     def name(self) -> str:
@@ -80,23 +76,8 @@ class FsspecTransport:
 
     @property
     def cost(self) -> ReadCost:
-        """Objects far away want few large requests, files near by do not mind many."""
+        """Remote files want few large requests; files of this machine do not mind many."""
         return _NEAR if NEAR_PROTOCOLS.issuperset(self._client.protocols) else _FAR
-
-    @property
-    def counters(self) -> Counters:
-        """What was asked of the file system so far, through this client; what it asks again by itself is not counted."""
-        return self._client.tally.counters
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def at(self, path: str) -> FsspecTransport:
-        """The same client, one folder deeper."""
-        child = object.__new__(type(self))
-        child._client, child._pins = self._client, self._pins
-        child._folder = self._below(path) if path else self._folder
-        return child
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
@@ -114,7 +95,7 @@ class FsspecTransport:
                 if self.size(path) == 0:
                     return b""
             raise
-        self._client.tally.add("read", read=len(data))
+        self._client.requests.add("read", read=len(data))
         if max_bytes is not None and len(data) > max_bytes:
             raise too_big(self._where(below), size=None, max_bytes=max_bytes)
         return bytes(data)
@@ -123,7 +104,7 @@ class FsspecTransport:
         """The size of a file in bytes, asked anew each time."""
         below = self._below(path)
         with self._client.errors("look at it", below):
-            self._client.tally.add("size")
+            self._client.requests.add("size")
             info = cast("Mapping[str, object]", self._client.ask("info", self._full(below)))
         size = info.get("size")
         if info.get("type") == "directory":
@@ -173,8 +154,8 @@ class FsspecTransport:
             get = getter(client.protocols, fs)
             versions: list[Version | None] = [None] * len(starts)
             if get is not None:
-                timeout_s = client.timeout(nbytes)
-                answers = ranges(get, fs, full, starts, ends, where=self._where(below), timeout_s=timeout_s)
+                where = self._where(below)
+                answers = client.run(lambda: ranges(get, fs, full, starts, ends, where=where), nbytes=nbytes)
                 found = [data for data, _ in answers]
                 versions = [version for _, version in answers]
             elif client.is_async:
@@ -195,7 +176,7 @@ class FsspecTransport:
                 raise TransportError(
                     f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True
                 )
-            client.tally.add("get_ranges", read=len(part))
+            client.requests.add("get_ranges", read=len(part))
         return list(zip(found, versions, strict=True))
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
@@ -217,7 +198,7 @@ class FsspecTransport:
         with self._client.errors("list", below):
             fs = self._client.fs()
             fs.invalidate_cache(full)
-            self._client.tally.add("list")
+            self._client.requests.add("list")
             found = cast("list[Mapping[str, object]]", self._client.ask("ls", full, detail=True))
             if not found and path:
                 fs.info(full)  # archives of older releases list a folder that is not there as empty
@@ -237,20 +218,12 @@ class FsspecTransport:
             )
         return [entries[name] for name in sorted(entries)]
 
-    def pinned_as(self, pins: Pins) -> None:
-        """Take over what another client of the same service has seen of the files."""
-        self._pins = pins
-
-    def close(self) -> None:
-        """Forget what files looked like when they were first read; connections belong to fsspec, which shares them."""
-        self._pins.versions.clear()
-
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
         below = self._below(path)
         with self._client.errors("write", below):
             self._make_parent(below)
-            self._client.tally.add("put", written=len(data))
+            self._client.requests.add("put", written=len(data))
             self._pins.forget(below)
             self._client.ask("pipe_file", self._full(below), bytes(data), nbytes=len(data))
 
@@ -269,12 +242,10 @@ class FsspecTransport:
         ):
             fs = self._client.fs()
             self._make_parent(below)
-            self._client.tally.add("create", written=len(data))
+            self._client.requests.add("create", written=len(data))
             self._pins.forget(below)
             if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
-                with contextlib.suppress(NotFoundError):
-                    self.size(path)
-                    raise StoreExistsError("the file already exists", where=self._where(below))
+                self._check_absent(path)
                 self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
                 return
             try:
@@ -290,7 +261,7 @@ class FsspecTransport:
         with contextlib.suppress(NotFoundError), self._client.errors("delete", below):
             fs = self._client.fs()
             fs.invalidate_cache(self._full(below))
-            self._client.tally.add("delete")
+            self._client.requests.add("delete")
             self._pins.forget(below)
             self._client.ask("rm", self._full(below), recursive=True)
 
@@ -299,11 +270,7 @@ class FsspecTransport:
         below = self._below(path)
         self._pins.forget(below)
         if not resume:
-            with contextlib.suppress(NotFoundError):
-                self.size(path)
-                raise StoreExistsError(
-                    "the file already exists", where=self._where(below), remedy="Resume, or delete it first."
-                )
+            self._check_absent(path)
         return SpooledSink(
             self._client,
             below,
@@ -319,7 +286,7 @@ class FsspecTransport:
             return None
         below = self._below(path) if path else self._folder
         with self._client.errors("list unfinished uploads", below):
-            self._client.tally.add("uploads")
+            self._client.requests.add("uploads")
             bucket, _, prefix = self._full(below).strip("/").partition("/")
             return list_uploads(self._client, bucket, prefix, folder=self._full(self._folder).strip("/"))
 
@@ -327,7 +294,7 @@ class FsspecTransport:
         """Abort an unfinished multipart upload on S3."""
         below = self._below(upload.path)
         with contextlib.suppress(NotFoundError), self._client.errors("abort an unfinished upload", below):
-            self._client.tally.add("uploads")
+            self._client.requests.add("uploads")
             bucket, _, key = self._full(below).partition("/")
             self._client.ask("abort_mpu", bucket, key, upload.upload_id)
 
@@ -341,7 +308,7 @@ class FsspecTransport:
             return False
         self._pins.forget(below)
         with ours.errors("copy", below):
-            ours.tally.add("copy_within")
+            ours.requests.add("copy_within")
             # As long as a minute for each GiB: services copy much faster, but answer only when they are done.
             nbytes = source.size(source_path) // 16
             ours.ask("cp_file", source._full(from_below), self._full(below), nbytes=nbytes)
@@ -351,27 +318,15 @@ class FsspecTransport:
         """Whether the client speaks one of these protocols, with nothing in front of it."""
         return self._client.is_async and len(self._client.protocols) == 1 and self._client.protocols[0] in protocols
 
-    def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Nothing: object stores have no locks, publication decides who wins."""
-        check_path(path)
-        return contextlib.nullcontext()
-
     def _make_parent(self, below: str) -> None:
         if not self._client.is_async:
             self._client.fs().makedirs(self._full(below).rpartition("/")[0] or "/", exist_ok=True)
-
-    def _below(self, path: str) -> str:
-        checked = check_path(path)
-        return f"{self._folder}/{checked}" if self._folder else checked
 
     def _full(self, below: str) -> str:
         root, question, query = self._client.root.partition("?")
         if not below:
             return self._client.root
         return f"{root.rstrip('/')}/{below}{question}{query}" if root else f"{below}{question}{query}"
-
-    def _where(self, below: str) -> str:
-        return f"{self._client.safe_url}/{below}" if below else self._client.safe_url
 
 
 def _modified_s(info: Mapping[str, object]) -> float | None:

@@ -7,10 +7,10 @@ from datetime import datetime
 from typing import cast
 
 from saev_store.transport.base import UnfinishedUpload
-from saev_store.transport.fsspec._client import Client
+from saev_store.transport.fsspec._client import FsspecClient
 
 
-def list_uploads(client: Client, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
+def list_uploads(client: FsspecClient, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
     """The unfinished uploads of a bucket whose keys lie in the folder `prefix`, all pages of the listing.
 
     Args:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from saev_store.errors import ArgumentError, TransportError
-from saev_store.transport._tally import Tally
+from saev_store.transport._counters import RequestCounter
 from saev_store.transport._written import Written
 from saev_store.transport.checks import byte_views, check_ranges, os_errors
 
@@ -30,7 +30,7 @@ class FdSink:
     """Writes blocks with `pwritev`, also from several threads; subclasses open the descriptor and say what `commit` is."""
 
     #: Where what is written is counted.
-    tally: Tally | None = None
+    requests: RequestCounter | None = None
 
     def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int) -> None:
         self._fd = -1
@@ -47,8 +47,8 @@ class FdSink:
             raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
         with self._errors("write"):
             write_all(self._descriptor(), views, offset)
-        if self.tally is not None:
-            self.tally.add("sink.write", written=end - offset)
+        if self.requests is not None:
+            self.requests.add("sink.write", written=end - offset)
         if end > offset:
             self._written.add(offset, end)
         if done is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
-from saev_store.transport._tally import Tally, count_ranges
+from saev_store.transport._counters import RequestCounter
 from saev_store.transport.base import FREE, Buffer, Counters, Entry, ReadCost
 from saev_store.transport.checks import (
     check_ranges,
@@ -68,12 +68,12 @@ class LocalTransport(LocalWrites):
         self._root = local_root(root)
         self._pins = {}
         self._spread = SpreadReader()
-        self._tally = Tally()
+        self._requests = RequestCounter()
 
     @property
     def counters(self) -> Counters:
         """System calls so far, of this transport and of those that were opened below it."""
-        return self._tally.counters
+        return self._requests.counters
 
     @property
     def url(self) -> str:
@@ -104,13 +104,13 @@ class LocalTransport(LocalWrites):
                 data += chunk
                 if max_bytes is not None and len(data) > max_bytes:
                     raise too_big(where, size=None, max_bytes=max_bytes)
-            self._tally.add("read", read=len(data))
+            self._requests.add("read", read=len(data))
             return bytes(data)
 
     def size(self, path: str) -> int:
         """The size of a regular file in bytes, now."""
         where = self._where(path)
-        self._tally.add("size")
+        self._requests.add("size")
         with os_errors(where, "look at it"):
             status = os.stat(where)
         check_regular(status.st_mode, where=where)
@@ -126,7 +126,7 @@ class LocalTransport(LocalWrites):
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
             self._spread.fill(file.fd, runs, nbytes=nbytes, where=where, end=end)
-        self._tally.add("readinto", read=nbytes, requests=len(runs))
+        self._requests.add("readinto", read=nbytes, requests=len(runs))
 
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time; a file that took its place since is an error (decision 6)."""
@@ -151,12 +151,12 @@ class LocalTransport(LocalWrites):
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
         where = self._where(path, root_ok=True)
-        self._tally.add("list")
+        self._requests.add("list")
         with os_errors(where, "list"), os.scandir(where) as found:
             return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
 
     def _below(self, child: L) -> L:
-        child._tally = self._tally
+        child._requests = self._requests
         return child
 
     def resolve(self, path: str) -> str:
@@ -208,11 +208,11 @@ class MmapTransport(LocalTransport):
             raise from_os_error(error, where=self._where(path), doing="map") from error
         view = mapped.view
         if len(starts) == 1 == len(ends) and 0 <= starts[0] <= ends[0] <= mapped.nbytes:
-            self._tally.add("get_ranges", read=ends[0] - starts[0], requests=ends[0] > starts[0])
+            self._requests.add("get_ranges", read=ends[0] - starts[0], requests=ends[0] > starts[0])
             return [view[starts[0] : ends[0]]]
         if check_ranges(mapped.where, starts, ends) > mapped.nbytes:
             raise too_short(mapped.where, size=mapped.nbytes, needed=max(ends))
-        count_ranges(self._tally, starts, ends)
+        self._requests.add_ranges(starts, ends)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def check_mapped(self, path: str, nbytes: int) -> None:
@@ -277,7 +277,7 @@ class PreadTransport(LocalTransport):
             # Before anything is allocated: a wrong number must not cost memory.
             if (size := file.size()) < needed:
                 raise too_short(where, size=size, needed=needed)
-            count_ranges(self._tally, starts, ends)
+            self._requests.add_ranges(starts, ends)
             return [_pread(file.fd, start, end, where=where) for start, end in zip(starts, ends, strict=True)]
 
     def at(self, path: str) -> PreadTransport:

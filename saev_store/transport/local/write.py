@@ -19,7 +19,7 @@ except ImportError:  # Windows
 
 from saev_store._runtime.locks import after_fork_in_child
 from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictError
-from saev_store.transport._tally import Tally
+from saev_store.transport._counters import RequestCounter
 from saev_store.transport.base import Buffer
 from saev_store.transport.checks import check_path, os_errors
 from saev_store.transport.local._libc import rename_exclusive
@@ -42,7 +42,7 @@ class LocalWrites:
     _root: str
     #: Which file each name meant when a range of it was first read.
     _pins: dict[str, Identity]
-    _tally: Tally
+    _requests: RequestCounter
 
     @property
     def pads(self) -> bool:
@@ -62,7 +62,7 @@ class LocalWrites:
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a small file: a temporary file, fsync, rename, fsync of the folder."""
         where = self._where(path)
-        self._tally.add("put", written=len(data))
+        self._requests.add("put", written=len(data))
         with os_errors(where, "write"):
             with _temporary(where, data) as temporary:
                 os.replace(temporary, where)
@@ -72,7 +72,7 @@ class LocalWrites:
     def create(self, path: str, data: Buffer) -> None:
         """Create a small file with all of its content at once, unless the name is taken: then `StoreExistsError`."""
         where = self._where(path)
-        self._tally.add("create", written=len(data))
+        self._requests.add("create", written=len(data))
         with os_errors(where, "create"):
             with _temporary(where, data) as temporary:
                 # A hard link is exclusive and carries the content; an ordinary rename would replace.
@@ -88,7 +88,7 @@ class LocalWrites:
     def delete(self, path: str) -> None:
         """Delete a file, a symbolic link (not what it points to) or a whole folder."""
         where = self._where(path)
-        self._tally.add("delete")
+        self._requests.add("delete")
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
                 shutil.rmtree(where)
@@ -118,7 +118,7 @@ class LocalWrites:
             raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
         self._changed(path)
         sink = LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
-        sink.tally = self._tally
+        sink.requests = self._requests
         return sink
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One obstore store: in whose process it works, how long it is waited for, and what its errors mean."""
+"""The client of one obstore store: its event loop, time-outs and errors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._tally import Tally
+from saev_store.transport._counters import RequestCounter
 from saev_store.transport._tls import read_authorities, refused_certificate
 from saev_store.transport._waits import awaited
-from saev_store.transport.credentials import LeftBehind, Options
+from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.obstore._options import Place, place_of
 from saev_store.transport.obstore._parts import Buffers
 
@@ -69,53 +69,78 @@ _loop: _Loop | None = None
 
 
 def is_forked() -> bool:
-    """Whether obstore was used before this process was forked: its threads stayed behind, every call would hang."""
+    """Whether obstore was used before this process was forked: it has no threads here, so every call would hang."""
     return _loop is not None and _loop.pid != os.getpid()
 
 
-def _running() -> _Loop:
+def fork_error(reason: str = "") -> ForkError:
+    """The error for using obstore in a forked child."""
+    return ForkError(
+        f"obstore was used before this process was forked, and does not work in it{reason}",
+        remedy='Start workers with "spawn" or "forkserver", or open the store with engine="fsspec".',
+    )
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process.
+
+    Raises:
+        ForkError: obstore was used before this process was forked.
+    """
     global _loop  # noqa: PLW0603 - one per process, like obstore's own threads
     if is_forked():
-        raise ForkError(
-            "obstore was used before this process was forked, and does not work in it",
-            remedy='Start workers with "spawn" or "forkserver", or open the store with engine="fsspec".',
-        )
+        raise fork_error()
     with _lock:
         if _loop is None:
             _loop = _Loop()
             atexit.register(_loop.stop)
-        return _loop
+        return _loop.loop
 
 
-class Client:
+class ObstoreClient:
     """The store behind an address, shared by all transports below it; thread-safe.
 
-    Args:
-        url: An address that `_obstore_options.place_of` knows.
-        options: What it is opened with; never shown.
-        timeout_s: Longest wait for one operation, retries included, plus one second per MiB that it moves.
+    Making one reads no option, so a pickle opens also where credentials are missing; `check` and each request do.
 
-    Raises:
-        ArgumentError: obstore has no equivalent for an option, or no store for the address.
-        MissingDependencyError: obstore is not installed.
+    Args:
+        url: An address that `place_of` knows.
+        options: Of that address; never shown.
+        timeout_s: Time-out of one operation, retries included, plus one second per MiB that it moves.
     """
 
-    def __init__(self, url: str, options: Options, *, timeout_s: float) -> None:
-        self.url, self.options, self.timeout_s = url.rstrip("/"), options, timeout_s
-        self.place = place_of(url, options.all)
-        self.tally = Tally()
+    def __init__(self, url: str, options: StorageOptions, timeout_s: float) -> None:
+        self.url, self.options, self.timeout_s = url, options, timeout_s
+        self.safe_url = url.rstrip("/")  # an address with credentials is refused
+        self.requests = RequestCounter()
         self.buffers = Buffers()
         self._lock = ForkSafeLock()
+        self._place: Place | None = None
         self._store: ObjectStore | None = None
-        self._has_answered = self.place.endpoint.lower().startswith("http://")
+        self._has_answered = False
         self._slots: asyncio.Semaphore | None = None
-        if find_spec("obstore") is None:
-            raise MissingDependencyError(
-                "the engine obstore is not installed", where=self.url, remedy="pip install 'saev_store[obstore]'"
-            )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.url, self.options, self.timeout_s)
+        return ObstoreClient, (self.url, self.options, self.timeout_s)
+
+    def check(self) -> None:
+        """Refuse an address or options that obstore cannot serve.
+
+        Raises:
+            ArgumentError: obstore has no equivalent for an option, or no store for the address.
+            MissingDependencyError: obstore is not installed.
+        """
+        self._place = place_of(self.url, self.options.all)
+        if find_spec("obstore") is None:
+            raise MissingDependencyError(
+                "the engine obstore is not installed", where=self.safe_url, remedy="pip install 'saev_store[obstore]'"
+            )
+
+    @property
+    def place(self) -> Place:
+        """The address and its options, as obstore wants them."""
+        if self._place is None:
+            self._place = place_of(self.url, self.options.all)
+        return self._place
 
     @property
     def store(self) -> ObjectStore:
@@ -138,14 +163,14 @@ class Client:
             DeadlineError: it took too long; what was under way is cancelled.
             SaevStoreError: what its error means.
         """
-        running = _running()
+        loop = running_loop()
         timeout_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
         async def within() -> T:
             async with asyncio.timeout(timeout_s):
                 return await (work() if self._has_answered else self._first(work, where))
 
-        future = asyncio.run_coroutine_threadsafe(within(), running.loop)
+        future = asyncio.run_coroutine_threadsafe(within(), loop)
         try:
             # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
             return awaited(future, timeout_s + _STUCK_S)
@@ -163,6 +188,9 @@ class Client:
         obstore tries again whatever the reason. So a request that is not answered quickly is accompanied by one that is not
         repeated, whose error says why.
         """
+        if self.place.endpoint.lower().startswith("http://"):
+            self._has_answered = True
+            return await work()
         task = asyncio.ensure_future(work())
         try:
             done, _ = await asyncio.wait({task}, timeout=_QUICK_S)
@@ -191,12 +219,12 @@ class Client:
 
     @property
     def _server(self) -> str:
-        return self.place.endpoint or self.url
+        return self.place.endpoint or self.safe_url
 
     def in_loop(self, step: Callable[[], object]) -> None:
         """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
         done = threading.Event()
-        _running().loop.call_soon_threadsafe(lambda: (step(), done.set()))
+        running_loop().call_soon_threadsafe(lambda: (step(), done.set()))
         done.wait(_STUCK_S)
 
     async def slot(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -251,7 +279,7 @@ def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectS
         "allow_http": place.allow_http,
         "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT_S, timeout_s)),
         "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, timeout_s)),
-        # For the whole request, body included: the deadline of `Client.call` is what counts.
+        # For the whole request, body included: the deadline of `ObstoreClient.call` is what counts.
         "timeout": timedelta(seconds=timeout_s + (1 << 30) / SLOWEST_BYTES_PER_S),
         # A request that begins before the connection of the last one is back opens another; with room for them all, the
         # connections of an epoch are those of its first seconds.
@@ -315,10 +343,3 @@ def _brief(text: str, code: str | None, status: int | None) -> str:
     head = text.partition("\n")[0].partition("<?xml")[0].partition("<Error")[0]
     head = re.sub(r"\b(https?://)([^/\s?]*@)?([^\s?]*)(\?\S*)?", r"\1\3", head).strip(" :")[:300]
     return f"{head} ({code})" if code and (status or code) else head
-
-
-def _reopen(url: str, options: Options, timeout_s: float) -> Client | LeftBehind:
-    try:
-        return Client(url, options, timeout_s=timeout_s)
-    except AccessError as error:
-        return LeftBehind(_reopen, (url, options, timeout_s), error, url=url.rstrip("/"))

@@ -21,7 +21,7 @@ _KINDS: dict[str, Kind] = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "http": "http", "https": "http",
 }  # fmt: skip
 
-#: Options that only tune how fsspec's clients work; we tune ours.
+#: StorageOptions that only tune how fsspec's clients work; we tune ours.
 _TUNING = {
     "asynchronous", "batch_size", "block_size", "cache_regions", "cache_timeout", "cache_type", "consistency",
     "default_block_size", "default_cache_type", "default_fill_cache", "dircache", "fixed_upload_size",
@@ -47,20 +47,11 @@ _OWN: dict[Kind, frozenset[str]] = {
 }  # fmt: skip
 
 
-#: Variables that name a service, an account or a way of working to obstore alone, and the options that win over them.
-_OWN_VARIABLES: dict[Kind, Mapping[str, str]] = {
-    "s3": {
-        "AWS_CHECKSUM_ALGORITHM": "checksum_algorithm", "AWS_ENDPOINT": "endpoint", "AWS_REQUEST_PAYER": "request_payer",
-        "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption", "AWS_SKIP_SIGNATURE": "skip_signature",
-        "AWS_SSE_BUCKET_KEY_ENABLED": "sse_bucket_key_enabled", "AWS_SSE_KMS_KEY_ID": "sse_kms_key_id",
-        "AWS_TOKEN": "session_token", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "virtual_hosted_style_request",
-    },
-    "gs": {
-        "GOOGLE_BASE_URL": "base_url", "GOOGLE_BEARER_TOKEN": "bearer_token", "GOOGLE_SERVICE_ACCOUNT": "service_account",
-        "GOOGLE_SERVICE_ACCOUNT_KEY": "service_account_key", "GOOGLE_SERVICE_ACCOUNT_PATH": "service_account",
-        "GOOGLE_SKIP_SIGNATURE": "skip_signature", "SERVICE_ACCOUNT": "service_account",
-    },
-}  # fmt: skip
+#: Environment variables by which obstore alone finds a server, and the options that win over them.
+_OWN_ENDPOINTS: dict[Kind, tuple[str, str]] = {
+    "s3": ("AWS_ENDPOINT", "endpoint"),
+    "gs": ("GOOGLE_BASE_URL", "base_url"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,18 +261,11 @@ def is_true(value: object) -> bool:
     return value.strip().lower() in {"1", "true", "on", "yes", "y"} if isinstance(value, str) else bool(value)
 
 
-def only_obstore_obeys(place: Place) -> list[str]:
-    """The environment's variables by which obstore works otherwise than other clients, where no option says it to all."""
-    return [
-        name
-        for name, key in _OWN_VARIABLES.get(place.kind, {}).items()
-        if name in os.environ and key not in place.config
-    ]
-
-
-def own_names(kind: Kind, options: Mapping[str, object]) -> list[str]:
-    """The options that only obstore understands: fsspec's clients would take them and do something else."""
-    return sorted(_OWN[kind].intersection(options))
+def only_obstore_understands(place: Place, options: Mapping[str, object]) -> list[str]:
+    """Options and environment variables with which fsspec would read as another user or from another server."""
+    names = sorted(_OWN[place.kind].intersection(options))
+    variable, option = _OWN_ENDPOINTS.get(place.kind, ("", ""))
+    return [*names, variable] if variable in os.environ and option not in place.config else names
 
 
 def _mapping(value: object, name: str) -> dict[str, object]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saev_store.errors import SaevStoreError, TransportError
-from saev_store.transport._pins import Pins, Version
+from saev_store.transport._remote import Pins, Version
+from saev_store.transport._waits import task_group
 from saev_store.transport.base import Buffer
 from saev_store.transport.checks import Run, run_end, scatter, too_short
-from saev_store.transport.obstore._client import Client, is_beyond_the_end
+from saev_store.transport.obstore._client import ObstoreClient, is_beyond_the_end
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
@@ -22,7 +21,7 @@ PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Object:
+class RangeReader:
     """One object, and who reads it; its coroutines run in the client's loop.
 
     Attributes:
@@ -33,7 +32,7 @@ class Object:
         where: Its name for messages.
     """
 
-    client: Client
+    client: ObstoreClient
     pins: Pins
     path: str
     key: str
@@ -42,7 +41,7 @@ class Object:
     async def ranges(self, starts: Sequence[int], ends: Sequence[int]) -> list[Buffer]:
         """One read-only buffer for each range, side by side; empty ones cost no request."""
         ranges = list(zip(starts, ends, strict=True))
-        async with _together() as group:
+        async with task_group() as group:
             tasks = [group.create_task(self._range(start, end)) for start, end in ranges if end > start]
         found = iter(tasks)
         return [next(found).result() if end > start else b"" for start, end in ranges]
@@ -98,7 +97,7 @@ class Object:
             raise TransportError(
                 f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=self.where, transient=True
             )
-        self.client.tally.add("get_ranges", read=len(data))
+        self.client.requests.add("get_ranges", read=len(data))
         return data
 
     async def fill(self, pieces: list[Run]) -> None:
@@ -110,7 +109,7 @@ class Object:
             if pieces:
                 scatter(memoryview(found), pieces[number][1])
 
-        async with _together() as group:
+        async with task_group() as group:
             for number in range(len(pieces)):
                 group.create_task(fill(number))
 
@@ -118,7 +117,7 @@ class Object:
         """What the service says about it, asked anew each time."""
         import obstore
 
-        self.client.tally.add("size")
+        self.client.requests.add("size")
         return await self.client.slot(lambda: obstore.head_async(self.client.store, self.key))
 
     async def _range(self, start: int, end: int) -> Buffer:
@@ -133,16 +132,6 @@ class Object:
         scatter(memoryview(first), [memoryview(whole)[: len(first)]])
         await self.fill(_pieces([(start + len(first), [memoryview(whole)[len(first) :]])]))
         return memoryview(whole).toreadonly()
-
-
-@contextlib.asynccontextmanager
-async def _together():  # noqa: ANN202  # TaskGroup is what every reader of `yield group` sees
-    """A task group whose first error comes out as itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def _pieces(runs: Sequence[Run]) -> list[Run]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
 from saev_store.transport._written import Written
 from saev_store.transport.checks import byte_views
-from saev_store.transport.obstore._client import Client
+from saev_store.transport.obstore._client import ObstoreClient
 from saev_store.transport.obstore._parts import PARTS_IN_FLIGHT, part_bytes_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ObstoreSink:
 
     def __init__(
         self,
-        client: Client,
+        client: ObstoreClient,
         where: str,
         key: str,
         *,
@@ -143,8 +143,8 @@ class ObstoreSink:
         for part in rest:
             self._buffers.give_back(part)
         self._committed()
-        client.tally.add("size")
-        client.tally.add(
+        client.requests.add("size")
+        client.requests.add(
             "sink.write", written=self._file_nbytes, requests=max(1, -(-self._file_nbytes // self._part_bytes))
         )
         if size != self._file_nbytes:

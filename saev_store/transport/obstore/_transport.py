@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from saev_store.errors import ArgumentError, ForkError, NotFoundError, SaevStoreError, StoreExistsError
-from saev_store.transport._pins import Pins
-from saev_store.transport.base import Buffer, Counters, Entry, Transport, far_cost
-from saev_store.transport.checks import check_path, check_ranges, joined_runs, too_big
-from saev_store.transport.credentials import Options
-from saev_store.transport.obstore._client import Client, is_forked
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError
+from saev_store.transport._remote import Pins, RemoteTransport
+from saev_store.transport.base import Buffer, Entry, Transport, far_cost
+from saev_store.transport.checks import check_ranges, joined_runs, too_big
+from saev_store.transport.credentials import StorageOptions
+from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop
 from saev_store.transport.obstore._documents import create, delete, put
-from saev_store.transport.obstore._options import own_names
-from saev_store.transport.obstore._ranges import PIECE_BYTES, Object
+from saev_store.transport.obstore._options import only_obstore_understands
+from saev_store.transport.obstore._ranges import PIECE_BYTES, RangeReader
 from saev_store.transport.obstore._sink import ObstoreSink
 
 if TYPE_CHECKING:
@@ -25,70 +24,47 @@ _MOST_COPIED_AT_ONCE = 5 << 30
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
 
 
-class ObstoreTransport:
+class ObstoreTransport(RemoteTransport[ObstoreClient]):
     """`s3://`, `gs://`, `az://` and `http(s)://` through obstore. Each returned buffer is read-only memory of its own.
 
-    The first range of a file pins the file: its size and ETag must stay what they were, or reading it is an error, never
-    a mixture of two objects; `close` lets go of all pins. Every operation is given up after `timeout_s` plus one second
-    per MiB that it moves, retries included.
+    The first range of a file pins its size and ETag: if they change, reading the file is an error, never a mixture of two
+    objects; `close` unpins all files. Every operation has a time-out of `timeout_s` plus one second per MiB that it moves,
+    retries included.
 
-    obstore does not survive `fork`: in a forked child fsspec does the work, if it can, and `ForkError` says so if not.
+    obstore does not work after `fork`. A forked child reads through fsspec, with the same options; writing there is a
+    `ForkError`, and so is reading where fsspec cannot.
 
     Args:
         url: The root.
-        storage_options: As fsspec's file systems understand them, or obstore's own names; see `_obstore_options`. Never
-            part of a message, of `repr` or of a pickle that outlives this process and its children.
-        timeout_s: Longest wait for one operation.
+        storage_options: As fsspec's file systems understand them, or obstore's own names. Never part of a message, of `repr`
+            or of a pickle that outlives this process and its children.
+        timeout_s: Time-out of one operation.
 
     Raises:
         ArgumentError: obstore has no equivalent for an option.
         MissingDependencyError: obstore is not installed.
     """
 
-    pads = False
-    is_local = False
-    local_path = None
-    reads_into = False
     cost = _FAR
 
     def __init__(
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
     ) -> None:
-        self._client = Client(url, Options(storage_options or {}), timeout_s=timeout_s)
-        self._pins = Pins()
-        self._folder = ""
-        self._fsspec: FsspecTransport | None = None
+        super().__init__(ObstoreClient(url, StorageOptions(storage_options or {}), timeout_s))
+        self._client.check()
+        self._in_child: FsspecTransport | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return _reopen, (self._client, self._folder, self._pins)
-
-    @property
-    def url(self) -> str:
-        """The root; obstore takes no addresses that carry credentials."""
-        return self._where(self._folder)
 
     @property
     def name(self) -> str:
         """`obstore:` and the kind of store."""
         return f"obstore:{self._client.place.kind}"
 
-    @property
-    def counters(self) -> Counters:
-        """What was asked of the server so far, through this client; its own retries are not counted."""
-        return self._client.tally.counters
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def at(self, path: str) -> ObstoreTransport:
-        """The same client, one folder deeper."""
-        child = object.__new__(type(self))
-        child.__dict__.update(self.__dict__, _fsspec=None, _folder=self._below(path) if path else self._folder)
-        return child
-
     def close(self) -> None:
-        """Forget what files looked like when they were first read; connections stay for others."""
-        self._pins.versions.clear()
+        """Unpin all files and free unused memory; connections stay open for other transports."""
+        super().close()
         self._client.buffers.clear()
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -108,7 +84,7 @@ class ObstoreTransport:
 
         client = self._client
         data = client.call("read", self._where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
-        client.tally.add("read", read=len(data))
+        client.requests.add("read", read=len(data))
         return data
 
     def size(self, path: str) -> int:
@@ -157,7 +133,7 @@ class ObstoreTransport:
         import obstore
 
         client, key = self._client, self._key(below)
-        client.tally.add("list")
+        client.requests.add("list")
         found = client.call(
             "list",
             self._where(below),
@@ -184,9 +160,6 @@ class ObstoreTransport:
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file, atomically."""
         below = self._below(path)
-        if is_forked():
-            self._forked().put(path, data)
-            return
         content = bytes(data)
         self._client.call(
             "write", self._where(below), lambda: put(self._client, self._key(below), content), nbytes=len(content)
@@ -200,9 +173,6 @@ class ObstoreTransport:
         know.
         """
         below = self._below(path)
-        if is_forked():
-            self._forked().create(path, data)
-            return
         content = bytes(data)
         try:
             self._client.call(
@@ -218,27 +188,15 @@ class ObstoreTransport:
     def delete(self, path: str) -> None:
         """Delete a file, or everything below a folder."""
         below = self._below(path)
-        if is_forked():
-            self._forked().delete(path)
-            return
         self._client.call("delete", self._where(below), lambda: delete(self._client, self._key(below)))
         self._pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
         """A file that is uploaded while it is written and appears when it is committed; `resume` replaces the old one then."""
         below = self._below(path)
-        if is_forked():
-            raise ForkError(
-                "obstore was used before this process was forked, so nothing can be uploaded from it",
-                where=self._where(below),
-                remedy='Start workers with "spawn", or open the store with engine="fsspec".',
-            )
+        running_loop()  # or a ForkError, before anything is written
         if not resume:
-            with contextlib.suppress(NotFoundError):
-                self.size(path)
-                raise StoreExistsError(
-                    "the file already exists", where=self._where(below), remedy="Resume, or delete it first."
-                )
+            self._check_absent(path)
         return ObstoreSink(
             self._client,
             self._where(below),
@@ -250,7 +208,7 @@ class ObstoreTransport:
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         """Let the service copy a file; False from another bucket, for large objects, or with other options."""
-        if not isinstance(source, ObstoreTransport) or is_forked():
+        if not isinstance(source, ObstoreTransport):
             return False
         ours, theirs, below = self._client, source._client, self._below(path)
         if ours.place.kind == "http" or (ours.place.kind, ours.place.bucket) != (
@@ -264,7 +222,7 @@ class ObstoreTransport:
         import obstore
 
         self._pins.forget(below)
-        ours.tally.add("copy_within")
+        ours.requests.add("copy_within")
         ours.call(
             "copy",
             self._where(below),
@@ -273,51 +231,35 @@ class ObstoreTransport:
         )
         return True
 
-    def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Nothing: object stores have no locks, publication decides who wins."""
-        check_path(path)
-        return contextlib.nullcontext()
-
-    # -- names ---------------------------------------------------------------------------------------------------------
-
     def _forked(self) -> FsspecTransport:
-        """Who does the work in a forked child."""
-        if self._fsspec is None:
-            from saev_store.transport.fsspec._transport import FsspecTransport
+        """Reads in a forked child.
 
-            client = self._client
+        Raises:
+            ForkError: fsspec is not installed, or would read something else with these options.
+        """
+        from saev_store.transport.fsspec._transport import FsspecTransport
+
+        client = self._client
+        if self._in_child is None:
+            # Only for S3 do both clients name versions alike.
+            pins = self._pins if client.place.kind == "s3" else None
             try:
-                if own := own_names(client.place.kind, client.options.all):
-                    raise ArgumentError(f"only obstore understands {', '.join(own)}", where="storage_options")
-                found = FsspecTransport(client.url, client.options.all, timeout_s=client.timeout_s)
+                if names := only_obstore_understands(client.place, client.options.all):
+                    raise ArgumentError(f"only obstore understands {', '.join(names)}", where="storage_options")
+                self._in_child = FsspecTransport(client.url, client.options.all, timeout_s=client.timeout_s, pins=pins)
             except SaevStoreError as error:
-                raise ForkError(
-                    "obstore was used before this process was forked and does not work in it, and fsspec cannot take "
-                    f"over: {error}",
-                    where=self.url,
-                    remedy='Start workers with "spawn" or "forkserver".',
-                ) from error
-            if client.place.kind == "s3":  # the two clients name versions alike
-                found.pinned_as(self._pins)
-            self._fsspec = found.at(self._folder)
-        return self._fsspec
+                raise fork_error(f", and fsspec cannot read instead: {error}") from error
+        return self._in_child.at(self._folder)
 
-    def _object(self, below: str) -> Object:
-        return Object(self._client, self._pins, below, self._key(below), self._where(below))
-
-    def _below(self, path: str) -> str:
-        checked = check_path(path)
-        return f"{self._folder}/{checked}" if self._folder else checked
+    def _object(self, below: str) -> RangeReader:
+        return RangeReader(self._client, self._pins, below, self._key(below), self._where(below))
 
     def _key(self, below: str) -> str:
         prefix = self._client.place.prefix
         return f"{prefix}/{below}" if prefix and below else prefix or below
 
-    def _where(self, below: str) -> str:
-        return f"{self._client.url}/{below}" if below else self._client.url
 
-
-def _reopen(client: Client, folder: str, pins: Pins) -> ObstoreTransport:
+def _reopen(client: ObstoreClient, folder: str, pins: Pins) -> ObstoreTransport:
     transport = object.__new__(ObstoreTransport)
-    transport.__dict__.update(_client=client, _pins=pins, _folder=folder, _fsspec=None)
+    transport.__dict__.update(_client=client, _pins=pins, _folder=folder, _in_child=None)
     return transport

@@ -1,6 +1,6 @@
 """How many requests and bytes each way of reading costs, per access pattern: the table of docs/zarr-view.md.
 
-    python benchmarks/requests.py [--examples 40] [--markdown]
+    python benchmarks/request_counts.py [--examples 40] [--markdown]
 
 Nothing is timed: the files are zeros in memory behind the price of a link (a gap of up to 1 MiB is cheaper than a request).
 """
@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import zarr
+from _transports import CountingTransport, LatencyTransport
 from zarr.abc.store import Store
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.documents import Metadata, shards_bytes
-from saev_store.transport import CountingTransport, LatencyTransport, MemoryTransport
+from saev_store.transport import MemoryTransport
 
 PATTERNS = {
     "one layer": np.s_[:, 3],
