@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Progress:
-    """Counts bytes; shows them where somebody is looking.
+    """Counts bytes; shows a bar on a terminal.
 
     Args:
         total_nbytes: All there is to do.

@@ -207,7 +207,7 @@ def said_of_a_bucket_elsewhere(url, options, engine):
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 def test_a_bucket_that_is_somewhere_else(s3_bucket, engine):
     """What is said is what to do. In a process of its own: s3fs's client goes on asking until Python's stack is full, and
-    leaves requests that nobody awaits."""
+    leaves requests that are not awaited."""
     with (
         Proxy(s3_endpoint(), [Fault(status=301, code="PermanentRedirect", times=-1)]) as proxy,
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other,

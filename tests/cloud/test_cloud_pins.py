@@ -1,4 +1,4 @@
-"""Objects that are replaced while they are read, through every client; and credentials, which nobody is ever told."""
+"""Objects that are replaced while they are read, through every client; and credentials, which no message shows."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def told(error: BaseException | None) -> str:
     ],
     ids=lambda fault: f"{fault.status or 'broken'}-{fault.code}",
 )
-def test_credentials_are_told_to_nobody(s3_bucket: Bucket, engine: str, fault: Fault, caplog, capfd):
+def test_no_message_shows_credentials(s3_bucket: Bucket, engine: str, fault: Fault, caplog, capfd):
     """Not even where a server or a proxy repeats in its answer what it was sent."""
     open_transport(s3_bucket.url, s3_bucket.options, engine="obstore").put("x.bin", OLD)
     caplog.set_level(logging.DEBUG, logger="saev_store")

@@ -159,7 +159,7 @@ def test_publishers_that_race_have_one_winner(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_lost_answers_never_make_two_winners(seed):
-    """Then nobody may be sure to have won, but there are never two, and what opens is whole."""
+    """Then no writer may know that it has won, but there are never two winners, and what opens is whole."""
     this, rng = case(n=4, per_shard=2, pad=False), random.Random(seed)
     turns, model = Turns(seed), GcsModel()
     transport = GcsModelTransport(model)
@@ -199,7 +199,7 @@ def test_writers_that_race_have_one_winner(seed):
 
 @pytest.mark.parametrize("seed", range(120))
 def test_publishers_that_take_over_have_one_winner(seed, monkeypatch):
-    """Whoever was taken over leaves what is not its own alone; if it has published at the last moment, it is told so."""
+    """A writer that was taken over changes nothing that is not its own; if it has published at the last moment, it learns so."""
     monkeypatch.setattr("saev_store.writer.folder.ahead", all_at_once if seed % 4 < 2 else in_turn)
     monkeypatch.setattr("saev_store.writer.folder.share", one_by_one(seed))
     this = case(n=4, per_shard=2, pad=False)
@@ -215,9 +215,9 @@ def test_publishers_that_take_over_have_one_winner(seed, monkeypatch):
         partial(finalize_store, GcsModelTransport(model), this.metadata, takeover=True) for _ in range(2 + seed % 2)
     ]
     outcomes = turns.run(works)
-    # Where answers are lost, whoever has also taken over cannot know whose the equal bytes are.
+    # Where answers are lost, a second writer that takes over cannot know whose the equal bytes are.
     assert outcomes.count(True) == 1 or (loses and not any(outcome is True for outcome in outcomes)), outcomes
     assert all(outcome in (True, False) or isinstance(outcome, TOLD) for outcome in outcomes), outcomes
     for name in [name for name in model.objects if "/.saev_store/" in name]:
-        del model.objects[name]  # whoever was overtaken may leave its own hidden document, which nobody reads
+        del model.objects[name]  # a writer that was overtaken may leave its own hidden document, which is not read
     check_store(model, this)

@@ -169,7 +169,7 @@ class TestWrapperOfReader(ReadContract):
 
 
 class OnlyReads:
-    """The least that is a transport: what somebody else may write."""
+    """The smallest transport that satisfies the protocol."""
 
     name = "least"
 

@@ -220,7 +220,7 @@ def test_nothing_hangs_longer_than_its_deadline(fake):
             call()
 
 
-def test_sizes_that_nobody_tells(fake, monkeypatch):
+def test_sizes_that_the_server_does_not_tell(fake, monkeypatch):
     async def info(self, path, **kwargs):
         return {"name": path, "size": None, "type": "file"}
 
@@ -533,7 +533,7 @@ def test_places_that_cannot_be_written_to(tmp_path):
 
 @pytest.mark.parametrize("kind", ["zip", "deflated", "memory", "dir", "file"])
 def test_threads_and_transports_on_one_file_do_not_disturb_each_other(tmp_path, kind):
-    """Members of an archive share the archive's position, and files in fsspec's memory are one object for everybody."""
+    """Members of an archive share the archive's position, and files in fsspec's memory are one shared object."""
     truth = bytes(range(256)) * 100
     method = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
     with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:

@@ -200,7 +200,7 @@ def test_an_object_that_is_replaced_is_an_error_never_a_mixture(s3_bucket, new):
     assert transport.read("a/b.bin") == new  # a whole object is no mixture
     transport.close()
     assert bytes(one(transport, "a/b.bin", 4, 8)) == b"xxxx"
-    transport.put("a/b.bin", b"our own is not somebody else's")
+    transport.put("a/b.bin", b"not removed")
     assert bytes(one(transport, "a/b.bin", 0, 3)) == b"our"
 
 
@@ -329,7 +329,7 @@ def test_what_answers_mean(text, kind, transient):
     assert "abcdef" not in str(error)
 
 
-def test_the_region_is_asked_for_where_nobody_says_it():
+def test_the_region_is_requested_where_no_option_names_it():
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
             self.send_response(403)
