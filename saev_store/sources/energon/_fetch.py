@@ -9,7 +9,7 @@ from typing import cast
 
 from saev_store.errors import CorruptShardError, SelectionError, brief
 from saev_store.sources.address import full_url
-from saev_store.sources.energon._places import PartPlace, Places, SamplePlace
+from saev_store.sources.energon._places import PartPlace, SampleLookup, SamplePlace
 from saev_store.sources.energon.keys import join_name
 from saev_store.sources.energon.tar_header import BLOCK, disagreement, headers_nbytes
 from saev_store.sources.energon.tar_scan import MAX_EXTENSION_NBYTES, parse_sample
@@ -51,7 +51,7 @@ class RawSample:
             ) from None
 
 
-class Fetcher:
+class SampleReader:
     """Reads samples at known places.
 
     Args:
@@ -59,7 +59,7 @@ class Fetcher:
         places: Where samples lie.
     """
 
-    def __init__(self, transport: Transport, places: Places) -> None:
+    def __init__(self, transport: Transport, places: SampleLookup) -> None:
         self._transport, self._places = transport, places
         self._shards = places.info.shards
         self._by_name = {name: i for i, name in enumerate(self._shards)}

@@ -1,4 +1,4 @@
-"""Where samples and parts lie, whatever tells it: `index.sqlite`, or `.tar.idx` files and the headers in a sample."""
+"""Byte ranges of samples and parts, from `index.sqlite`, or from `.tar.idx` files and the headers in a sample."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SamplePlace:
     parts: tuple[PartPlace, ...] | None = None
 
 
-class Places:
+class SampleLookup:
     """Looks up samples by shard and number, and by key.
 
     Args:
@@ -49,9 +49,6 @@ class Places:
         self._transport, self.info, self.index = transport, info, index
         self._offsets: dict[int, IntArray] = {}
         self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("places are looked up again, not pickled")
 
     def run(self, shard: int, first: int, end: int) -> list[SamplePlace]:
         """Where samples `first` to `end` of a shard lie.

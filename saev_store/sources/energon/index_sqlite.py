@@ -121,10 +121,10 @@ class SqliteIndex:
         ((parts,),) = self._rows("SELECT MAX(rowid) FROM sample_parts") if self.has_parts else ((0,),)
         return max(0, cast("int", samples or 0)) + max(0, cast("int", parts or 0))
 
-    def shard_counts(self) -> list[tuple[int, int]]:
-        """How many samples each `tar_file_id` has, ascending."""
-        rows = self._rows("SELECT tar_file_id, COUNT(*) FROM samples GROUP BY tar_file_id ORDER BY tar_file_id")
-        return [(self._number(shard, "samples", "tar_file_id"), cast("int", n)) for shard, n in rows]
+    def shard_counts(self) -> dict[int, int]:
+        """How many samples each `tar_file_id` has."""
+        rows = self._rows("SELECT tar_file_id, COUNT(*) FROM samples GROUP BY tar_file_id")
+        return {self._number(shard, "samples", "tar_file_id"): cast("int", n) for shard, n in rows}
 
     def samples(self, tar_file_id: int, first: int, end: int) -> list[SampleRow]:
         """Samples `first` to `end` of a shard, exactly one row each, in order.

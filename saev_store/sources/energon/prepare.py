@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,8 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.problems import Problem
-from saev_store.sources._identity import file_identity
-from saev_store.sources._new_file import NewFile
+from saev_store.sources._files import file_identity
+from saev_store.sources._new_file import upload
 from saev_store.sources.address import Url
 from saev_store.sources.energon._build import build_index
 from saev_store.sources.energon._open import read_documents
@@ -61,12 +60,6 @@ WORK_FOLDER = f"{META}/.saev_store"
 _N_THREADS = 16
 _MAX_PART_NAMES = 50
 _MAX_FOLDERS = 100_000
-_CHUNK_NBYTES = 32 << 20
-
-
-@runtime_checkable
-class _Local(Moves, Writes, Protocol):
-    def resolve(self, path: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -198,7 +191,7 @@ def prepare(
                 there.put(DATASET_YAML, definition_bytes(CRUDE, {}))
             there.put(INFO_JSON, info_bytes(counts))
         there.delete(WORK_FOLDER)
-    documents = read_documents(there, split_config=None, dataset_config=None)
+    documents = read_documents(there)
     return Prepared(
         there.url,
         counts,
@@ -319,36 +312,24 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
     return definition_bytes(sample_type, field_map)
 
 
-class _Publish(Protocol):
-    def __call__(self) -> None: ...
-
-
 @contextlib.contextmanager
-def _built_index(there: Transport, shards: Iterable[ScannedShard]) -> Iterator[tuple[_Publish, str]]:
-    """A database beside its final place, and what moves it there; where files do not move, one that is uploaded."""
-    if isinstance(there, _Local):
+def _built_index(there: Writes, shards: Iterable[ScannedShard]) -> Iterator[tuple[Callable[[], None], str]]:
+    """A function that publishes the database, which is moved or uploaded, and the database's UUID."""
+    root = there.local_path if isinstance(there, Transport) and isinstance(there, Moves) else None
+    if root is not None and isinstance(there, Moves):
         path = f"{WORK_FOLDER}/index.sqlite"
         there.delete(path)
         try:
-            uuid = build_index(there.resolve(path), shards, where=there.url)
+            uuid = build_index(f"{root}/{path}", shards, where=root)
             yield lambda: there.move(path, INDEX_SQLITE), uuid
         finally:
             there.delete(path)
         return
     with tempfile.TemporaryDirectory(prefix="saev-store-prepare-") as folder:
         local = os.path.join(folder, "index.sqlite")
-        uuid = build_index(local, shards, where=there.url)
-
-        def upload() -> None:
-            with (
-                open(local, "rb") as file,
-                NewFile(there, INDEX_SQLITE, nbytes=os.path.getsize(local), overwrite=True) as new,
-            ):
-                while data := file.read(_CHUNK_NBYTES):
-                    new.write(data)
-                new.commit()
-
-        yield upload, uuid
+        uuid = build_index(local, shards, where=INDEX_SQLITE)
+        with open(local, "rb") as file:
+            yield lambda: upload(there, INDEX_SQLITE, file, overwrite=True), uuid
 
 
 def _exists(transport: Transport, path: str) -> bool:
