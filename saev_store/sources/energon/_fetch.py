@@ -65,12 +65,7 @@ class SampleReader:
         self._by_name = {name: i for i, name in enumerate(self._shards)}
 
     def fetch(self, wanted: list[tuple[int, int]]) -> list[RawSample]:
-        """Samples by (shard, sample_index), in the order asked for; neighbours are fetched together.
-
-        Raises:
-            DocumentError: the index breaks a rule.
-            CorruptShardError: a tar is cut, or holds something else than the index says.
-        """
+        """Samples by (shard, sample_index), in the order asked for; neighbours are fetched together."""
         places: dict[tuple[int, int], SamplePlace] = {}
         ordered = sorted(set(wanted))
         at = 0
@@ -133,11 +128,7 @@ class SampleReader:
     def content(
         self, shard: int, key: str, part: PartPlace, *, start: int | None = None, end: int | None = None
     ) -> bytes:
-        """Return bytes `start` to `end` of a part, as a slice would take them; the headers are fetched with them.
-
-        Raises:
-            CorruptShardError: the tar is cut, or has something else there.
-        """
+        """Return bytes `start` to `end` of a part, as a slice would take them; the headers are fetched with them."""
         first, last, _ = slice(start, end).indices(part.nbytes)
         headers = self._headers_start(shard, key, part)
         begin, stop = part.offset + first, part.offset + max(first, last)

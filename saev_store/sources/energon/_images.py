@@ -31,12 +31,7 @@ def is_image(kind: str) -> bool:
 
 
 def decode_image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
-    """An image as RGB: uint8 (height, width, 3) for `"rgb8"`, float32 (3, height, width) in 0 to 1 for `"torchrgb"`.
-
-    Raises:
-        MissingDependencyError: Pillow is not installed.
-        DocumentError: it is no image, damaged, or has too many pixels.
-    """
+    """An image as RGB: uint8 (height, width, 3) for `"rgb8"`, float32 (3, height, width) in 0 to 1 for `"torchrgb"`."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -42,12 +42,7 @@ class Documents:
 
 
 def read_documents(transport: Transport) -> Documents:
-    """The documents in `.nv-meta`.
-
-    Raises:
-        NotFoundError: there is no `.info.json` and no `.info.yaml`: the folder was not prepared.
-        DocumentError, UnsafeContentError: a document breaks a rule.
-    """
+    """The documents in `.nv-meta`."""
     found = _first(transport, INFO_JSON, INFO_YAML)
     if found is None:
         raise NotFoundError(
@@ -79,12 +74,7 @@ def _first(transport: Transport, *paths: str, max_bytes: int = MAX_DOCUMENT_NBYT
 
 
 def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> SqliteIndex | None:
-    """The database of a data set, None without one; from elsewhere it is fetched whole, to a temporary file.
-
-    Raises:
-        DocumentError: it is no database, has other tables, or more than `max_nbytes` bytes.
-        UnsafeContentError: it holds views or triggers.
-    """
+    """The database of a data set, None without one; from elsewhere it is fetched whole, to a temporary file."""
     where = full_url(transport, INDEX_SQLITE)
     try:
         nbytes = transport.size(INDEX_SQLITE)

@@ -67,11 +67,7 @@ class SplitPlan:
 
 
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
-    """Compile a regular expression of the caller.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Compile a regular expression of the caller."""
     try:
         return re.compile(pattern)
     except re.error as error:

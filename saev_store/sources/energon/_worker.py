@@ -38,11 +38,7 @@ def main(root: str) -> None:
 
 
 def result_of(line: str) -> ScannedShard | SaevStoreError:
-    """Parse a worker's answer.
-
-    Raises:
-        ValueError: the worker ended before it had written all of it.
-    """
+    """Parse a worker's answer."""
     answer = cast("dict[str, list[Any]]", json.loads(line))
     if "scanned" in answer:
         shard, nbytes, end, oddities, samples = answer["scanned"]

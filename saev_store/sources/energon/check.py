@@ -26,12 +26,7 @@ _MAX_TAR_NBYTES = 2**62
 
 
 def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem, ...]:
-    """What a quick look finds: counts, small indices whole, and the sizes of local tars.
-
-    Raises:
-        DocumentError: the index breaks a rule, or does not fit `.info.json`.
-        CorruptShardError: a tar is missing, cut, or was changed after it was indexed.
-    """
+    """What a quick look finds: counts, small indices whole, and the sizes of local tars."""
     problems: list[Problem] = []
     index, info = dataset.places.index, dataset.documents.info
     local = dataset.transport.is_local

@@ -79,12 +79,7 @@ class Definition:
 
 
 def parse_info(raw: bytes, *, where: str) -> Info:
-    """What `.info.json` says, or `.info.yaml` (told by the ending of `where`).
-
-    Raises:
-        UnsafeContentError: a shard's name leaves the folder.
-        DocumentError: it is not such a document.
-    """
+    """What `.info.json` says, or `.info.yaml` (told by the ending of `where`)."""
     document = _load(raw, where)
     shards = document.get("shard_counts") if isinstance(document, dict) else None
     if not isinstance(shards, dict):
@@ -119,12 +114,7 @@ def info_bytes(shards: Mapping[str, int]) -> bytes:
 
 
 def parse_splits(raw: bytes, info: Info, *, where: str) -> Splits:
-    """What `split.yaml` (or `split.json`) says about the shards of `info`.
-
-    Raises:
-        UnsafeContentError: a shard's name leaves the folder.
-        DocumentError: it is not such a document, names a shard that was never indexed, or stands for too many names.
-    """
+    """What `split.yaml` (or `split.json`) says about the shards of `info`."""
     document = _load(raw, where)
     parts = document.get("split_parts") if isinstance(document, dict) else None
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", parts)):
@@ -192,12 +182,7 @@ def split_bytes(parts: Mapping[str, list[str]], exclude: list[str]) -> bytes:
 
 
 def parse_definition(raw: bytes, *, where: str) -> Definition:
-    """What `dataset.yaml` says. Classes it names are looked up by name among ours, never imported.
-
-    Raises:
-        UnsafeContentError: it has tags.
-        DocumentError: it is no mapping, or its field map is none, or names fields that the sample type lacks.
-    """
+    """What `dataset.yaml` says. Classes it names are looked up by name among ours, never imported."""
     document = _yaml.loads(raw, where=where)
     if not isinstance(document, dict):
         raise _error("it is no mapping", where)

@@ -29,9 +29,6 @@ def expand(pattern: str, *, where: str, max_characters: int = MAX_EXPANDED_CHARA
     Braces are ranges of numbers and alternatives: `{000..002}`, `{0..9..3}`, `{train,val}`. A `\` stands before a character
     that stands for itself. Braces around something else are kept.
 
-    Raises:
-        DocumentError: braces do not match or are nested, or the names have more than `max_characters` together.
-
     >>> expand("shards/{000..002}.tar", where="split.yaml")
     ['shards/000.tar', 'shards/001.tar', 'shards/002.tar']
     """
@@ -118,9 +115,6 @@ def _refuse(pattern: str, rule: str, where: str) -> NoReturn:
 
 def parse_ratio(text: str) -> tuple[Fraction, ...]:
     """The shares of a split, exactly as written: `8,1,1` or `0.8,0.1,0.1`.
-
-    Raises:
-        ArgumentError: it is no list of numbers that are not negative, with at least one above zero.
 
     >>> [str(share) for share in parse_ratio("0.8, 0.1, 0.1")]
     ['4/5', '1/10', '1/10']

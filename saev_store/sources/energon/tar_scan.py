@@ -65,11 +65,7 @@ class ScannedShard:
 
 
 def scan_shard(transport: Transport, shard: str) -> ScannedShard:
-    """Read the headers of a tar.
-
-    Raises:
-        CorruptShardError: it is damaged or cut.
-    """
+    """Read the headers of a tar."""
     scan = Scan.of(transport, shard, where=full_url(transport, shard))
     found = [(each.key, each.offset, each.nbytes, each.parts) for each in scan.samples()]
     return ScannedShard(shard, scan.file.nbytes, scan.end if found else 0, tuple(scan.oddities), found)
@@ -151,11 +147,7 @@ class Scan:
         return cls(RangeFile(transport, path, transport.size(path)), where)
 
     def members(self) -> Iterator[Member]:
-        """Parts of samples, in order.
-
-        Raises:
-            CorruptShardError: a header is damaged, or the archive was cut.
-        """
+        """Parts of samples, in order."""
         try:
             yield from self._members()
         except SaevStoreError:
@@ -216,11 +208,7 @@ class Scan:
             self.oddities.append(f"something follows its end marker at {end:,}; no reader looks there")
 
     def samples(self) -> Iterator[ScannedSample]:
-        """Samples in order: members that follow each other with the same key.
-
-        Raises:
-            CorruptShardError: as in `members`, or a sample has a part twice, or a name that is no UTF-8.
-        """
+        """Samples in order: members that follow each other with the same key."""
         current: ScannedSample | None = None
         names: set[str] = set()
         for member in self.members():
@@ -249,11 +237,7 @@ class Scan:
 
 
 def parse_sample(data: bytes | memoryview, *, where: str) -> list[Member]:
-    """The members in a sample's byte range; offsets count from its beginning.
-
-    Raises:
-        CorruptShardError: it is no run of members.
-    """
+    """The members in a sample's byte range; offsets count from its beginning."""
     whole = bytes(data) + bytes(2 * BLOCK)
     return list(Scan(_MemoryFile(whole), where).members())
 
