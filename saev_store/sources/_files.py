@@ -1,4 +1,4 @@
-"""Whole files of data sets: read in chunks, digested, and told from others of their name."""
+"""Whole files of data sets: chunks, digests and identities."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def documents_to_batches(
         end_token: Put this behind every document (with `"pad"`, where it fits).
         pad_token: For `"pad"`.
         overwrite: Replace files of these names.
-        storage_options: What fsspec hands to the file system that is written to.
+        storage_options: Options of the fsspec file system that is written to.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
         verify: Read every record back and compare it with the source.
         progress: Show a bar on stderr; default: when it is a terminal.
 
@@ -116,9 +116,9 @@ def batches_to_documents(
         output_path: As in `IndexedDatasetBuilder`.
         dtype: Type of a token in the new data set.
         overwrite: Replace a data set of that name.
-        storage_options: What fsspec hands to the file system that is written to.
+        storage_options: Options of the fsspec file system that is written to.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
         verify: Read every document back and compare it with the source.
         progress: Show a bar on stderr; default: when it is a terminal.
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from saev_store.core.layout import IntArray
     from saev_store.sources.energon.reader import EnergonDataset
 
-#: On opening, an index with fewer rows is looked at whole, a larger one where it is used.
+#: On opening, an index with fewer rows is checked whole, a larger one where it is used.
 EAGER_ROWS = 200_000
-#: On opening, so many local shards are looked at.
+#: On opening, at most so many local shards are checked.
 _EAGER_SHARDS = 1024
 _MAX_TAR_NBYTES = 2**62
 

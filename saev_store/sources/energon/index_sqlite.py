@@ -307,7 +307,7 @@ class SqliteIndex:
         return time.monotonic() > self._deadline
 
     def close(self) -> None:
-        """Let go of the database; using the index again opens it again."""
+        """Release the database; using the index again opens it again."""
         with self._lock:
             if self._db is not None:
                 self._finalizer()

@@ -79,7 +79,7 @@ class Definition:
 
 
 def parse_info(raw: bytes, *, where: str) -> Info:
-    """What `.info.json` says, or `.info.yaml` (told by the ending of `where`)."""
+    """What `.info.json` says, or `.info.yaml` (by the ending of `where`)."""
     document = _load(raw, where)
     shards = document.get("shard_counts") if isinstance(document, dict) else None
     if not isinstance(shards, dict):
@@ -195,7 +195,7 @@ def parse_definition(raw: bytes, *, where: str) -> Definition:
         SAMPLE_TYPES[sample_type].check_fields(field_map, where=where)
     for name in ("sample_loader", "part_filter", "decoder"):
         if mapping.get(name) is not None:
-            message = f"{name} is code ({brief(mapping[name])}); it is not run, parts are handed out as they are"
+            message = f"{name} is code ({brief(mapping[name])}); it is not run, parts are returned as they are"
             problems.append(Problem("code_not_run", message, where, severity="warning"))
     if mapping.get("sample_loader") is not None:
         sample_type = None
@@ -213,7 +213,7 @@ def _sample_type(mapping: dict[str, object], where: str) -> tuple[str | None, Pr
     if ours and isinstance(name, str) and (name in SAMPLE_TYPES or name == CRUDE):
         return name, None
     message = (
-        f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are handed out as they are"
+        f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are returned as they are"
     )
     return None, Problem("unknown_sample_type", message, where, severity="warning")
 

@@ -119,7 +119,7 @@ def prepare(
 
     Args:
         url: The folder: a path, any fsspec URL; ignored with `transport`.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         split: Shares of train, val and test, such as `"8,1,1"`: whole shards, in order, none left over.
         split_parts: Instead of shares: `"train:shards/train_.*"`, a name and a regular expression that the beginning of
             a shard's path must match. `{000..099}` in it is a range.
@@ -130,10 +130,10 @@ def prepare(
         overwrite: Prepare it again although it is prepared; without `split` and `split_parts`, its `split.yaml` stays.
         progress: None shows a bar on a terminal.
         engine: As in `open_transport`.
-        transport: Read and write through this one.
+        transport: Read and write through this transport.
 
     Raises:
-        ArgumentError: no split is asked for, or the sample type and field map do not fit.
+        ArgumentError: no split is given, or the sample type and field map do not fit.
         NotFoundError: there is no tar.
         StoreExistsError: it is prepared already, and `overwrite` is false.
         CorruptShardError: tars are damaged or cut; `problems` names all of them. Nothing is published.

@@ -35,9 +35,9 @@ class EnergonDataset:
 
     Args:
         url: The folder that holds `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Read through this one.
+        transport: Read through this transport.
         images: What images decode to in `sample`: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
             0 to 1, as Energon does, for `"torchrgb"`; `"bytes"` leaves them as they are.
         damaged_ok: Open it even if shards are missing or the index does not fit; `problems` says what is wrong.
@@ -311,7 +311,7 @@ class EnergonDataset:
         return validate(self, deep=deep, progress=progress)
 
     def close(self) -> None:
-        """Let go of the database, maps and connections; using the data set afterwards opens them again."""
+        """Release the database, maps and connections; using the data set afterwards opens them again."""
         if self.places.index is not None:
             self.places.index.close()
         self.transport.close()

@@ -127,7 +127,7 @@ def parse_ratio(text: str) -> tuple[Fraction, ...]:
     if not shares or any(not share.is_finite() or not 0 <= share < 10**9 or len(str(share)) > 30 for share in shares):
         raise ArgumentError(f"{brief(text)} is no split: {rule}", where="split")
     if not any(shares):
-        raise ArgumentError(f"{brief(text)} gives no shard to anybody: {rule}", where="split")
+        raise ArgumentError(f"{brief(text)} gives no shard to any split: {rule}", where="split")
     return tuple(Fraction(share) for share in shares)
 
 

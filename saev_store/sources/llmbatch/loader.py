@@ -39,7 +39,7 @@ class BatchNativeLoader:
     there are blocks has no two equal orders.
 
     Iterating starts at the beginning of the epoch, or where `load_state_dict` said. The epoch is over, and `epoch` counts
-    up, when its last batch was handed out. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
+    up, when its last batch was returned. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
     order, so a state can be continued by another number of ranks.
 
     Args:
@@ -89,7 +89,7 @@ class BatchNativeLoader:
         self.reader = (
             path if isinstance(path, BatchFileReader) else BatchFileReader(path, storage_options, engine=engine)
         )
-        #: Batches of the epoch's order that all ranks together have handed out before this iteration, and in it.
+        #: Batches of the epoch's order that all ranks together have returned before this iteration, and in it.
         self._first, self._n_yielded = 0, 0
         self._is_resumed = False
 
@@ -171,9 +171,9 @@ class BatchNativeLoader:
         }
 
     def state_dict(self) -> dict[str, object]:
-        """The position in plain JSON types, the same for all ranks that have handed out equally many batches.
+        """The position in plain JSON types, the same for all ranks that have returned equally many batches.
 
-        `position` counts the batches of the epoch's order that all ranks together have handed out; `digest` is the
+        `position` counts the batches of the epoch's order that all ranks together have returned; `digest` is the
         sampled digest of the file.
         """
         position = self._first + self._n_yielded * self.world_size

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError, CorruptShardError, MissingDependencyError, SelectionError, brief
+from saev_store.errors import CorruptShardError, MissingDependencyError
 from saev_store.sources._files import describe_digest, digest_files, file_identity, is_resident
-from saev_store.sources._source import DigestScope, NumberedSource, check_index, steps, text_card
+from saev_store.sources._source import DigestScope, NumberedSource, check_index, check_positions, steps, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, Header, parse_header
 from saev_store.transport.fetch import fetch_ranges
@@ -153,7 +153,7 @@ class BatchFileReader(NumberedSource):
 
         Neighbours share a request where that is cheaper.
         """
-        wanted = _positions(batch_indices, self.num_batches, what="batch")
+        wanted = check_positions(batch_indices, self.num_batches, what="batch")
         out = np.empty((len(wanted), self.batch_size, self.seq_len), TOKEN)
         self._reopen_if_closed()
         if self._whole is not None:
@@ -178,7 +178,7 @@ class BatchFileReader(NumberedSource):
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Return records by their places in the file: uint32, shape (n, seq_len), fresh memory."""
-        wanted = _positions(indices, len(self), what="record")
+        wanted = check_positions(indices, len(self), what="record")
         batch_idx, row = np.divmod(wanted, np.int64(self.batch_size))
         out = np.empty((len(wanted), self.seq_len), TOKEN)
         self._reopen_if_closed()
@@ -262,22 +262,3 @@ def _as_batches(buffer: Buffer, header: Header, n_batches: int, offset: int) -> 
 
 def _reopen(kind: type[BatchFileReader], transport: Transport, path: str) -> BatchFileReader:
     return kind(path, transport=transport)
-
-
-def _positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
-    """Check a slice or a list of positions; negative ones count from the end."""
-    if isinstance(wanted, slice):
-        try:
-            return np.arange(*wanted.indices(n), dtype=np.int64)
-        except (TypeError, ValueError) as error:
-            raise SelectionError(f"{brief(wanted)} is no slice of {what}s: {error}", where=what) from None
-    try:
-        found = np.asarray(wanted)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{brief(wanted)} is no list of {what}s: {error}", where=what) from None
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise SelectionError(f"{brief(wanted)} is no list of {what}s: pass integers", where=what)
-    if found.size and (int(found.min()) < -n or int(found.max()) >= n):
-        raise SelectionError(f"{what}s from {int(found.min())} to {int(found.max())} of {n} were asked for", where=what)
-    found = found.astype(np.int64)
-    return np.where(found < 0, found + n, found)

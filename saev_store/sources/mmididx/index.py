@@ -91,7 +91,7 @@ def parse_index(
         The index, and what is odd but harmless about it.
 
     Raises:
-        DocumentError: the index breaks a rule; `UnknownProtocolError` for a version or dtype that nobody writes.
+        DocumentError: the index breaks a rule; `UnknownProtocolError` for an unknown version or dtype.
         CorruptShardError: `.bin` is shorter or longer than the index says.
         ArgumentError: `dtype` is none that the code can mean.
     """
@@ -235,16 +235,16 @@ def _packed_offset(sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: i
 def _choose(
     options: tuple[np.dtype[np.generic], ...],
     code: int,
-    asked: npt.DTypeLike | None,
+    dtype: npt.DTypeLike | None,
     sizes: npt.NDArray[np.int32],
     pointers: IntArray,
     n_tokens: int,
     bin_nbytes: int,
     where: str,
 ) -> np.dtype[np.generic]:
-    if asked is not None:
-        code_of(asked)
-        wanted = np.dtype(asked).newbyteorder("<")
+    if dtype is not None:
+        code_of(dtype)
+        wanted = np.dtype(dtype).newbyteorder("<")
         if wanted not in options:
             raise ArgumentError(
                 f"dtype code {code} can mean {' or '.join(map(str, options))}, not {wanted}", where="dtype"

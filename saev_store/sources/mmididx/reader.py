@@ -13,7 +13,15 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SelectionError, brief
 from saev_store.sources._files import describe_digest, digest_files, file_identity, is_resident
-from saev_store.sources._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
+from saev_store.sources._source import (
+    DigestScope,
+    NumberedSource,
+    check_count,
+    check_index,
+    check_positions,
+    steps,
+    text_card,
+)
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.transport.fetch import fetch_ranges
@@ -36,9 +44,9 @@ class IndexedDataset(NumberedSource):
     Args:
         path: The `.idx` file, the `.bin` file, or what both names begin with: a path, any fsspec URL, or, with
             `transport`, a path below its root.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Read through this one.
+        transport: Read through this transport.
         dtype: Type of a token, for the codes (6 and 7) that tools do not agree on and only where the files do not decide.
 
     Attributes:
@@ -177,7 +185,7 @@ class IndexedDataset(NumberedSource):
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise SelectionError(
-                f"tokens {offset} to {offset + length} of sequence {position} were asked for; it has {size}",
+                f"tokens {offset} to {offset + length} of sequence {position} do not exist; it has {size}",
                 where="offset",
             )
         return self._tokens(self.index.pointers.item(position) + offset * self._itemsize, length)
@@ -195,18 +203,7 @@ class IndexedDataset(NumberedSource):
 
     def read_many(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
         """Several sequences in the order asked for, fetched together."""
-        if isinstance(indices, slice):
-            wanted = np.arange(*indices.indices(self._n), dtype=np.int64)
-        else:
-            wanted = np.asarray(indices)
-            if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
-                raise SelectionError(f"{brief(indices)} is no list of sequences: pass integers", where="indices")
-            if wanted.size and (int(wanted.min()) < -self._n or int(wanted.max()) >= self._n):
-                raise SelectionError(
-                    f"sequences from {int(wanted.min())} to {int(wanted.max())} of {self._n} were asked for",
-                    where="indices",
-                )
-            wanted = wanted.astype(np.int64) % max(self._n, 1)
+        wanted = check_positions(indices, self._n, what="sequence")
         return self.read_parts(wanted, np.zeros(len(wanted), np.int64), self.sizes[wanted].astype(np.int64))
 
     def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
@@ -265,7 +262,7 @@ class IndexedDataset(NumberedSource):
         stop = total if stop is None else stop
         if not 0 <= start <= stop <= total:
             raise SelectionError(
-                f"tokens {start} to {stop} of document {brief(document)} were asked for; it has {total}", where="start"
+                f"tokens {start} to {stop} of document {brief(document)} do not exist; it has {total}", where="start"
             )
         begins = ends - sizes
         first = int(np.searchsorted(ends, start, side="right"))

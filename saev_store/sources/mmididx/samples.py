@@ -3,7 +3,7 @@
 All documents of an epoch, in the order of `doc_idx`, are one run of tokens. Sample k is the `seq_length + 1` tokens of it
 that begin at token `k * seq_length`, so neighbours share one token: the last target of one is the first input of the next.
 `sample_idx[k]` says in which entry of `doc_idx` and how far into that document the sample begins; `shuffle_idx` is the
-order in which samples are handed out. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen:
+order in which samples are returned. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen:
 the same arguments give the same arrays as Megatron, today and later.
 
 A "document" here is what `sizes` has an entry for: a sequence of the data set, as in Megatron.
@@ -35,7 +35,7 @@ class SampleIndices:
         doc_idx: Documents of all epochs in order, int32.
         sample_idx: Shape (n + 1, 2): entry of `doc_idx` and offset in tokens at which each sample begins, and where the
             last one's final token lies; int32, int64 where that is too small.
-        shuffle_idx: Rows of `sample_idx` in the order in which they are handed out, uint32 or int64.
+        shuffle_idx: Rows of `sample_idx` in the order in which they are returned, uint32 or int64.
     """
 
     doc_idx: _Int

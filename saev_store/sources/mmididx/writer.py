@@ -40,9 +40,9 @@ class IndexedDatasetBuilder:
         dtype: Type of a token; one of the ten that the format has codes for.
         multimodal: Each sequence has a mode.
         overwrite: Replace a data set of that name; between the two versions, there is a moment without an index.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
 
     Raises:
         ArgumentError: the format has no code for `dtype`.
