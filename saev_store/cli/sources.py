@@ -97,7 +97,6 @@ def convert(
         typer.Option(help="Write one record per document, padded with this token, instead of packing documents."),
     ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
-    memory_mib: Annotated[int, typer.Option(help="Memory for shuffling, in MiB.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
     tokenizer: Annotated[
         str | None,
@@ -137,7 +136,7 @@ def convert(
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, how="pack" if pad_token is None else "pad",
-                end_token=end_token, pad_token=pad_token, memory_nbytes=memory_mib << 20, overwrite=overwrite,
+                end_token=end_token, pad_token=pad_token, overwrite=overwrite,
                 storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "batches": n}

@@ -7,11 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, Self, SupportsIndex, TypeVar, cast, runtime_checkable
 
+import numpy as np
+
 from saev_store.errors import ArgumentError, SelectionError, brief
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import numpy.typing as npt
+
+    from saev_store.core.layout import IntArray
     from saev_store.problems import Problem
     from saev_store.validation import Report
 
@@ -22,7 +27,7 @@ DigestScope = Literal["sampled", "full"]
 
 @runtime_checkable
 class Source(Protocol[SampleT_co]):
-    """A data set opened for reading: numbered samples, each with a key, wherever the bytes lie.
+    """A data set opened for reading: numbered samples, each with a key, on any storage.
 
     `open_source` makes one from an address. Every source is a Python sequence of its samples, can be shared between
     threads, and is a context manager. What a sample is depends on the format: an array of token ids, or parts by name.
@@ -99,7 +104,7 @@ class Source(Protocol[SampleT_co]):
         ...
 
     def close(self) -> None:
-        """Let go of maps and connections; using the source afterwards opens them again."""
+        """Release maps and connections; using the source afterwards opens them again."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -140,8 +145,8 @@ class NumberedSource(ABC):
             raise SelectionError(f"there is no split {brief(name)}: this format has only 'all'", where="split")
         return self
 
-    def close(self) -> None:  # noqa: B027 - there is nothing to close where there are no maps
-        """Nothing to let go of."""
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +172,25 @@ def check_index(index: SupportsIndex, n: int, *, what: str) -> int:
         return position % n
     reach = f"from 0 to {n - 1}" if n else "there, but there are none"
     raise SelectionError(f"{what} {brief(position)} does not exist; it must be {reach}", where=what)
+
+
+def check_positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
+    """Check a slice or a list of positions; negative ones count from the end."""
+    if isinstance(wanted, slice):
+        try:
+            return np.arange(*wanted.indices(n), dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise SelectionError(f"{brief(wanted)} is no slice of {what}s: {error}", where=what) from None
+    try:
+        found = np.asarray(wanted)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{brief(wanted)} is no list of {what}s: {error}", where=what) from None
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise SelectionError(f"{brief(wanted)} is no list of {what}s: pass integers", where=what)
+    if found.size and (int(found.min()) < -n or int(found.max()) >= n):
+        raise SelectionError(f"{what}s from {int(found.min())} to {int(found.max())} of {n} do not exist", where=what)
+    found = found.astype(np.int64)
+    return np.where(found < 0, found + n, found)
 
 
 def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 - 1) -> int:

@@ -14,7 +14,7 @@ from saev_store.sources.address import Url
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import BatchFileReader
-from saev_store.sources.llmbatch.writer import MEMORY_NBYTES, as_tokens, write_batch_dataset
+from saev_store.sources.llmbatch.writer import as_tokens, write_batch_dataset
 from saev_store.sources.mmididx.reader import IndexedDataset
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 
@@ -35,7 +35,6 @@ def documents_to_batches(
     how: Literal["pack", "pad"] = "pack",
     end_token: int | None = None,
     pad_token: int | None = None,
-    memory_nbytes: int = MEMORY_NBYTES,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -55,11 +54,10 @@ def documents_to_batches(
             makes one record of each document, cut at `seq_len` or filled up with `pad_token`.
         end_token: Put this behind every document (with `"pad"`, where it fits).
         pad_token: For `"pad"`.
-        memory_nbytes: Memory for shuffling.
         overwrite: Replace files of these names.
-        storage_options: What fsspec hands to the file system that is written to.
+        storage_options: Options of the fsspec file system that is written to.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
         verify: Read every record back and compare it with the source.
         progress: Show a bar on stderr; default: when it is a terminal.
 
@@ -90,7 +88,7 @@ def documents_to_batches(
     n_ends = source.n_documents if end_token is not None else 0
     total = source.n_documents if how == "pad" else (source.n_tokens + n_ends) // seq_len
     n_batches = write_batch_dataset(
-        output_path, records(), total, batch_size, seq_len, seed, memory_nbytes=memory_nbytes,
+        output_path, records(), total, batch_size, seq_len, seed,
         overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport, progress=progress,
     )  # fmt: skip
     if verify:
@@ -118,9 +116,9 @@ def batches_to_documents(
         output_path: As in `IndexedDatasetBuilder`.
         dtype: Type of a token in the new data set.
         overwrite: Replace a data set of that name.
-        storage_options: What fsspec hands to the file system that is written to.
+        storage_options: Options of the fsspec file system that is written to.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
         verify: Read every document back and compare it with the source.
         progress: Show a bar on stderr; default: when it is a terminal.
 

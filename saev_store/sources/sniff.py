@@ -1,4 +1,4 @@
-"""Which format lies at an address: told by what is in the files, never by their names alone."""
+"""Recognises the format of a data set from the content of its files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sniff(
 
     Raises:
         ArgumentError: a folder holds several data sets.
-        AccessError, TransportError: the place could not be looked at.
+        AccessError, TransportError: the storage could not be read.
     """
     there, name = locate(url, storage_options, engine=engine, transport=transport)
     for candidate in _candidates(name):
@@ -82,13 +82,13 @@ def open_source(
     Args:
         url: A file, a name without its ending, or a folder with one data set: a path, any fsspec URL, or, with
             `transport`, a path below its root.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Read through this one.
+        transport: Read through this transport.
 
     Raises:
-        NotFoundError: nothing lies there.
-        DocumentError: what lies there is of no known format, or breaks its format's rules.
+        NotFoundError: nothing exists there.
+        DocumentError: the file is of no known format, or breaks its format's rules.
         CorruptShardError: a file is longer or shorter than it should be.
 
     >>> open_source(TOKENS).format
@@ -107,8 +107,8 @@ def find_source(
     """What `sniff` returns where it returns something.
 
     Raises:
-        NotFoundError: nothing lies there.
-        DocumentError: what lies there is of no known format.
+        NotFoundError: nothing exists there.
+        DocumentError: the file is of no known format.
     """
     found = sniff(url, storage_options, engine=engine, transport=transport)
     if found is None:
@@ -128,10 +128,10 @@ def reopen(
 
     Args:
         description: What `describe` returned, perhaps out of a store's `metadata.data`.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         url: Where the data lie now, if not where they did.
         engine: As in `open_transport`.
-        transport: Read through this one.
+        transport: Read through this transport.
 
     Raises:
         DocumentError: the description is none.

@@ -54,9 +54,9 @@ def texts_to_documents(
         end_token: Put this behind every document.
         encoding: Of the text's bytes, where `part` is a name; texts inside JSON are UTF-8.
         overwrite: Replace a data set of that name.
-        storage_options: What fsspec hands to the file system that is written to.
+        storage_options: Options of the fsspec file system that is written to.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
         verify: Read every document back and compare its digest with that of what the tokenizer gave.
         progress: Show a bar on stderr; default: when it is a terminal.
 

@@ -60,9 +60,7 @@ class Batches:
         }  # fmt: skip
         records = self.records[version]
         if self.stream:
-            write_batch_dataset(
-                folder / "x.batch", iter(records), len(records), seq_len=records.shape[1], memory_nbytes=1000, **options
-            )
+            write_batch_dataset(folder / "x.batch", iter(records), len(records), seq_len=records.shape[1], **options)
         else:
             write_batch_file(folder / "x.batch", records, **options)
 

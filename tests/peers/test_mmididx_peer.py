@@ -130,14 +130,3 @@ def test_documents_are_cut_where_they_cut_them(peer):
         ours = split_documents(n, [*weights, 0, 0][:3])
         for part, ends in zip(ours, theirs, strict=True):
             assert len(part) == 0 if ends is None else [part.start, part.stop] == ends, (split, n)
-
-
-def test_index_arrays_that_we_cached_are_read_there(peer, tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
-        for size in (20, 50, 60, 30, 100, 5):
-            builder.add_document(np.arange(size))
-    samples = TokenSamples(IndexedDataset(tmp_path / "x"), 30, num_samples=40, cache=tmp_path / "cache")
-    paths = [next((tmp_path / "cache").rglob(f"*{name}*.npy")) for name in ("doc_idx", "sample_idx", "shuffle_idx")]
-    assert peer("cached", paths)["arrays"] == [
-        getattr(samples.indices, name).tolist() for name in ("doc_idx", "sample_idx", "shuffle_idx")
-    ]

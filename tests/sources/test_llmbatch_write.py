@@ -14,7 +14,6 @@ from token_files import llmbatch_bytes
 from saev_store.errors import ArgumentError, NotFoundError, ReadOnlyError, StoreExistsError
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
-from saev_store.sources.llmbatch._buckets import Buckets
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.transport import MemoryTransport, open_transport
 
@@ -38,12 +37,10 @@ def test_array_and_stream_write_the_same_bytes(n, batch_size, seq_len, seed):
     truth = expected(records, batch_size, seed)
     assert write_batch_file("a.batch", records, batch_size, seed=seed, transport=memory) == n // batch_size
     write_batch_dataset("b.batch", iter(records), n, batch_size, seq_len, seed, transport=memory)
-    # Hardly any memory: everything passes through buckets on the disk.
-    write_batch_dataset("c.batch", iter(records), n, batch_size, seq_len, seed, memory_nbytes=5000, transport=memory)
     halves = [records[: n // 2], records[n // 2 :]]
     write_batch_dataset("d.batch", halves, n, batch_size, seq_len, seed, transport=memory)
-    assert [memory.files[name] == truth for name in ("a.batch", "b.batch", "c.batch", "d.batch")] == [True] * 4
-    reader = BatchFileReader("c.batch", transport=memory)
+    assert [memory.files[name] == truth for name in ("a.batch", "b.batch", "d.batch")] == [True] * 3
+    reader = BatchFileReader("b.batch", transport=memory)
     numbers = RecordOrder(n, seed).records(np.arange(len(reader)))
     assert len(set(numbers.tolist())) == len(reader)
     np.testing.assert_array_equal(reader.rows(slice(None)), records[numbers])
@@ -67,7 +64,7 @@ def test_files_on_disk(tmp_path, engine):
 def test_on_s3(s3_bucket):
     records = tokens(25, 40)
     url = f"{s3_bucket.url}/deep/x.batch"
-    write_batch_dataset(url, records, 25, 4, 40, 9, memory_nbytes=2000, storage_options=s3_bucket.options)
+    write_batch_dataset(url, records, 25, 4, 40, 9, storage_options=s3_bucket.options)
     reader = BatchFileReader(url, s3_bucket.options)
     np.testing.assert_array_equal(reader.rows([3, 4]), records[RecordOrder(25, 9).records(np.array([3, 4]))])
     assert reader.validate(deep=True).ok
@@ -78,11 +75,11 @@ def test_memory_stays_bounded(tmp_path):
     stream = (np.full(seq_len, i, np.uint32) for i in range(n))
     tracemalloc.start()
     try:
-        write_batch_dataset(tmp_path / "x.batch", stream, n, 8, seq_len, memory_nbytes=1 << 20)
+        write_batch_dataset(tmp_path / "x.batch", stream, n, 8, seq_len)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # A MiB for shuffling; pieces of the stream and of the file on their way, 8 MiB and a copy.
+    # Pieces of the stream and of the file on their way, 8 MiB and a copy.
     assert n * seq_len * 4 > 30 << 20
     assert peak < 24 << 20
     reader = BatchFileReader(tmp_path / "x.batch")
@@ -139,7 +136,6 @@ def test_wrong_arguments(records, arguments, message):
         ([np.zeros((2, 2, 8), int)], {"total_records": 2}, "shape"),
         ([], {"seq_len": 0, "total_records": 0}, "seq_len"),
         ([np.zeros(8)], {"total_records": 1}, "integers"),
-        ([], {"memory_nbytes": 0, "total_records": 0}, "memory_nbytes"),
     ],
 )
 def test_wrong_streams(stream, arguments, message):
@@ -187,9 +183,9 @@ def test_of_two_writers_one_wins_and_nothing_is_replaced(tmp_path, engine):
         write_batch_file(path, first, 2, **place)  # another writer is quicker
 
     if engine == "memory":
-        target = NewFile(memory, "x.batch", nbytes=3)
+        target = NewFile(memory, "x.batch")
     else:
-        target = NewFile(open_transport(tmp_path, engine=engine), "x.batch", nbytes=3)
+        target = NewFile(open_transport(tmp_path, engine=engine), "x.batch")
     target.write(b"abc")
     with pytest.raises(StoreExistsError):
         write_batch_dataset(path, stream(), 8, 2, 8, **place)
@@ -209,14 +205,3 @@ def test_the_order_of_records_is_pinned():
     large = RecordOrder(10**9, 0)
     picks = np.random.default_rng(0).integers(0, 10**9, 1000)
     np.testing.assert_array_equal(large.places(large.records(picks)), picks)
-
-
-@given(n=st.integers(1, 300), memory=st.integers(1, 20_000), pieces=st.integers(1, 50))
-def test_buckets_put_everything_in_order(n, memory, pieces):
-    order = np.random.default_rng(n).permutation(n)
-    with Buckets(n, 4, memory_nbytes=memory) as buckets:
-        for start in range(0, n, pieces):
-            places = order[start : start + pieces]
-            buckets.put(places, np.repeat(places[:, None], 4, axis=1).astype(np.uint32))
-        taken = np.concatenate(list(buckets.take(7)))
-    np.testing.assert_array_equal(taken, np.repeat(np.arange(n)[:, None], 4, axis=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from token_files import DATA, mmididx_bytes
 from transports import CountingTransport, LatencyTransport
 
-from saev_store.errors import ArgumentError, SaevStoreWarning, SelectionError
+from saev_store.errors import ArgumentError, SelectionError
 from saev_store.sources import reopen
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples, build_indices, build_sample_idx
 from saev_store.sources.mmididx.samples import build_doc_idx, build_shuffle_idx
@@ -30,12 +29,6 @@ def test_the_table_of_the_text_comes_out_exactly():
     assert found.dtype == np.int32
     truth = TRUTH["build_sample_idx_identity_doc_idx_seq30"]
     assert truth["modalities"] == truth["megatron_core"] == table
-    for key, options in {
-        "core_drop_last_partial_False": {"drop_last_partial": False},
-        "core_add_extra_token_False": {"extra_token": False},
-        "core_drop_last_False_extra_False": {"drop_last_partial": False, "extra_token": False},
-    }.items():
-        assert build_sample_idx(SIZES, np.arange(6), 30, 1, 265, **options).tolist() == truth[key], key
 
 
 @pytest.mark.parametrize("case", TRUTH["build_sample_idx_more"])
@@ -80,33 +73,25 @@ def test_whole_mappings_of_both_peers(case, peer, engine):
     assert samples.rows(range(len(truth["samples"]))).tolist() == truth["samples"]
 
 
-def slow_sample_idx(sizes, doc_idx, seq_length, n, *, extra):
+def slow_sample_idx(sizes, doc_idx, seq_length, n):
     """Token by token: which entry of doc_idx every sample begins in."""
-    places = [(entry, offset) for entry, document in enumerate(doc_idx) for offset in range(sizes[document])]
-    found = [(0, 0)]
-    for i in range(1, n + 1):
-        if extra:
-            found.append(places[i * seq_length])
-        else:  # behind the last token of the sample before, in that token's document
-            entry, offset = places[i * seq_length - 1]
-            found.append((entry, offset + 1))
-    return [list(place) for place in found]
+    places = [[entry, offset] for entry, document in enumerate(doc_idx) for offset in range(sizes[document])]
+    return [[0, 0], *(places[i * seq_length] for i in range(1, n + 1))]
 
 
 @given(
     sizes=st.lists(st.integers(0, 25), min_size=1, max_size=8),
     n_epochs=st.integers(1, 4),
     seq_length=st.integers(1, 60),
-    extra=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_sample_idx_against_counting_tokens(sizes, n_epochs, seq_length, extra, seed):
+def test_sample_idx_against_counting_tokens(sizes, n_epochs, seq_length, seed):
     assume(sum(sizes) > 1)
     doc_idx = np.random.default_rng(seed).permutation(np.tile(np.arange(len(sizes)), n_epochs))
     total = n_epochs * sum(sizes)
-    n = (total - int(extra)) // seq_length
-    found = build_sample_idx(sizes, doc_idx, seq_length, n_epochs, sum(sizes), extra_token=extra)
-    truth = slow_sample_idx(sizes, doc_idx, seq_length, n, extra=extra)
+    n = (total - 1) // seq_length
+    found = build_sample_idx(sizes, doc_idx, seq_length, n_epochs, sum(sizes))
+    truth = slow_sample_idx(sizes, doc_idx, seq_length, n)
     assert found.tolist() == truth
 
 
@@ -215,69 +200,6 @@ def test_few_requests_for_many_samples():
     counting.reset()
     samples.rows(range(8))
     assert counting.counters.operations == {"get_ranges": 1}
-
-
-ARGUMENTS = {"seq_length": 30, "num_samples": 20, "seed": 3}
-
-
-class TestCache:
-    def make(self, cache, **changes):
-        return TokenSamples(IndexedDataset(FOLDER / "data"), **{**ARGUMENTS, **changes}, cache=cache)
-
-    @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
-    def test_arrays_come_from_the_cache(self, tmp_path, engine, monkeypatch):
-        cache = open_transport(tmp_path / "cache", engine=engine)
-        fresh = self.make(cache)
-        assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".npy", ".npy", ".npy"]
-        monkeypatch.setattr("saev_store.sources.mmididx.token_samples.build_indices", None)  # must not be called
-        again = self.make(cache)
-        for name in ("doc_idx", "sample_idx", "shuffle_idx"):
-            kept, built = getattr(again.indices, name), getattr(fresh.indices, name)
-            assert kept.dtype == built.dtype
-            np.testing.assert_array_equal(kept, built)
-        assert again[3].tolist() == fresh[3].tolist()
-
-    def test_files_are_plain_numpy(self, tmp_path):
-        fresh = self.make(tmp_path)
-        for path in tmp_path.glob("*.npy"):
-            name = re.search(r"-(\w+)\.npy", path.name)[1]
-            np.testing.assert_array_equal(np.load(path, allow_pickle=False), getattr(fresh.indices, name))
-
-    @pytest.mark.parametrize("change", [{"seed": 4}, {"seq_length": 31}, {"num_samples": 21}, {"documents": range(5)}])
-    def test_other_settings_are_other_files(self, tmp_path, change):
-        self.make(tmp_path)
-        self.make(tmp_path, **change)
-        assert len(list(tmp_path.glob("*.json"))) == 2
-
-    @pytest.mark.parametrize("damage", ["cut", "flip", "pickle", "json", "digests"])
-    def test_what_does_not_match_is_built_again(self, tmp_path, damage):
-        fresh = self.make(tmp_path)
-        (document,) = tmp_path.glob("*.json")
-        array = next(tmp_path.glob("*sample_idx.npy"))
-        if damage == "cut":
-            array.write_bytes(array.read_bytes()[:-1])
-        elif damage == "flip":
-            array.write_bytes(array.read_bytes()[:-1] + b"\7")
-        elif damage == "pickle":
-            np.save(array, np.array([{"an": "object"}], object), allow_pickle=True)
-        elif damage == "json":
-            document.write_bytes(b"[1")
-        else:
-            document.write_text(json.dumps({"digests": [1, 2, 3]}))
-        with pytest.warns(SaevStoreWarning, match="built again"):
-            again = self.make(tmp_path)
-        assert again[3].tolist() == fresh[3].tolist()
-        assert self.make(tmp_path)[3].tolist() == fresh[3].tolist()  # repaired
-
-    def test_a_missing_array_is_built_again(self, tmp_path):
-        fresh = self.make(tmp_path)
-        next(tmp_path.glob("*doc_idx.npy")).unlink()
-        assert self.make(tmp_path)[0].tolist() == fresh[0].tolist()
-
-    def test_a_folder_that_cannot_be_written(self, tmp_path):
-        (tmp_path / "file").write_text("")
-        with pytest.warns(SaevStoreWarning, match="could not be kept"):
-            self.make(tmp_path / "file")
 
 
 def test_samples_are_described_and_made_again():

@@ -110,9 +110,9 @@ def test_what_was_not_finished_leaves_nothing(tmp_path):
     builder.add_document([1])
     builder.abort()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ArgumentError, match="given up"):
+    with pytest.raises(ArgumentError, match="abandoned"):
         builder.add_document([1])
-    with pytest.raises(ArgumentError, match="given up"):
+    with pytest.raises(ArgumentError, match="abandoned"):
         builder.finalize()
 
 

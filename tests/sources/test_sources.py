@@ -264,12 +264,10 @@ def test_a_sampled_digest_reads_little():
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
-@pytest.mark.parametrize("known", [True, False])
-def test_a_new_file_appears_when_it_is_complete(tmp_path, engine, known):
+def test_a_new_file_appears_when_it_is_complete(tmp_path, engine):
     transport = MemoryTransport() if engine == "memory" else open_transport(tmp_path, engine=engine)
     for overwrite, content in ((False, b"first"), (True, b"and then")):
-        size = len(content) if known else None
-        with NewFile(transport, "f/x", nbytes=size, overwrite=overwrite) as file:
+        with NewFile(transport, "f/x", overwrite=overwrite) as file:
             file.write(content[:2])
             file.write(content[2:])
             if not overwrite:
@@ -279,7 +277,7 @@ def test_a_new_file_appears_when_it_is_complete(tmp_path, engine, known):
         assert transport.read("f/x") == content
     with pytest.raises(StoreExistsError):
         NewFile(transport, "f/x")
-    with pytest.raises(RuntimeError), NewFile(transport, "f/y", nbytes=2 if known else None) as file:
+    with pytest.raises(RuntimeError), NewFile(transport, "f/y") as file:
         file.write(b"a")
         raise RuntimeError
     assert [entry.path for entry in transport.list("f")] == ["f/x"]
@@ -301,12 +299,11 @@ def documents_of(sizes, dtype=np.int32, doc_idx=None):
     seq_len=st.integers(1, 20),
     batch_size=st.integers(1, 4),
     end=st.none() | st.just(999),
-    memory=st.sampled_from([100, 1 << 20]),
 )
-def test_documents_packed_into_batches_and_back(sizes, seq_len, batch_size, end, memory):
+def test_documents_packed_into_batches_and_back(sizes, seq_len, batch_size, end):
     source, store = documents_of(sizes), MemoryTransport()
     n = documents_to_batches(
-        source, "y.batch", seq_len=seq_len, batch_size=batch_size, seed=5, end_token=end, memory_nbytes=memory,
+        source, "y.batch", seq_len=seq_len, batch_size=batch_size, seed=5, end_token=end,
         transport=store,
     )  # fmt: skip
     run = np.concatenate([np.append(source.document(i), [end] if end else []) for i in range(source.n_documents)])

@@ -47,9 +47,8 @@ def test_token_formats(place):
     assert isinstance(source, IndexedDataset)
     assert [tokens.tolist() for tokens in source.read_many([2, 4, 1])] == [documents[i].tolist() for i in (2, 4, 1)]
     assert source.get(2, 100, 3).tolist() == [400, 401, 402]
-    for _ in range(2):  # built, then taken from the bucket
-        samples = TokenSamples(source, 20, num_samples=30, cache=open_transport(f"{url}/cache", options, engine=engine))
-        assert np.array_equal(samples.rows([3])[0], TokenSamples(source, 20, num_samples=30)[3])
+    samples = TokenSamples(source, 20, num_samples=30)
+    assert np.array_equal(samples.rows([3])[0], samples[3])
     n = documents_to_batches(
         source,
         f"{url}/b.batch",

@@ -36,12 +36,7 @@ _NAMESPACE = uuid.UUID("d0a3a1d8-8e6a-5b0f-9e6e-3f2f4a4c9b10")
 
 
 def build_index(path: str, shards: Iterable[ScannedShard], *, where: str) -> str:
-    """Write a database to a fresh file of this machine; returns the UUID of its content (the same content has the same).
-
-    Raises:
-        DocumentError: two samples share a key.
-        TransportError: the file cannot be written.
-    """
+    """Write a database to a fresh file of this machine; returns the UUID of its content (the same content has the same)."""
     hasher = xxhash.xxh3_128()
     db: sqlite3.Connection | None = None
     try:

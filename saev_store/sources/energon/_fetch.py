@@ -9,7 +9,7 @@ from typing import cast
 
 from saev_store.errors import CorruptShardError, SelectionError, brief
 from saev_store.sources.address import full_url
-from saev_store.sources.energon._places import PartPlace, Places, SamplePlace
+from saev_store.sources.energon._places import PartPlace, SampleLookup, SamplePlace
 from saev_store.sources.energon.keys import join_name
 from saev_store.sources.energon.tar_header import BLOCK, disagreement, headers_nbytes
 from saev_store.sources.energon.tar_scan import MAX_EXTENSION_NBYTES, parse_sample
@@ -51,7 +51,7 @@ class RawSample:
             ) from None
 
 
-class Fetcher:
+class SampleReader:
     """Reads samples at known places.
 
     Args:
@@ -59,18 +59,13 @@ class Fetcher:
         places: Where samples lie.
     """
 
-    def __init__(self, transport: Transport, places: Places) -> None:
+    def __init__(self, transport: Transport, places: SampleLookup) -> None:
         self._transport, self._places = transport, places
         self._shards = places.info.shards
         self._by_name = {name: i for i, name in enumerate(self._shards)}
 
     def fetch(self, wanted: list[tuple[int, int]]) -> list[RawSample]:
-        """Samples by (shard, sample_index), in the order asked for; neighbours are fetched together.
-
-        Raises:
-            DocumentError: the index breaks a rule.
-            CorruptShardError: a tar is cut, or holds something else than the index says.
-        """
+        """Samples by (shard, sample_index), in the order asked for; neighbours are fetched together."""
         places: dict[tuple[int, int], SamplePlace] = {}
         ordered = sorted(set(wanted))
         at = 0
@@ -133,11 +128,7 @@ class Fetcher:
     def content(
         self, shard: int, key: str, part: PartPlace, *, start: int | None = None, end: int | None = None
     ) -> bytes:
-        """Return bytes `start` to `end` of a part, as a slice would take them; the headers are fetched with them.
-
-        Raises:
-            CorruptShardError: the tar is cut, or has something else there.
-        """
+        """Return bytes `start` to `end` of a part, as a slice would take them; the headers are fetched with them."""
         first, last, _ = slice(start, end).indices(part.nbytes)
         headers = self._headers_start(shard, key, part)
         begin, stop = part.offset + first, part.offset + max(first, last)

@@ -1,4 +1,4 @@
-"""Images, by Pillow: raster formats only, sizes looked at before anything is decoded."""
+"""Decodes raster images with Pillow; sizes are checked before pixels are decoded."""
 
 from __future__ import annotations
 
@@ -9,34 +9,20 @@ import numpy as np
 
 from saev_store.errors import DocumentError, MissingDependencyError
 
-#: How an image is handed out: uint8 (height, width, 3), float32 (3, height, width) from 0 to 1 as Energon does, or as stored.
+#: What an image decodes to: uint8 (height, width, 3), float32 (3, height, width) from 0 to 1 as Energon does, or as stored.
 Images = Literal["rgb8", "torchrgb", "bytes"]
 #: Pixels of one image: larger ones are refused before they are decoded.
 MAX_PIXELS = 1 << 28
 #: Decoders that may be used: none that starts a program (EPS) or reads other files.
-_FORMATS = {
+FORMATS = {
     "jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "png": "PNG", "apng": "PNG", "webp": "WEBP", "gif": "GIF",
     "bmp": "BMP", "tif": "TIFF", "tiff": "TIFF", "jp2": "JPEG2000", "j2k": "JPEG2000", "jpx": "JPEG2000", "ppm": "PPM",
     "pgm": "PPM", "pbm": "PPM", "pnm": "PPM", "tga": "TGA", "ico": "ICO",
 }  # fmt: skip
 
 
-def is_image(kind: str) -> bool:
-    """Whether files of that ending are decoded here.
-
-    >>> is_image("jpg"), is_image("eps")
-    (True, False)
-    """
-    return kind in _FORMATS
-
-
 def decode_image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
-    """An image as RGB: uint8 (height, width, 3) for `"rgb8"`, float32 (3, height, width) in 0 to 1 for `"torchrgb"`.
-
-    Raises:
-        MissingDependencyError: Pillow is not installed.
-        DocumentError: it is no image, damaged, or has too many pixels.
-    """
+    """An image as RGB: uint8 (height, width, 3) for `"rgb8"`, float32 (3, height, width) in 0 to 1 for `"torchrgb"`."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -46,8 +32,8 @@ def decode_image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
             remedy="""Run: pip install "saev-store[energon]", or pass images="bytes".""",
         ) from error
     try:
-        # The content decides, whatever the name says, as everywhere else.
-        with Image.open(io.BytesIO(raw), formats=sorted(set(_FORMATS.values()))) as image:
+        # The content decides, not the name.
+        with Image.open(io.BytesIO(raw), formats=sorted(set(FORMATS.values()))) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise DocumentError(
                     f"the image has {image.width} x {image.height} pixels; at most {MAX_PIXELS:,} are decoded"
@@ -56,7 +42,7 @@ def decode_image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
     except DocumentError:
         raise
     except Exception as error:
-        # Pillow's plug-ins raise whatever they like at damaged files.
+        # Pillow's plug-ins raise many kinds of errors for damaged files.
         raise DocumentError(f"it is no image that can be decoded: {str(error) or type(error).__name__}") from None
     if images == "torchrgb":
         return np.ascontiguousarray(rgb.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)

@@ -1,4 +1,4 @@
-"""Opening a data set: its documents, and its database, which has to be a file on this machine."""
+"""Opens the documents of a data set, and its database, which has to be a file on this machine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ import os
 import tempfile
 import weakref
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
 
-from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
+from saev_store.errors import DocumentError, NotFoundError
 from saev_store.problems import Problem
+from saev_store.sources._files import download
 from saev_store.sources.address import full_url
 from saev_store.sources.energon._yaml import MAX_NBYTES
 from saev_store.sources.energon.index_sqlite import MAGIC, SqliteIndex
-from saev_store.sources.energon.keys import (
-    DATASET_YAML,
-    INDEX_SQLITE,
-    INFO_JSON,
-    INFO_YAML,
-    META,
-    SPLIT_JSON,
-    SPLIT_YAML,
-)
+from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INFO_JSON, INFO_YAML, SPLIT_JSON, SPLIT_YAML
 from saev_store.sources.energon.nvmeta import (
     MAX_DOCUMENT_NBYTES,
     Definition,
@@ -37,36 +29,21 @@ from saev_store.transport.checks import os_errors
 
 #: The largest database that is fetched from elsewhere.
 MAX_INDEX_NBYTES = 16 << 30
-_CHUNK_NBYTES = 32 << 20
-
-
-@runtime_checkable
-class _Resolves(Protocol):
-    def resolve(self, path: str) -> str: ...
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a data set, read."""
+    """The documents in `.nv-meta`, read; `problems` is what is odd about them."""
 
     info: Info
     splits: Splits
     definition: Definition
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What is odd about them."""
-        return (*self.splits.problems, *self.definition.problems)
+    problems: tuple[Problem, ...]
 
 
-def read_documents(transport: Transport, *, split_config: str | None, dataset_config: str | None) -> Documents:
-    """The documents in `.nv-meta`.
-
-    Raises:
-        NotFoundError: there is no `.info.json` and no `.info.yaml`: the folder was not prepared.
-        DocumentError, UnsafeContentError: a document breaks a rule.
-    """
-    found = _first(transport, (INFO_JSON, INFO_YAML))
+def read_documents(transport: Transport) -> Documents:
+    """The documents in `.nv-meta`."""
+    found = _first(transport, INFO_JSON, INFO_YAML)
     if found is None:
         raise NotFoundError(
             f"there is no {INFO_JSON}: this is no Energon data set, or it was not prepared",
@@ -74,30 +51,22 @@ def read_documents(transport: Transport, *, split_config: str | None, dataset_co
             remedy="Run `saev-store prepare` on a folder of tars.",
         )
     info = parse_info(found[1], where=full_url(transport, found[0]))
-    names = (f"{META}/{split_config}",) if split_config is not None else (SPLIT_YAML, SPLIT_JSON)
-    found = _first(transport, names)
+    found = _first(transport, SPLIT_YAML, SPLIT_JSON)
     if found is not None:
         splits = parse_splits(found[1], info, where=full_url(transport, found[0]))
-    elif split_config is not None:
-        raise NotFoundError(f"there is no {names[0]}", where=transport.url)
     else:
         message = f"there is no {SPLIT_YAML}: the data set has no splits"
         splits = Splits({}, problems=(Problem("no_splits", message, SPLIT_YAML, severity="info"),))
-    name = f"{META}/{dataset_config}" if dataset_config is not None else DATASET_YAML
-    found = _first(transport, (name,), max_bytes=MAX_NBYTES)
+    found = _first(transport, DATASET_YAML, max_bytes=MAX_NBYTES)
     if found is not None:
-        definition = parse_definition(found[1], where=full_url(transport, name))
-    elif dataset_config is not None:
-        raise NotFoundError(f"there is no {name}", where=transport.url)
+        definition = parse_definition(found[1], where=full_url(transport, DATASET_YAML))
     else:
-        message = f"there is no {DATASET_YAML}: parts are handed out as they are"
+        message = f"there is no {DATASET_YAML}: parts are returned as they are"
         definition = Definition(problems=(Problem("no_definition", message, DATASET_YAML, severity="info"),))
-    return Documents(info, splits, definition)
+    return Documents(info, splits, definition, (*splits.problems, *definition.problems))
 
 
-def _first(
-    transport: Transport, paths: tuple[str, ...], *, max_bytes: int = MAX_DOCUMENT_NBYTES
-) -> tuple[str, bytes] | None:
+def _first(transport: Transport, *paths: str, max_bytes: int = MAX_DOCUMENT_NBYTES) -> tuple[str, bytes] | None:
     for path in paths:
         with contextlib.suppress(NotFoundError):
             return path, transport.read(path, max_bytes=max_bytes)
@@ -105,12 +74,7 @@ def _first(
 
 
 def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> SqliteIndex | None:
-    """The database of a data set; None if there is none. One that lies elsewhere is fetched whole, to a temporary file.
-
-    Raises:
-        DocumentError: it is no database, has other tables, or more than `max_nbytes` bytes.
-        UnsafeContentError: it holds views or triggers.
-    """
+    """The database of a data set, None without one; from elsewhere it is fetched whole, to a temporary file."""
     where = full_url(transport, INDEX_SQLITE)
     try:
         nbytes = transport.size(INDEX_SQLITE)
@@ -119,38 +83,25 @@ def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> S
     (head,) = transport.get_ranges(INDEX_SQLITE, starts=[0], ends=[min(nbytes, len(MAGIC))])
     if bytes(head) != MAGIC:
         raise DocumentError(f"it begins with {bytes(head)!r}: it is no SQLite database", where=where)
-    if isinstance(transport, _Resolves):
-        return SqliteIndex(transport.resolve(INDEX_SQLITE), where=where)
+    if transport.local_path is not None:
+        return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
     if nbytes > max_nbytes:
         raise DocumentError(f"it has {nbytes:,} bytes; at most {max_nbytes:,} are fetched", where=where)
-    path = _fetch(transport, nbytes)
+    with os_errors(tempfile.gettempdir(), "write"):
+        descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
     try:
+        with os.fdopen(descriptor, "wb") as file:
+            download(transport, INDEX_SQLITE, nbytes, file)
         index = SqliteIndex(path, where=where)
-    except SaevStoreError:
+    except BaseException:
         os.unlink(path)
         raise
     weakref.finalize(index, _remove, path, os.getpid())
     return index
 
 
-def _fetch(transport: Transport, nbytes: int) -> str:
-    with os_errors("temporary file", "write"):
-        descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                for start in range(0, nbytes, _CHUNK_NBYTES):
-                    parts = transport.get_ranges(
-                        INDEX_SQLITE, starts=[start], ends=[min(start + _CHUNK_NBYTES, nbytes)]
-                    )
-                    file.write(cast("memoryview", parts[0]))
-        except BaseException:
-            os.unlink(path)
-            raise
-    return path
-
-
 def _remove(path: str, pid: int) -> None:
-    # A forked child ends without taking its parent's file along.
+    # A forked child must not delete its parent's file.
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             os.unlink(path)

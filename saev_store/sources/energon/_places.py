@@ -1,4 +1,4 @@
-"""Where samples and parts lie, whatever tells it: `index.sqlite`, or `.tar.idx` files and the headers in a sample."""
+"""Byte ranges of samples and parts, from `index.sqlite`, or from `.tar.idx` files and the headers in a sample."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SamplePlace:
     parts: tuple[PartPlace, ...] | None = None
 
 
-class Places:
+class SampleLookup:
     """Looks up samples by shard and number, and by key.
 
     Args:
@@ -50,15 +50,8 @@ class Places:
         self._offsets: dict[int, IntArray] = {}
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("places are looked up again, not pickled")
-
     def run(self, shard: int, first: int, end: int) -> list[SamplePlace]:
-        """Where samples `first` to `end` of a shard lie.
-
-        Raises:
-            DocumentError: the index breaks a rule.
-        """
+        """Where samples `first` to `end` of a shard lie."""
         if self.index is None or not self.index.has_parts:
             # Energon 6 has no index by shard either; its `.tar.idx` say the same.
             offsets = self._tar_idx(shard)
@@ -73,11 +66,7 @@ class Places:
         ]
 
     def find(self, key: str) -> list[tuple[int, int]]:
-        """(shard, sample_index) of the samples that have a key.
-
-        Raises:
-            NotFoundError: the data set has no index of keys.
-        """
+        """(shard, sample_index) of the samples that have a key."""
         if self.index is None:
             raise NotFoundError(
                 "keys cannot be looked up: the data set has no index.sqlite (it was prepared by Energon 5)",
@@ -95,11 +84,7 @@ class Places:
         return found
 
     def find_one(self, key: object) -> tuple[int, int]:
-        """As `find`, for a key that one sample has.
-
-        Raises:
-            SelectionError: no sample has it, or several have.
-        """
+        """As `find`, for a key that one sample has."""
         found = self.find(key) if isinstance(key, str) else []
         if len(found) == 1:
             return found[0]
@@ -111,12 +96,7 @@ class Places:
         )
 
     def offsets(self, shard: int) -> IntArray:
-        """What a shard's `.tar.idx` says: int64, one more than it has samples.
-
-        Raises:
-            NotFoundError: there is none.
-            DocumentError: it does not fit the shard.
-        """
+        """What a shard's `.tar.idx` says: int64, one more than it has samples."""
         path, n_samples = idx_path(self.info.shards[shard]), int(self.info.counts[shard])
         where = full_url(self._transport, path)
         raw = self._transport.read(path, max_bytes=(n_samples + 1) * ITEM_NBYTES + 1)

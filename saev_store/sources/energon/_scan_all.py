@@ -1,17 +1,16 @@
-"""Going through all tars of a data set: in processes on this machine, in threads where each request is a round trip."""
+"""Scans all tars of a data set: in processes on this machine, in threads where each request is a round trip."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 from saev_store.errors import SaevStoreError
 from saev_store.sources.energon import _worker
@@ -41,7 +40,7 @@ def scan_all(
             yield from pool.map(lambda shard: _scan_one(transport, shard), todo)
         return
     if num_workers is None:
-        # Tars differ more than machines do: the first ones tell how long the rest takes.
+        # The first tars tell how long the rest takes.
         started, n_done = time.perf_counter(), 0
         while todo and (time.perf_counter() - started) * len(todo) < _WORTH_WORKERS_S * max(1, n_done):
             yield _scan_one(transport, todo.pop(0))
@@ -62,74 +61,32 @@ def _scan_one(transport: Transport, shard: str) -> ScannedShard | SaevStoreError
 
 
 def _in_processes(root: str, shards: list[str], num_workers: int) -> Iterator[ScannedShard | SaevStoreError]:
-    """Each worker takes the next shard when it has done one."""
-    workers = [_Worker(root) for _ in range(num_workers)]
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
-
-    def scan(shard: str) -> ScannedShard | SaevStoreError:
-        worker = idle.get()
-        try:
-            return worker.scan(shard)
-        finally:
-            idle.put(worker)
-
-    pool = ThreadPoolExecutor(num_workers)
+    """Process i scans every `num_workers`-th shard from shard i on; answers are read in the order of the shards."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    workers: list[subprocess.Popen[str]] = []
     try:
-        yield from pool.map(scan, shards)
+        for i in range(num_workers):
+            # A process group of its own: Ctrl-C reaches the parent, which ends the workers.
+            worker = subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
+                [sys.executable, "-m", _worker.__name__, root],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0,
+            )  # fmt: skip
+            workers.append(worker)
+            with contextlib.suppress(OSError):  # a process that died gives no answers
+                _pipe(worker.stdin).write(json.dumps(shards[i::num_workers]) + "\n")
+                _pipe(worker.stdin).flush()
+        for i, shard in enumerate(shards):
+            try:
+                yield _worker.result_of(_pipe(workers[i % num_workers].stdout).readline())
+            except ValueError:
+                yield SaevStoreError("the process that read it ended", where=shard, remedy="Prepare again.")
     finally:
         for worker in workers:
-            worker.stop()
-        pool.shutdown(cancel_futures=True)
+            worker.kill()
+            with contextlib.suppress(OSError):  # what was not sent to a process that died
+                worker.__exit__(None, None, None)
 
 
-class _Worker:
-    """A process that scans tars, one at a time; one that dies costs its tar, and is started again."""
-
-    def __init__(self, root: str) -> None:
-        self._command = [sys.executable, "-m", _worker.__name__, root]
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def scan(self, shard: str) -> ScannedShard | SaevStoreError:
-        try:
-            return self._ask(shard)
-        except (OSError, ValueError):
-            self._end()
-            return SaevStoreError("the process that read it ended", where=shard, remedy="Prepare again.")
-
-    def _ask(self, shard: str) -> ScannedShard | SaevStoreError:
-        with self._lock:
-            if self._process is None and not self._stopped:
-                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-                # A process group of its own: Ctrl-C reaches the parent, which ends the workers.
-                self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=environment,
-                    text=True,
-                    process_group=0,
-                )
-            process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise OSError("stopped")
-        process.stdin.write(json.dumps(shard) + "\n")
-        process.stdin.flush()
-        return _worker.result_of(process.stdout.readline())
-
-    def stop(self) -> None:
-        """End the process, whatever it does; a thread that waits for it gets an error."""
-        with self._lock:
-            self._stopped = True
-        self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            with contextlib.suppress(OSError):  # what was not sent to a dead process
-                process.__exit__(None, None, None)
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None  # noqa: S101 - all are pipes
+    return stream

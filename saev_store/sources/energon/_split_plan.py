@@ -58,8 +58,8 @@ class SplitPlan:
         for shard in shards:
             names = [name for name, those in found.items() if shard in those]
             if len(names) != 1:
-                told = f"it is in {' and '.join(names)}" if names else "it is in no split"
-                add("split_overlap" if names else "in_no_split", told, shard)
+                message = f"it is in {' and '.join(names)}" if names else "it is in no split"
+                add("split_overlap" if names else "in_no_split", message, shard)
         for name, those in found.items():
             if not those:
                 add("empty_split", f"split {name!r} has no shards: no path matches", SPLIT_YAML)
@@ -67,11 +67,7 @@ class SplitPlan:
 
 
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
-    """Compile a regular expression of the caller.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Compile a regular expression of the caller."""
     try:
         return re.compile(pattern)
     except re.error as error:

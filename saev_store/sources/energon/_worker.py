@@ -1,7 +1,7 @@
-"""A process that goes through tars: names on standard input, one JSON line per tar on standard output.
+"""A process that scans tars: names on standard input, one JSON line per tar on standard output.
 
-A program of its own rather than a fork or a pool: the caller's main module is not imported again, and its threads and
-clients are left alone.
+A program rather than a fork or a pool: the caller's main module is not imported again, and its threads and clients are left
+alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from saev_store.transport import open_transport
 
 
 def main(root: str) -> None:
-    """Go through the tars named on standard input, below `root`, until it ends."""
+    """Scan the tars below `root` that the first line of standard input lists."""
     transport = open_transport(root)
-    for line in sys.stdin:
-        shard = json.loads(line)
+    line = sys.stdin.readline()
+    for shard in json.loads(line) if line.endswith("\n") else ():  # else the parent was killed
         answer: dict[str, object] = {}
         try:
             answer["scanned"] = dataclasses.astuple(scan_shard(transport, shard))
@@ -38,11 +38,7 @@ def main(root: str) -> None:
 
 
 def result_of(line: str) -> ScannedShard | SaevStoreError:
-    """Parse a worker's answer.
-
-    Raises:
-        ValueError: the worker ended before it had written all of it.
-    """
+    """Parse a worker's answer."""
     answer = cast("dict[str, list[Any]]", json.loads(line))
     if "scanned" in answer:
         shard, nbytes, end, oddities, samples = answer["scanned"]

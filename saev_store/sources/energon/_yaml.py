@@ -70,12 +70,7 @@ for _tag in _NUMBERS:
 
 
 def loads(raw: bytes, *, where: str) -> object:
-    """The plain Python objects that a YAML document stands for: dict, list, str, int, float, bool, None.
-
-    Raises:
-        UnsafeContentError: it has a tag (`!!python/...` and the like).
-        DocumentError: it is too large, too deep, refers to itself, repeats a key, or is not YAML.
-    """
+    """The plain Python objects that a YAML document stands for: dict, list, str, int, float, bool, None."""
     if len(raw) > MAX_NBYTES:
         raise _error(f"it has {len(raw):,} bytes; such a document has at most {MAX_NBYTES:,}", where)
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with an Energon data set: documents against index, index against tars."""
+"""Validation of an Energon data set: documents against index, index against tars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from saev_store._runtime.progress import Progress
 from saev_store.errors import CorruptShardError, DeadlineError, DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.problems import Problem
-from saev_store.sources._identity import ResolvesPaths
 from saev_store.sources.address import full_url
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INFO_JSON, SPLIT_YAML, idx_path
 from saev_store.sources.energon.tar_scan import BLOCK, Scan
@@ -19,20 +18,15 @@ if TYPE_CHECKING:
     from saev_store.core.layout import IntArray
     from saev_store.sources.energon.reader import EnergonDataset
 
-#: On opening, an index with fewer rows is looked at whole, a larger one where it is used.
+#: On opening, an index with fewer rows is checked whole, a larger one where it is used.
 EAGER_ROWS = 200_000
-#: On opening, so many local shards are looked at.
+#: On opening, at most so many local shards are checked.
 _EAGER_SHARDS = 1024
 _MAX_TAR_NBYTES = 2**62
 
 
 def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem, ...]:
-    """What a quick look finds: counts, small indices whole, and the sizes of local tars.
-
-    Raises:
-        DocumentError: the index breaks a rule, or does not fit `.info.json`.
-        CorruptShardError: a tar is missing, cut, or was changed after it was indexed.
-    """
+    """What a quick look finds: counts, small indices whole, and the sizes of local tars."""
     problems: list[Problem] = []
     index, info = dataset.places.index, dataset.documents.info
     local = dataset.transport.is_local
@@ -46,9 +40,8 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
             break
     if eager:
         problems += _links_outside(dataset)
-    errors = [problem for problem in problems if problem.severity == "error"]
-    if errors and not damaged_ok:
-        first = errors[0]
+    first = next((problem for problem in problems if problem.severity == "error"), None)
+    if first is not None and not damaged_ok:
         kind = DocumentError if first.kind == "index_sqlite" else CorruptShardError
         raise kind(
             first.message,
@@ -62,12 +55,12 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
 def _links_outside(dataset: EnergonDataset) -> list[Problem]:
     """Files of the data set that are links to other folders: they are read, and reported."""
     transport = dataset.transport
-    if not isinstance(transport, ResolvesPaths):
+    if transport.local_path is None:
         return []
     problems: list[Problem] = []
-    root = os.path.join(os.path.realpath(transport.url), "")
+    root = os.path.join(os.path.realpath(transport.local_path), "")
     for name in (INFO_JSON, INDEX_SQLITE, SPLIT_YAML, DATASET_YAML, *dataset.documents.info.shards):
-        target = transport.resolve(name)
+        target = os.path.realpath(f"{transport.local_path}/{name}")
         if not target.startswith(root):
             message = f"{name} is, or lies behind, a symbolic link to {target}"
             problems.append(Problem("symlink_outside", message, full_url(transport, name), severity="info"))
@@ -79,31 +72,24 @@ def _counts(dataset: EnergonDataset, *, whole: bool) -> list[Problem]:
     index, info = dataset.places.index, dataset.documents.info
     assert index is not None  # noqa: S101 - said by the caller
     problems: list[Problem] = []
-
-    def add(message: str) -> None:
-        problems.append(Problem("index_sqlite", message, index.where))
-
+    shards = range(len(info.shards))
     try:
-        if whole:
-            found = dict(index.shard_counts())
-            for shard in sorted(found.keys() - set(range(len(info.shards))))[:8]:
-                add(f"it has samples of shard {shard}, but there are {len(info.shards)} shards")
-            for shard, count in enumerate(info.counts.tolist()):
-                if found.get(shard, 0) != count:
-                    add(
-                        f"it has {found.get(shard, 0):,} samples of {brief(info.shards[shard])}, .info.json says {count:,}"
-                    )
-            for key in index.repeated_keys():
-                message = f"several samples have the key {brief(key)}: they are found by position only"
-                problems.append(Problem("repeated_key", message, index.where, severity="warning"))
-        else:
-            for shard, count in enumerate(info.counts.tolist()):
-                last = index.last_sample(shard)
-                if last != count - 1:
-                    add(f"it has {last + 1:,} samples of {brief(info.shards[shard])}, .info.json says {count:,}")
+        found = index.shard_counts() if whole else {shard: index.last_sample(shard) + 1 for shard in shards}
+        messages = [
+            f"it has samples of shard {shard}, but there are {len(shards)} shards"
+            for shard in sorted(found.keys() - set(shards))[:8]
+        ]
+        messages += [
+            f"it has {found.get(shard, 0):,} samples of {brief(info.shards[shard])}, .info.json says {count:,}"
+            for shard, count in enumerate(info.counts.tolist())
+            if found.get(shard, 0) != count
+        ]
+        for key in index.repeated_keys() if whole else ():
+            message = f"several samples have the key {brief(key)}: they are found by position only"
+            problems.append(Problem("repeated_key", message, index.where, severity="warning"))
     except (DocumentError, DeadlineError) as error:
-        add(error.message)
-    return problems
+        messages = [error.message]
+    return [*(Problem("index_sqlite", message, index.where) for message in messages), *problems]
 
 
 def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_idx: bool = False) -> list[Problem]:
@@ -132,14 +118,8 @@ def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_
         missing = f"{idx_path(name)} is missing" if idx_path(name) in str(error.where) else "the shard is missing"
         return [Problem("missing_shard", missing, where, lost=lost)]
     except SaevStoreError as error:
-        return [
-            Problem(
-                "index_sqlite" if isinstance(error, DocumentError) else error.kind,
-                error.message,
-                error.where or where,
-                lost=lost,
-            )
-        ]
+        kind = "index_sqlite" if isinstance(error, DocumentError) else error.kind
+        return [Problem(kind, error.message, error.where or where, lost=lost)]
     return []
 
 
@@ -151,18 +131,18 @@ def _compare_tar_idx(dataset: EnergonDataset, shard: int, offsets: IntArray | No
 
 
 def _lost(dataset: EnergonDataset, shard: int) -> tuple[tuple[int, int], ...]:
-    span = dataset._view.span(shard) if shard in dataset._view._slots else (0, 0)
+    span = dataset.view.span(shard)
     return (span,) if span[0] < span[1] else ()
 
 
 def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> Report:
-    """What `EnergonDataset.validate` returns."""
+    """Implement `EnergonDataset.validate`."""
     started = time.perf_counter()
     info, index = dataset.documents.info, dataset.places.index
     problems = [*dataset.documents.problems, *_links_outside(dataset)]
     if index is not None and index.has_parts:
         problems += _counts(dataset, whole=True)
-    shards = sorted(set(dataset._view.shard_ids.tolist()))
+    shards = sorted(set(dataset.view.shard_ids.tolist()))
     checked = 0
     with Progress(len(shards), "check", shown=progress) as bar:
         for shard in shards:
@@ -172,15 +152,8 @@ def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> R
                 problems += _headers(dataset, shard)
                 checked += dataset.transport.size(info.shards[shard])
             bar.advance(1)
-    return Report(
-        dataset.url,
-        len(dataset),
-        len(shards),
-        tuple(problems),
-        deep=deep,
-        checked_bytes=checked,
-        elapsed_s=time.perf_counter() - started,
-    )
+    elapsed_s = time.perf_counter() - started
+    return Report(dataset.url, len(dataset), len(shards), tuple(problems), deep, checked, elapsed_s)
 
 
 def _headers(dataset: EnergonDataset, shard: int) -> list[Problem]:

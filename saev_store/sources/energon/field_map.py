@@ -14,7 +14,7 @@ import numpy as np
 from saev_store.documents import parse_json
 from saev_store.errors import DocumentError, SaevStoreError, brief
 from saev_store.problems import Problem
-from saev_store.sources.energon._images import Images, decode_image, is_image
+from saev_store.sources.energon._images import FORMATS, Images, decode_image
 
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
 MAX_JSON_NBYTES = 256 << 20
@@ -103,7 +103,7 @@ def _follow(value: object, keys: tuple[str, ...]) -> object:
 
 
 def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> object:
-    """What a part holds, told by the last ending of its name; bytes where no safe decoder is known.
+    """What a part holds, by the last ending of its name; bytes where no safe decoder is known.
 
     Text, JSON, numbers, `.npy` and `.npz` (never with objects), MessagePack and images are decoded. Pickles (`.pyd`,
     `.pkl`, `.pth`) and everything else stay bytes: nothing in a data set is ever executed.
@@ -127,7 +127,7 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
             return _npy(raw)
         if kind in _MSGPACK:
             return _msgpack(raw)
-        if images != "bytes" and is_image(kind):
+        if images != "bytes" and kind in FORMATS:
             return decode_image(raw, where=where, images=images)
     except SaevStoreError as error:
         _refuse(part, error.message, where) if isinstance(error, DocumentError) else _raise(error)

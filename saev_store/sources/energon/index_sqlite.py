@@ -1,8 +1,8 @@
-"""`index.sqlite`, read as what a stranger sent: which byte ranges are which sample and part.
+"""`index.sqlite`, which is untrusted: the byte ranges of samples and parts.
 
-The database is opened read-only and immutable, its schema is looked at before its rows, no view, trigger, virtual table
-or generated column is accepted, and every statement has a time limit. Columns of SQLite hold whatever somebody put there,
-so every number is checked when it is read.
+The database is opened read-only and immutable, its schema is checked before its rows are read, no view, trigger, virtual
+table or generated column is accepted, and every statement has a time limit. SQLite columns hold values of any type, so every
+value is checked when it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import NoReturn, Self, cast
+from typing import Any, NoReturn, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -27,6 +27,7 @@ MAGIC = b"SQLite format 3\0"
 TIMEOUT_S = 60.0
 _SAMPLES = ("tar_file_id", "sample_key", "sample_index", "byte_offset", "byte_size")
 _PARTS = ("tar_file_id", "sample_index", "part_name", "content_byte_offset", "content_byte_size")
+_TEXT = {"sample_key", "part_name"}
 _MAX_OBJECTS = 64
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_NUMBER = 2**62
@@ -85,18 +86,13 @@ class SqliteIndex:
         self.has_parts = any(name == "sample_parts" for _, name, _ in objects)
         if self.has_parts:
             self._columns("sample_parts", _PARTS)
-        self.unique_keys = any(
-            unique and [row[2] for row in self._rows(f"PRAGMA index_info({_quoted(name)})")] == ["sample_key"]
+        indices = [
+            (unique, [row[2] for row in self._rows(f"PRAGMA index_info({_quoted(name)})")])
             for _, name, unique, *_ in self._rows("PRAGMA index_list(samples)")
-        )
+        ]
+        self.unique_keys = any(unique and columns == ["sample_key"] for unique, columns in indices)
+        self._key_is_indexed = any(columns[:1] == ["sample_key"] for _, columns in indices)
         self._by_key: dict[str, list[tuple[int, int]]] | None = None
-        firsts = {
-            str(row[2])
-            for _, name, *_ in self._rows("PRAGMA index_list(samples)")
-            for row in self._rows(f"PRAGMA index_info({_quoted(name)})")
-            if row[0] == 0
-        }
-        self._key_is_indexed = "sample_key" in firsts
 
     def _columns(self, table: str, names: Sequence[str]) -> None:
         found = {str(row[1]): row for row in self._rows(f"PRAGMA table_xinfo({table})")}
@@ -113,7 +109,7 @@ class SqliteIndex:
     def last_sample(self, tar_file_id: int) -> int:
         """The largest `sample_index` of a shard, -1 if it has no samples."""
         ((last,),) = self._rows("SELECT MAX(sample_index) FROM samples WHERE tar_file_id = ?", (tar_file_id,))
-        return -1 if last is None else self._number(last, "samples", "sample_index")
+        return -1 if last is None else self._checked([(last,)], "sample_index")[0][0]
 
     def size_hint(self) -> int:
         """About how many rows there are, found out in no time."""
@@ -121,42 +117,25 @@ class SqliteIndex:
         ((parts,),) = self._rows("SELECT MAX(rowid) FROM sample_parts") if self.has_parts else ((0,),)
         return max(0, cast("int", samples or 0)) + max(0, cast("int", parts or 0))
 
-    def shard_counts(self) -> list[tuple[int, int]]:
-        """How many samples each `tar_file_id` has, ascending."""
-        rows = self._rows("SELECT tar_file_id, COUNT(*) FROM samples GROUP BY tar_file_id ORDER BY tar_file_id")
-        return [(self._number(shard, "samples", "tar_file_id"), cast("int", n)) for shard, n in rows]
+    def shard_counts(self) -> dict[int, int]:
+        """How many samples each `tar_file_id` has."""
+        rows = self._rows("SELECT tar_file_id, COUNT(*) FROM samples GROUP BY tar_file_id")
+        return dict(self._checked(rows, "tar_file_id", "byte_size"))
 
     def samples(self, tar_file_id: int, first: int, end: int) -> list[SampleRow]:
-        """Samples `first` to `end` of a shard, exactly one row each, in order.
-
-        Raises:
-            DocumentError: there are others, or a row holds what is no offset.
-        """
+        """Samples `first` to `end` of a shard, exactly one row each, in order."""
         rows = self._rows(
             "SELECT sample_index, sample_key, byte_offset, byte_size FROM samples"
             " WHERE tar_file_id = ? AND sample_index >= ? AND sample_index < ? ORDER BY sample_index LIMIT ?",
             (tar_file_id, first, end, end - first + 1),
         )
-        number, text = self._number, self._text
-        found = [
-            (
-                number(index, "samples", "sample_index"),
-                text(key, "samples", "sample_key"),
-                number(offset, "samples", "byte_offset"),
-                number(nbytes, "samples", "byte_size"),
-            )
-            for index, key, offset, nbytes in rows
-        ]
+        found = self._checked(rows, "sample_index", "sample_key", "byte_offset", "byte_size")
         if [row[0] for row in found] != list(range(first, end)):
             self._refuse(f"samples {first} to {end - 1} of shard {tar_file_id} are not there exactly once")
         return found
 
     def parts(self, tar_file_id: int, first: int, end: int) -> list[PartRow]:
-        """Parts of samples `first` to `end` of a shard, by sample and then by offset; no part twice.
-
-        Raises:
-            DocumentError: a row holds what is no offset, or a part is there twice.
-        """
+        """Parts of samples `first` to `end` of a shard, by sample and then by offset; no part twice."""
         limit = (end - first) * 64 + MAX_PARTS
         rows = self._rows(
             "SELECT sample_index, part_name, content_byte_offset, content_byte_size FROM sample_parts"
@@ -166,16 +145,7 @@ class SqliteIndex:
         )
         if len(rows) > limit:
             self._refuse(f"samples {first} to {end - 1} of shard {tar_file_id} have more than {limit:,} parts")
-        number, text = self._number, self._text
-        found = [
-            (
-                number(index, "sample_parts", "sample_index"),
-                text(part, "sample_parts", "part_name"),
-                number(offset, "sample_parts", "content_byte_offset"),
-                number(nbytes, "sample_parts", "content_byte_size"),
-            )
-            for index, part, offset, nbytes in rows
-        ]
+        found = self._checked(rows, *_PARTS[1:])
         if len({row[:2] for row in found}) < len(found):
             seen: set[tuple[int, str]] = set()
             for index, part, *_ in found:
@@ -192,15 +162,7 @@ class SqliteIndex:
             rows = self._rows(_PART_OF_KEY, (key, part))
         except UnicodeEncodeError:
             return []
-        return [
-            (
-                self._number(shard, "samples", "tar_file_id"),
-                self._number(index, "samples", "sample_index"),
-                self._number(offset, "sample_parts", "content_byte_offset"),
-                self._number(nbytes, "sample_parts", "content_byte_size"),
-            )
-            for shard, index, offset, nbytes in rows
-        ]
+        return self._checked(rows, "tar_file_id", "sample_index", "content_byte_offset", "content_byte_size")
 
     def find(self, key: str) -> list[tuple[int, int]]:
         """Where samples of a key are, as (tar_file_id, sample_index): none, one, or (Energon 7.0) two or more."""
@@ -214,16 +176,12 @@ class SqliteIndex:
             )
         except UnicodeEncodeError:
             return []
-        return [
-            (self._number(shard, "samples", "tar_file_id"), self._number(index, "samples", "sample_index"))
-            for shard, index in rows
-        ]
+        return self._checked(rows, "tar_file_id", "sample_index")
 
     def keys(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[str]:
         """Keys that begin with a prefix, in the order of their UTF-8 bytes, those after `after` only, at most `limit`."""
         rows = self._rows(f"SELECT sample_key FROM ({_KEYS})", (prefix, after, limit))  # noqa: S608 - a constant
-        keys = [self._text(key, "samples", "sample_key") for (key,) in rows]
-        return [key for key in keys if key.startswith(prefix)]
+        return [key for (key,) in self._checked(rows, "sample_key") if key.startswith(prefix)]
 
     def files(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[tuple[str, str | None, int]]:
         """Key, part and size of all parts of the samples that `keys` finds; part None where single parts are not known."""
@@ -235,22 +193,15 @@ class SqliteIndex:
             " AND p.sample_index = s.sample_index ORDER BY s.sample_key, p.content_byte_offset LIMIT ?",
             (prefix, after, limit, limit * 64 + MAX_PARTS),
         )
-        found = [
-            (
-                self._text(key, "samples", "sample_key"),
-                self._text(part, "sample_parts", "part_name"),
-                self._number(nbytes, "sample_parts", "content_byte_size"),
-            )
-            for key, part, nbytes in rows
-        ]
+        found = self._checked(rows, "sample_key", "part_name", "content_byte_size")
         return [row for row in found if row[0].startswith(prefix)]
 
     def _read_keys(self) -> dict[str, list[tuple[int, int]]]:
         """All keys, where the database has no index of them."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for shard, index, key in self._rows("SELECT tar_file_id, sample_index, sample_key FROM samples"):
-            place = (self._number(shard, "samples", "tar_file_id"), self._number(index, "samples", "sample_index"))
-            found.setdefault(self._text(key, "samples", "sample_key"), []).append(place)
+        rows = self._rows("SELECT sample_key, tar_file_id, sample_index FROM samples")
+        for key, *place in self._checked(rows, "sample_key", "tar_file_id", "sample_index"):
+            found.setdefault(key, []).append((place[0], place[1]))
         return found
 
     def repeated_keys(self) -> list[str]:
@@ -258,16 +209,13 @@ class SqliteIndex:
         if self.unique_keys:
             return []
         rows = self._rows("SELECT sample_key FROM samples GROUP BY sample_key HAVING COUNT(*) > 1 LIMIT 100")
-        return [self._text(key, "samples", "sample_key") for (key,) in rows]
+        return [key for (key,) in self._checked(rows, "sample_key")]
 
     def check_shard(self, tar_file_id: int, *, n_samples: int, tar_nbytes: int) -> IntArray:
         """Look at every row of a shard: samples follow each other in whole blocks, parts lie in their samples.
 
         Returns:
             Where samples begin, and where the last one ends: int64, `n_samples + 1`.
-
-        Raises:
-            DocumentError: a row breaks a rule, or lies outside a tar of `tar_nbytes` bytes.
         """
         rows = self.samples(tar_file_id, 0, n_samples)
         starts = np.array([row[2] for row in rows], np.int64)
@@ -311,17 +259,16 @@ class SqliteIndex:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def _number(self, value: object, table: str, column: str) -> int:
-        if type(value) is int and 0 <= value < _MAX_NUMBER:
-            return value
-        self._refuse(f"{table}.{column} holds {brief(value)}; it must be an integer that is not negative")
-        return None
-
-    def _text(self, value: object, table: str, column: str) -> str:
-        if type(value) is str:
-            return value
-        self._refuse(f"{table}.{column} holds {brief(value)}; it must be text")
-        return None
+    def _checked(self, rows: list[tuple[object, ...]], *columns: str) -> list[tuple[Any, ...]]:
+        """The rows, every value an integer that is not negative, or text where the column is a name."""
+        for row in rows:
+            for value, column in zip(row, columns, strict=True):
+                if column in _TEXT:
+                    if type(value) is not str:
+                        self._refuse(f"{column} holds {brief(value)}; it must be text")
+                elif type(value) is not int or not 0 <= value < _MAX_NUMBER:
+                    self._refuse(f"{column} holds {brief(value)}; it must be an integer that is not negative")
+        return rows
 
     def _refuse(self, message: str) -> NoReturn:
         raise DocumentError(
@@ -360,21 +307,15 @@ class SqliteIndex:
         return time.monotonic() > self._deadline
 
     def close(self) -> None:
-        """Let go of the database; using the index again opens it again."""
+        """Release the database; using the index again opens it again."""
         with self._lock:
             if self._db is not None:
                 self._finalizer()
             self._db = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _connect(path: str) -> sqlite3.Connection:
-    # Immutable: no journal of somebody else's is looked at or replayed, nothing is locked.
+    # Immutable: no journal is replayed, and nothing is locked.
     db = sqlite3.connect(
         f"file:{quote(path)}?mode=ro&immutable=1", uri=True, check_same_thread=False, isolation_level=None
     )

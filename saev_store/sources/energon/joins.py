@@ -21,7 +21,7 @@ _N_THREADS = 16
 
 
 class MediaFiles(Protocol):
-    """Files by name: an `EnergonDataset`, a `FolderFiles`, or whatever else has this method."""
+    """Files by name: an `EnergonDataset`, a `FolderFiles`, or another object with this method."""
 
     def file(self, name: str) -> bytes:
         """The content of a file.
@@ -37,9 +37,9 @@ class FolderFiles:
 
     Args:
         url: The folder: a path, or any fsspec URL.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Read through this one; `url` is ignored.
+        transport: Read through this transport; `url` is ignored.
     """
 
     def __init__(

@@ -50,11 +50,7 @@ def is_safe_path(name: str) -> bool:
 
 
 def check_shard_names(names: Iterable[str], *, where: str) -> None:
-    """Return when every name stays below the data set's folder.
-
-    Raises:
-        UnsafeContentError: one does not.
-    """
+    """Return when every name stays below the data set's folder."""
     for name in names:
         if not is_safe_path(name):
             raise UnsafeContentError(

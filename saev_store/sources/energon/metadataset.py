@@ -29,7 +29,7 @@ class Reference:
         split: Which split of it.
         auxiliary: The addresses of auxiliary data sets, by name.
         folders: The addresses of folders of single files, by name.
-        subflavors: What the document says about the samples, for whoever reads them.
+        subflavors: What the document says about the samples.
     """
 
     primary: str
@@ -50,7 +50,7 @@ def read_metadataset(
 
     Args:
         url: The YAML document: a path, or any fsspec URL. Addresses in it count from its folder.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
         outside_ok: Follow addresses that leave the document's folder: absolute ones, URLs, and those with `..`.
 
@@ -103,7 +103,7 @@ def open_metadataset(
     Args:
         url: As in `read_metadataset`.
         split: A split of the metadata set.
-        storage_options: What fsspec hands to the file systems of the document and of everything that it names.
+        storage_options: Options of the file systems of the document and of everything that it names.
         names: As in `JoinedDataset`, for some of the auxiliary data.
         engine: As in `open_transport`.
         outside_ok: As in `read_metadataset`.
@@ -175,15 +175,15 @@ def _reference(split: str, value: object, addresses: _Addresses) -> Reference:
     if not isinstance(given, dict):
         raise DocumentError(f"{what}['aux'] is {brief(given)}; it must be a mapping", where=addresses.where)
     for name, address in cast("dict[object, object]", given).items():
-        told = f"{what}['aux'][{name!r}]"
+        label = f"{what}['aux'][{name!r}]"
         match = _FOLDER.match(address) if isinstance(address, str) else None
         if not isinstance(name, str):
-            raise DocumentError(f"{told}: {brief(name)} is no name", where=addresses.where)
+            raise DocumentError(f"{label}: {brief(name)} is no name", where=addresses.where)
         if match is None:
-            auxiliary[name] = addresses.full(address, told)
+            auxiliary[name] = addresses.full(address, label)
         else:
             below = cast("str", address)[match.end() :]
-            folders[name] = addresses.full(f"{match[1]}://{below}" if match[1] else below, told)
+            folders[name] = addresses.full(f"{match[1]}://{below}" if match[1] else below, label)
     flavors = found.get("subflavors") or {}
     part = found.get("split_part", split)
     if not isinstance(flavors, dict) or not isinstance(part, str):

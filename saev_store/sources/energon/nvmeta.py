@@ -79,12 +79,7 @@ class Definition:
 
 
 def parse_info(raw: bytes, *, where: str) -> Info:
-    """What `.info.json` says, or `.info.yaml` (told by the ending of `where`).
-
-    Raises:
-        UnsafeContentError: a shard's name leaves the folder.
-        DocumentError: it is not such a document.
-    """
+    """What `.info.json` says, or `.info.yaml` (by the ending of `where`)."""
     document = _load(raw, where)
     shards = document.get("shard_counts") if isinstance(document, dict) else None
     if not isinstance(shards, dict):
@@ -119,12 +114,7 @@ def info_bytes(shards: Mapping[str, int]) -> bytes:
 
 
 def parse_splits(raw: bytes, info: Info, *, where: str) -> Splits:
-    """What `split.yaml` (or `split.json`) says about the shards of `info`.
-
-    Raises:
-        UnsafeContentError: a shard's name leaves the folder.
-        DocumentError: it is not such a document, names a shard that was never indexed, or stands for too many names.
-    """
+    """What `split.yaml` (or `split.json`) says about the shards of `info`."""
     document = _load(raw, where)
     parts = document.get("split_parts") if isinstance(document, dict) else None
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", parts)):
@@ -192,12 +182,7 @@ def split_bytes(parts: Mapping[str, list[str]], exclude: list[str]) -> bytes:
 
 
 def parse_definition(raw: bytes, *, where: str) -> Definition:
-    """What `dataset.yaml` says. Classes it names are looked up by name among ours, never imported.
-
-    Raises:
-        UnsafeContentError: it has tags.
-        DocumentError: it is no mapping, or its field map is none, or names fields that the sample type lacks.
-    """
+    """What `dataset.yaml` says. Classes it names are looked up by name among ours, never imported."""
     document = _yaml.loads(raw, where=where)
     if not isinstance(document, dict):
         raise _error("it is no mapping", where)
@@ -210,7 +195,7 @@ def parse_definition(raw: bytes, *, where: str) -> Definition:
         SAMPLE_TYPES[sample_type].check_fields(field_map, where=where)
     for name in ("sample_loader", "part_filter", "decoder"):
         if mapping.get(name) is not None:
-            message = f"{name} is code ({brief(mapping[name])}); it is not run, parts are handed out as they are"
+            message = f"{name} is code ({brief(mapping[name])}); it is not run, parts are returned as they are"
             problems.append(Problem("code_not_run", message, where, severity="warning"))
     if mapping.get("sample_loader") is not None:
         sample_type = None
@@ -228,7 +213,7 @@ def _sample_type(mapping: dict[str, object], where: str) -> tuple[str | None, Pr
     if ours and isinstance(name, str) and (name in SAMPLE_TYPES or name == CRUDE):
         return name, None
     message = (
-        f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are handed out as they are"
+        f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are returned as they are"
     )
     return None, Problem("unknown_sample_type", message, where, severity="warning")
 

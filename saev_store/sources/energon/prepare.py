@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,8 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.problems import Problem
-from saev_store.sources._identity import file_identity
-from saev_store.sources._new_file import NewFile
+from saev_store.sources._files import file_identity
+from saev_store.sources._new_file import upload
 from saev_store.sources.address import Url
 from saev_store.sources.energon._build import build_index
 from saev_store.sources.energon._open import read_documents
@@ -61,12 +60,6 @@ WORK_FOLDER = f"{META}/.saev_store"
 _N_THREADS = 16
 _MAX_PART_NAMES = 50
 _MAX_FOLDERS = 100_000
-_CHUNK_NBYTES = 32 << 20
-
-
-@runtime_checkable
-class _Local(Moves, Writes, Protocol):
-    def resolve(self, path: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ def prepare(
 
     Args:
         url: The folder: a path, any fsspec URL; ignored with `transport`.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         split: Shares of train, val and test, such as `"8,1,1"`: whole shards, in order, none left over.
         split_parts: Instead of shares: `"train:shards/train_.*"`, a name and a regular expression that the beginning of
             a shard's path must match. `{000..099}` in it is a range.
@@ -137,10 +130,10 @@ def prepare(
         overwrite: Prepare it again although it is prepared; without `split` and `split_parts`, its `split.yaml` stays.
         progress: None shows a bar on a terminal.
         engine: As in `open_transport`.
-        transport: Read and write through this one.
+        transport: Read and write through this transport.
 
     Raises:
-        ArgumentError: no split is asked for, or the sample type and field map do not fit.
+        ArgumentError: no split is given, or the sample type and field map do not fit.
         NotFoundError: there is no tar.
         StoreExistsError: it is prepared already, and `overwrite` is false.
         CorruptShardError: tars are damaged or cut; `problems` names all of them. Nothing is published.
@@ -198,7 +191,7 @@ def prepare(
                 there.put(DATASET_YAML, definition_bytes(CRUDE, {}))
             there.put(INFO_JSON, info_bytes(counts))
         there.delete(WORK_FOLDER)
-    documents = read_documents(there, split_config=None, dataset_config=None)
+    documents = read_documents(there)
     return Prepared(
         there.url,
         counts,
@@ -319,36 +312,24 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
     return definition_bytes(sample_type, field_map)
 
 
-class _Publish(Protocol):
-    def __call__(self) -> None: ...
-
-
 @contextlib.contextmanager
-def _built_index(there: Transport, shards: Iterable[ScannedShard]) -> Iterator[tuple[_Publish, str]]:
-    """A database beside its final place, and what moves it there; where files do not move, one that is uploaded."""
-    if isinstance(there, _Local):
+def _built_index(there: Writes, shards: Iterable[ScannedShard]) -> Iterator[tuple[Callable[[], None], str]]:
+    """A function that publishes the database, which is moved or uploaded, and the database's UUID."""
+    root = there.local_path if isinstance(there, Transport) and isinstance(there, Moves) else None
+    if root is not None and isinstance(there, Moves):
         path = f"{WORK_FOLDER}/index.sqlite"
         there.delete(path)
         try:
-            uuid = build_index(there.resolve(path), shards, where=there.url)
+            uuid = build_index(f"{root}/{path}", shards, where=root)
             yield lambda: there.move(path, INDEX_SQLITE), uuid
         finally:
             there.delete(path)
         return
     with tempfile.TemporaryDirectory(prefix="saev-store-prepare-") as folder:
         local = os.path.join(folder, "index.sqlite")
-        uuid = build_index(local, shards, where=there.url)
-
-        def upload() -> None:
-            with (
-                open(local, "rb") as file,
-                NewFile(there, INDEX_SQLITE, nbytes=os.path.getsize(local), overwrite=True) as new,
-            ):
-                while data := file.read(_CHUNK_NBYTES):
-                    new.write(data)
-                new.commit()
-
-        yield upload, uuid
+        uuid = build_index(local, shards, where=INDEX_SQLITE)
+        with open(local, "rb") as file:
+            yield lambda: upload(there, INDEX_SQLITE, file, overwrite=True), uuid
 
 
 def _exists(transport: Transport, path: str) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
-from saev_store.sources._digest import describe_digest
+from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, check_index, steps, text_card
 from saev_store.sources.address import Url, full_url
-from saev_store.sources.energon._fetch import Fetcher, RawSample
+from saev_store.sources.energon._fetch import RawSample, SampleReader
 from saev_store.sources.energon._images import Images
 from saev_store.sources.energon._open import Documents, open_index, read_documents
-from saev_store.sources.energon._places import PartPlace, Places, SamplePlace
+from saev_store.sources.energon._places import PartPlace, SampleLookup, SamplePlace
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.field_map import IMAGES, resolve
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
@@ -23,7 +24,6 @@ from saev_store.transport import Engine, Transport, open_transport
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from saev_store.problems import Problem
     from saev_store.validation import Report
 
 
@@ -35,14 +35,20 @@ class EnergonDataset:
 
     Args:
         url: The folder that holds `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Read through this one.
+        transport: Read through this transport.
         images: What images decode to in `sample`: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
             0 to 1, as Energon does, for `"torchrgb"`; `"bytes"` leaves them as they are.
-        split_config: Another document in `.nv-meta` than `split.yaml`.
-        dataset_config: Another document in `.nv-meta` than `dataset.yaml`.
         damaged_ok: Open it even if shards are missing or the index does not fit; `problems` says what is wrong.
+
+    Attributes:
+        transport: What bytes are read through; its root is the data set's folder.
+        url: The folder's address, without credentials.
+        documents: What `.nv-meta` says.
+        splits: Names of the splits.
+        sample_type: Name of the sample type, `"CrudeWebdataset"`, or None where `dataset.yaml` names none of Energon's.
+        problems: What is odd about the data set, although it can be read.
 
     Raises:
         NotFoundError: the folder was not prepared.
@@ -61,94 +67,56 @@ class EnergonDataset:
         engine: Engine = "auto",
         transport: Transport | None = None,
         images: Images = "rgb8",
-        split_config: str | None = None,
-        dataset_config: str | None = None,
         damaged_ok: bool = False,
     ) -> None:
         if images not in IMAGES:
             raise ArgumentError(f"{brief(images)} is none of {', '.join(IMAGES)}", where="images")
         if transport is None:
-            self._transport = open_transport(url, storage_options, engine=engine)
+            self.transport = open_transport(url, storage_options, engine=engine)
         elif storage_options is not None:
             raise ArgumentError("a transport has its options already", where="storage_options")
         else:
-            self._transport = transport.at(str(url))
+            self.transport = transport.at(str(url))
         self.images: Images = images
-        self._options = (split_config, dataset_config, damaged_ok)
-        self._documents: Documents = read_documents(
-            self._transport, split_config=split_config, dataset_config=dataset_config
-        )
-        info = self._documents.info
-        self._places = Places(self._transport, info, open_index(self._transport))
-        self._fetcher = Fetcher(self._transport, self._places)
+        self._damaged_ok = damaged_ok
+        self.url = self.transport.url
+        self.documents: Documents = read_documents(self.transport)
+        info = self.documents.info
+        self.places = SampleLookup(self.transport, info, open_index(self.transport))
+        self._fetcher = SampleReader(self.transport, self.places)
         #: The split that `split` chose; None is everything, also where a split is called "all".
         self._chosen_split: str | None = None
-        self._view = View(range(len(info.shards)), info.counts)
+        self.view = View(range(len(info.shards)), info.counts)
+        self.splits: tuple[str, ...] = tuple(self.documents.splits.parts) or ("all",)
+        self.sample_type = self.documents.definition.sample_type
         self._by_name = {name: i for i, name in enumerate(info.shards)}
         from saev_store.sources.energon.check import check_on_open
 
-        self._problems = (*self._documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
+        self.problems = (*self.documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (self._transport, self.images, self._options, self._chosen_split))
-
-    # -- facts ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def url(self) -> str:
-        """The folder's address, without credentials."""
-        return self._transport.url
-
-    @property
-    def transport(self) -> Transport:
-        """What the bytes are read through; its root is the data set's folder."""
-        return self._transport
-
-    @property
-    def documents(self) -> Documents:
-        """What `.nv-meta` says."""
-        return self._documents
-
-    @property
-    def places(self) -> Places:
-        """Where samples lie."""
-        return self._places
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What is odd about the data set, although it can be read."""
-        return self._problems
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits."""
-        return tuple(self._documents.splits.parts) or ("all",)
+        return (_reopen, (self.transport, self.images, self._damaged_ok, self._chosen_split))
 
     @property
     def shards(self) -> tuple[str, ...]:
         """The tars of this source, in order."""
-        names = self._documents.info.shards
-        return tuple(names[i] for i in self._view.shard_ids.tolist())
-
-    @property
-    def sample_type(self) -> str | None:
-        """Name of the sample type, `"CrudeWebdataset"`, or None where `dataset.yaml` names none of Energon's."""
-        return self._documents.definition.sample_type
+        names = self.documents.info.shards
+        return tuple(names[i] for i in self.view.shard_ids.tolist())
 
     def __len__(self) -> int:
-        return len(self._view)
+        return len(self.view)
 
     def __repr__(self) -> str:
-        info, definition = self._documents.info, self._documents.definition
+        info, definition = self.documents.info, self.documents.definition
         facts = {
-            "samples": f"{len(self):,} in {len(self._view.shard_ids):,} shards"
+            "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards"
             + f" (split {self._chosen_split!r})" * (self._chosen_split is not None),
             "splits": ", ".join(
-                f"{name} ({len(found):,} shards)" for name, found in self._documents.splits.parts.items()
+                f"{name} ({len(found):,} shards)" for name, found in self.documents.splits.parts.items()
             ),
             "sample type": definition.sample_type or "parts as they are",
             "prepared by": info.version or "a release before 7.4",
-            "read through": self._transport.name,
+            "read through": self.transport.name,
         }
         return text_card(f"Energon {self.url}", facts, self.problems)
 
@@ -156,7 +124,7 @@ class EnergonDataset:
 
     def __getitem__(self, index: SupportsIndex) -> RawSample:
         """The sample at a position; negative ones count from the end."""
-        return self._fetcher.fetch(self._view.places([check_index(index, len(self), what="sample")]))[0]
+        return self._fetcher.fetch(self.view.places([check_index(index, len(self), what="sample")]))[0]
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
         """The sample at a position, or of a key."""
@@ -175,11 +143,11 @@ class EnergonDataset:
         Raises:
             SelectionError: there is no such sample or part.
         """
-        if isinstance(sample, str) and self._places.index is not None:
-            rows = self._places.index.find_part(sample, part)
-            if len(rows) == 1 and rows[0][0] < len(self._documents.info.shards):
+        if isinstance(sample, str) and self.places.index is not None:
+            rows = self.places.index.find_part(sample, part)
+            if len(rows) == 1 and rows[0][0] < len(self.documents.info.shards):
                 shard, sample_index, offset, nbytes = rows[0]
-                if self._chosen_split is None or self._view.position(shard, sample_index) is not None:
+                if self._chosen_split is None or self.view.position(shard, sample_index) is not None:
                     return self._fetcher.content(shard, sample, PartPlace(part, offset, nbytes))
         return self.part_range(sample, part)
 
@@ -207,8 +175,8 @@ class EnergonDataset:
         place = self._place(sample)
         if place.parts is not None:
             return place.parts
-        (data,) = self._transport.get_ranges(
-            self._documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
+        (data,) = self.transport.get_ranges(
+            self.documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
         )
         members = parse_sample(memoryview(data), where=self._fetcher.where(place.shard))
         return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
@@ -236,8 +204,8 @@ class EnergonDataset:
             SelectionError: no sample of this source has it, or several have (Energon 7.0 allowed that).
             NotFoundError: the data set has no index of keys.
         """
-        shard, sample_index = self._places.find_one(key)
-        position = self._view.position(shard, sample_index)
+        shard, sample_index = self.places.find_one(key)
+        position = self.view.position(shard, sample_index)
         if position is None:
             raise SelectionError(
                 f"sample {brief(key)} is not in split {self._chosen_split!r}, or left out of it", where="key"
@@ -246,12 +214,12 @@ class EnergonDataset:
 
     def rows(self, indices: Sequence[int]) -> list[RawSample]:
         """Samples by position, in the order asked for; neighbours are fetched together."""
-        return self._fetcher.fetch(self._view.places([check_index(i, len(self), what="sample") for i in indices]))
+        return self._fetcher.fetch(self.view.places([check_index(i, len(self), what="sample") for i in indices]))
 
     def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[list[RawSample]]:
         """Consecutive samples in order, `batch_size` at a time, read together."""
         for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
-            yield self._fetcher.fetch(self._view.places(range(first, end)))
+            yield self._fetcher.fetch(self.view.places(range(first, end)))
 
     def sample(self, sample: SupportsIndex | str) -> Sample:
         """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
@@ -264,11 +232,11 @@ class EnergonDataset:
 
     def decode(self, raw: RawSample) -> Sample:
         """What `sample` makes of stored parts."""
-        definition = self._documents.definition
+        definition = self.documents.definition
         restore_key = (self.url, raw.shard, raw.sample_index)
         if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:
             return CrudeSample(__key__=raw.key, __restore_key__=restore_key, parts=raw.parts)
-        where = full_url(self._transport, f"{raw.shard}/{raw.key}")
+        where = full_url(self.transport, f"{raw.shard}/{raw.key}")
         values = {
             name: resolve(path, raw.parts, where=where, images=self.images)
             for name, path in definition.field_map.items()
@@ -282,53 +250,46 @@ class EnergonDataset:
         Raises:
             SelectionError: there is no split of that name.
         """
-        splits = self._documents.splits
-        info = self._documents.info
-        chosen: str | None = name
-        if name == "all" and name not in splits.parts:
-            chosen, view = None, View(range(len(info.shards)), info.counts)
-        elif name in splits.parts:
-            ids = [self._by_name[shard] for shard in splits.parts[name]]
-            view = View(ids, info.counts[ids], self._left_out(set(splits.parts[name])))
+        parts, info = self.documents.splits.parts, self.documents.info
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        if name in parts:
+            ids = [self._by_name[shard] for shard in parts[name]]
+            other._chosen_split, other.view = name, View(ids, info.counts[ids], self._left_out(set(parts[name])))
+        elif name == "all":
+            other._chosen_split, other.view = None, View(range(len(info.shards)), info.counts)
         else:
             raise SelectionError(
                 f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
             )
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._chosen_split, other._view = chosen, view
         return other
 
     def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
         """Samples of these shards that `exclude` names; keys that no sample has are nothing to leave out."""
         found: list[tuple[int, int]] = []
-        for shard, key in self._documents.splits.exclude:
+        for shard, key in self.documents.splits.exclude:
             if shard in shards:
-                found += [place for place in self._places.find(key) if place[0] == self._by_name[shard]]
+                found += [place for place in self.places.find(key) if place[0] == self._by_name[shard]]
         return found
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def _place(self, sample: SupportsIndex | str) -> SamplePlace:
         position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")
-        ((shard, index),) = self._view.places([position])
-        return self._places.run(shard, index, index + 1)[0]
+        ((shard, index),) = self.view.places([position])
+        return self.places.run(shard, index, index + 1)[0]
 
     # -- as a source -----------------------------------------------------------------------------------------------------
-
-    def uuid(self) -> str:
-        """What `index.uuid` holds: another one after each preparation that changed something; empty if there is none."""
-        try:
-            return self._transport.read(INDEX_UUID, max_bytes=1024).decode("ascii", "replace").strip()
-        except NotFoundError:
-            return ""
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """What a store recorded from these samples says about them in `metadata.data`."""
         files: list[tuple[str, int]] = []
+        uuid = ""
+        with contextlib.suppress(NotFoundError):
+            uuid = self.transport.read(INDEX_UUID, max_bytes=1024).decode("ascii", "replace").strip()
         for path in (SPLIT_YAML, DATASET_YAML, INDEX_SQLITE, *dict.fromkeys(self.shards)):
             try:
-                files.append((path, self._transport.size(path)))
+                files.append((path, self.transport.size(path)))
             except NotFoundError:
                 if path in self._by_name:
                     raise
@@ -338,9 +299,9 @@ class EnergonDataset:
             "split": self._chosen_split,
             "n_samples": len(self),
             "mapping": "example i is sample i of the split, in the order of its shards, without those that are excluded",
-            "index_uuid": self.uuid(),
+            "index_uuid": uuid,
             "sample_type": self.sample_type,
-            "digest": describe_digest(self._transport, files, scope=digest),
+            "digest": describe_digest(self.transport, files, scope=digest),
         }
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
@@ -350,10 +311,10 @@ class EnergonDataset:
         return validate(self, deep=deep, progress=progress)
 
     def close(self) -> None:
-        """Let go of the database, maps and connections; using the data set afterwards opens them again."""
-        if self._places.index is not None:
-            self._places.index.close()
-        self._transport.close()
+        """Release the database, maps and connections; using the data set afterwards opens them again."""
+        if self.places.index is not None:
+            self.places.index.close()
+        self.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -362,16 +323,6 @@ class EnergonDataset:
         self.close()
 
 
-def _reopen(
-    transport: Transport, images: Images, options: tuple[str | None, str | None, bool], split: str | None
-) -> EnergonDataset:
-    split_config, dataset_config, damaged_ok = options
-    dataset = EnergonDataset(
-        "",
-        transport=transport,
-        images=images,
-        split_config=split_config,
-        dataset_config=dataset_config,
-        damaged_ok=damaged_ok,
-    )
+def _reopen(transport: Transport, images: Images, damaged_ok: bool, split: str | None) -> EnergonDataset:
+    dataset = EnergonDataset("", transport=transport, images=images, damaged_ok=damaged_ok)
     return dataset if split is None else dataset.split(split)

@@ -29,9 +29,6 @@ def expand(pattern: str, *, where: str, max_characters: int = MAX_EXPANDED_CHARA
     Braces are ranges of numbers and alternatives: `{000..002}`, `{0..9..3}`, `{train,val}`. A `\` stands before a character
     that stands for itself. Braces around something else are kept.
 
-    Raises:
-        DocumentError: braces do not match or are nested, or the names have more than `max_characters` together.
-
     >>> expand("shards/{000..002}.tar", where="split.yaml")
     ['shards/000.tar', 'shards/001.tar', 'shards/002.tar']
     """
@@ -119,9 +116,6 @@ def _refuse(pattern: str, rule: str, where: str) -> NoReturn:
 def parse_ratio(text: str) -> tuple[Fraction, ...]:
     """The shares of a split, exactly as written: `8,1,1` or `0.8,0.1,0.1`.
 
-    Raises:
-        ArgumentError: it is no list of numbers that are not negative, with at least one above zero.
-
     >>> [str(share) for share in parse_ratio("0.8, 0.1, 0.1")]
     ['4/5', '1/10', '1/10']
     """
@@ -133,7 +127,7 @@ def parse_ratio(text: str) -> tuple[Fraction, ...]:
     if not shares or any(not share.is_finite() or not 0 <= share < 10**9 or len(str(share)) > 30 for share in shares):
         raise ArgumentError(f"{brief(text)} is no split: {rule}", where="split")
     if not any(shares):
-        raise ArgumentError(f"{brief(text)} gives no shard to anybody: {rule}", where="split")
+        raise ArgumentError(f"{brief(text)} gives no shard to any split: {rule}", where="split")
     return tuple(Fraction(share) for share in shares)
 
 

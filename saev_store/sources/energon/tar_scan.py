@@ -1,6 +1,6 @@
-"""Going through a tar once: which samples and parts lie where. `tarfile` reads the headers; contents are skipped.
+"""Scans a tar for the byte ranges of samples and parts. `tarfile` reads the headers; contents are skipped.
 
-`tarfile` takes a damaged or cut header for the end of the archive. What really follows is looked at here.
+`tarfile` takes a damaged or cut header for the end of the archive, so what follows the end is checked here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ import struct
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from saev_store.errors import CorruptShardError, SaevStoreError, brief
+from saev_store.sources._files import is_resident
 from saev_store.sources.address import full_url
 from saev_store.sources.energon.keys import split_name
 from saev_store.transport import Transport
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 BLOCK = 512
 #: The largest extension header: `tarfile` needs quadratic time for some contents, and file names are much shorter.
@@ -65,27 +70,18 @@ class ScannedShard:
 
 
 def scan_shard(transport: Transport, shard: str) -> ScannedShard:
-    """Read the headers of a tar.
-
-    Raises:
-        CorruptShardError: it is damaged or cut.
-    """
+    """Read the headers of a tar."""
     scan = Scan.of(transport, shard, where=full_url(transport, shard))
     found = [(each.key, each.offset, each.nbytes, each.parts) for each in scan.samples()]
-    return ScannedShard(shard, scan.file.nbytes, scan.end if found else 0, tuple(scan.oddities), found)
+    return ScannedShard(shard, scan.nbytes, scan.end if found else 0, tuple(scan.oddities), found)
 
 
-class RangeFile(io.RawIOBase):
-    """A file of a transport as `tarfile` wants it, with read-ahead; or a part of one that is in memory already."""
+class _RangeFile(io.RawIOBase):
+    """A file of a transport as Python's `io` reads one."""
 
     def __init__(self, transport: Transport, path: str, nbytes: int) -> None:
         super().__init__()
-        self._transport, self._path, self.nbytes = transport, path, nbytes
-        self._position = self._start = 0
-        self._buffer: bytes | bytearray | memoryview = b""
-        # A mapped file is one buffer: nothing is read before it is looked at.
-        self._whole = getattr(transport, "name", "") in {"mmap", "memory"}
-        self._ahead_nbytes = int(min(max(transport.cost.max_gap_bytes, _LEAST_AHEAD_NBYTES), _MOST_AHEAD_NBYTES))
+        self._transport, self._path, self._nbytes, self._position = transport, path, nbytes, 0
 
     def readable(self) -> bool:
         return True
@@ -93,42 +89,29 @@ class RangeFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
         self._position = max(0, base + offset)
         return self._position
 
-    def read(self, size: int = -1, /) -> bytes:
-        """Bytes at the position; fewer at the end."""
-        if not 0 <= size <= MAX_EXTENSION_NBYTES:
-            raise tarfile.ReadError(f"a header claims {size:,} bytes")
-        start = self._position
-        end = min(start + size, self.nbytes)
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        start, end = self._position, min(self._position + len(view), self._nbytes)
         if start >= end:
-            return b""
-        at = start - self._start
-        if at < 0 or end - self._start > len(self._buffer):
-            self._fill(start, end)
-            at = start - self._start
+            return 0
+        (data,) = self._transport.get_ranges(self._path, starts=[start], ends=[end])
+        view[: end - start] = data
         self._position = end
-        return bytes(self._buffer[at : at + end - start])
-
-    def _fill(self, start: int, end: int) -> None:
-        if self._whole:
-            self._start, stop = 0, self.nbytes
-        else:
-            self._start, stop = start, min(max(end, start + self._ahead_nbytes), self.nbytes)
-        (self._buffer,) = self._transport.get_ranges(self._path, starts=[self._start], ends=[stop])
+        return end - start
 
 
-class _MemoryFile(RangeFile):
-    def __init__(self, data: bytes | memoryview) -> None:
-        io.RawIOBase.__init__(self)
-        self._buffer, self.nbytes = data, len(data)
-        self._position = self._start = 0
+class _Headers(io.BufferedReader):
+    """Reads headers, and refuses what is too long for one."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= MAX_EXTENSION_NBYTES:
+            raise tarfile.ReadError(f"a header claims {size:,} bytes")
+        return super().read(size)
 
 
 @dataclass
@@ -140,7 +123,8 @@ class Scan:
         oddities: After the walk: what is odd about the archive, although all of it could be read.
     """
 
-    file: RangeFile
+    file: io.BufferedReader
+    nbytes: int
     where: str
     end: int = 0
     oddities: list[str] = field(default_factory=list)
@@ -148,14 +132,14 @@ class Scan:
     @classmethod
     def of(cls, transport: Transport, path: str, *, where: str) -> Scan:
         """A walk through a tar of a transport."""
-        return cls(RangeFile(transport, path, transport.size(path)), where)
+        nbytes, cost = transport.size(path), transport.cost
+        ahead = int(min(max(cost.max_gap_bytes, _LEAST_AHEAD_NBYTES), _MOST_AHEAD_NBYTES))
+        # Reading ahead in a mapped file would only touch its pages.
+        buffer_nbytes = io.DEFAULT_BUFFER_SIZE if is_resident(transport) else ahead
+        return cls(_Headers(_RangeFile(transport, path, nbytes), buffer_nbytes), nbytes, where)
 
     def members(self) -> Iterator[Member]:
-        """Parts of samples, in order.
-
-        Raises:
-            CorruptShardError: a header is damaged, or the archive was cut.
-        """
+        """Parts of samples, in order."""
         try:
             yield from self._members()
         except SaevStoreError:
@@ -172,9 +156,9 @@ class Scan:
             raise self._corrupt(f"it is no tar that can be read: {error}") from None
 
     def _members(self) -> Iterator[Member]:
-        if self.file.nbytes == 0:
+        if self.nbytes == 0:
             raise self._corrupt("it is empty; a tar has at least its end marker")
-        head = self.file.read(min(BLOCK, self.file.nbytes))
+        head = self.file.read(min(BLOCK, self.nbytes))
         self.file.seek(0)
         if head[:2] == b"\x1f\x8b" or head[:4] in {b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zX"}:
             raise self._corrupt("it is compressed: parts of it have no byte ranges")
@@ -184,14 +168,13 @@ class Scan:
         with tarfile.open(fileobj=self.file, mode="r:", encoding="utf-8") as tar:
             before = -1
             while (info := tar.next()) is not None:
-                # Ours is a stream: what was seen is not kept.
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # or a scan would remember every member
                 if tar.offset <= before:
                     raise self._corrupt(f"{brief(info.name)} has a negative size")
                 before = tar.offset
-                if tar.offset > self.file.nbytes:
+                if tar.offset > self.nbytes:
                     raise self._corrupt(
-                        f"it was cut: {brief(info.name)} needs {tar.offset:,} bytes, but there are {self.file.nbytes:,}"
+                        f"it was cut: {brief(info.name)} needs {tar.offset:,} bytes, but there are {self.nbytes:,}"
                     )
                 if info.issparse():
                     raise self._corrupt(f"{brief(info.name)} is stored with holes: it has no byte range of its own")
@@ -205,7 +188,7 @@ class Scan:
     def _look_at_end(self, end: int) -> None:
         self.end = end
         self.file.seek(end)
-        tail = self.file.read(min(_TAIL_NBYTES, max(0, self.file.nbytes - end)))
+        tail = self.file.read(min(_TAIL_NBYTES, max(0, self.nbytes - end)))
         if not tail:
             self.oddities.append("it has no end marker: it may have been cut between two files")
         elif len(tail) < BLOCK and any(tail):
@@ -216,11 +199,7 @@ class Scan:
             self.oddities.append(f"something follows its end marker at {end:,}; no reader looks there")
 
     def samples(self) -> Iterator[ScannedSample]:
-        """Samples in order: members that follow each other with the same key.
-
-        Raises:
-            CorruptShardError: as in `members`, or a sample has a part twice, or a name that is no UTF-8.
-        """
+        """Samples in order: members that follow each other with the same key."""
         current: ScannedSample | None = None
         names: set[str] = set()
         for member in self.members():
@@ -249,13 +228,10 @@ class Scan:
 
 
 def parse_sample(data: bytes | memoryview, *, where: str) -> list[Member]:
-    """The members in a sample's byte range; offsets count from its beginning.
-
-    Raises:
-        CorruptShardError: it is no run of members.
-    """
+    """The members in a sample's byte range; offsets count from its beginning."""
     whole = bytes(data) + bytes(2 * BLOCK)
-    return list(Scan(_MemoryFile(whole), where).members())
+    file = cast("io.RawIOBase", io.BytesIO(whole))
+    return list(Scan(_Headers(file), len(whole), where).members())
 
 
 def _is_text(name: str) -> bool:

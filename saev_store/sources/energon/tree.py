@@ -25,11 +25,7 @@ class Node:
 
 
 def children(dataset: EnergonDataset, folder: str = "") -> Iterator[Node]:
-    """What lies directly in a folder, in the order of names as UTF-8: folders once, parts as files.
-
-    Raises:
-        NotFoundError: the data set has no index of keys.
-    """
+    """What lies directly in a folder, in the order of names as UTF-8: folders once, parts as files."""
     index = dataset.places.index
     if index is None:
         raise NotFoundError(
@@ -65,11 +61,7 @@ def children(dataset: EnergonDataset, folder: str = "") -> Iterator[Node]:
 
 
 def node(dataset: EnergonDataset, path: str) -> Node:
-    """The file or folder of a path.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """The file or folder of a path."""
     if not path:
         return Node("", None)
     found = split_name(path)

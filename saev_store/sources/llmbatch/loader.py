@@ -15,7 +15,7 @@ from saev_store.errors import ArgumentError, ResumeError, brief
 from saev_store.sources._source import check_count
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import BLOCK_ORDER, epoch_batches
-from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray
+from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray, as_tensor
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,7 +39,7 @@ class BatchNativeLoader:
     there are blocks has no two equal orders.
 
     Iterating starts at the beginning of the epoch, or where `load_state_dict` said. The epoch is over, and `epoch` counts
-    up, when its last batch was handed out. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
+    up, when its last batch was returned. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
     order, so a state can be continued by another number of ranks.
 
     Args:
@@ -89,7 +89,7 @@ class BatchNativeLoader:
         self.reader = (
             path if isinstance(path, BatchFileReader) else BatchFileReader(path, storage_options, engine=engine)
         )
-        #: Batches of the epoch's order that all ranks together have handed out before this iteration, and in it.
+        #: Batches of the epoch's order that all ranks together have returned before this iteration, and in it.
         self._first, self._n_yielded = 0, 0
         self._is_resumed = False
 
@@ -127,20 +127,13 @@ class BatchNativeLoader:
         self._first = self._first if self._is_resumed else 0
         self._n_yielded, self._is_resumed = 0, False
         order = self._order(self._first)
-        batches = self._mapped(order) if self.reader.is_resident else self._fetched(order)
-        convert = _unchanged
-        if self.output == "torch":
-            from saev_store.sources.llmbatch._torch import as_tensor as convert
+        batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
         for n_yielded, batch in enumerate(batches, start=1):
-            converted = convert(batch)
+            converted = as_tensor(batch) if self.output == "torch" else batch
             self._n_yielded = n_yielded
             if n_yielded == len(order):
                 self._epoch, self._first, self._n_yielded = self._epoch + 1, 0, 0
             yield converted
-
-    def _mapped(self, order: IntArray) -> Iterator[TokenArray]:
-        for batch_idx in order.tolist():
-            yield self.reader.read_batch(batch_idx)
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
         """Groups of batches, fetched ahead of the consumer."""
@@ -178,9 +171,9 @@ class BatchNativeLoader:
         }
 
     def state_dict(self) -> dict[str, object]:
-        """The position in plain JSON types, the same for all ranks that have handed out equally many batches.
+        """The position in plain JSON types, the same for all ranks that have returned equally many batches.
 
-        `position` counts the batches of the epoch's order that all ranks together have handed out; `digest` is the
+        `position` counts the batches of the epoch's order that all ranks together have returned; `digest` is the
         sampled digest of the file.
         """
         position = self._first + self._n_yielded * self.world_size
@@ -216,7 +209,3 @@ class BatchNativeLoader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _unchanged(batch: TokenArray) -> TokenArray:
-    return batch

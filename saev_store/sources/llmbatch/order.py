@@ -3,7 +3,7 @@
 Both are ours and stable: the same numbers give the same order on every machine and in every release. They are made of
 `saev_store.order`'s own random words, never of a library's generator, whose streams may change.
 
-**Records** (`RecordOrder`): the writer shuffles n records with a seeded permutation that can be asked about any single
+**Records** (`RecordOrder`): the writer shuffles n records with a seeded permutation that gives the place of any single
 record without listing the others, so that a record can be found again by the number it had in the source.
 
 **Blocks** (`epoch_batches`): batches are cut into blocks of `block_size`, the last of which may be short. The block that

@@ -9,11 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError, CorruptShardError, SelectionError, brief
-from saev_store.sources._digest import describe_digest, digest_files
-from saev_store.sources._identity import file_identity
-from saev_store.sources._ranges import is_resident
-from saev_store.sources._source import DigestScope, NumberedSource, check_index, steps, text_card
+from saev_store.errors import CorruptShardError, MissingDependencyError
+from saev_store.sources._files import describe_digest, digest_files, file_identity, is_resident
+from saev_store.sources._source import DigestScope, NumberedSource, check_index, check_positions, steps, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, Header, parse_header
 from saev_store.transport.fetch import fetch_ranges
@@ -44,6 +42,12 @@ class BatchFileReader(NumberedSource):
         engine: As in `open_transport`.
         transport: Read through this transport.
 
+    Attributes:
+        transport, path: What bytes are read through, and the file's path below its root.
+        url: The file's address, without credentials.
+        header: The checked header; its numbers are attributes, too.
+        is_resident: Whether batches are views of memory, so that nothing is fetched.
+
     Raises:
         NotFoundError: the file does not exist.
         DocumentError: the header breaks a rule; `UnknownProtocolError` for a later version.
@@ -60,74 +64,49 @@ class BatchFileReader(NumberedSource):
         engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
-        self._transport, self._path = locate(path, storage_options, engine=engine, transport=transport)
-        self._identity = file_identity(self._transport, self._path)
-        self._header, self.problems = self._read_header()
-        header = self._header
+        self.transport, self.path = locate(path, storage_options, engine=engine, transport=transport)
+        self.url = full_url(self.transport, self.path)
+        self._identity = file_identity(self.transport, self.path)
+        self.header, self.problems = self.read_header()
+        header = self.header
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
         self._sampled_digest: str | None = None
-        self._resident = is_resident(self._transport)
+        self.is_resident = is_resident(self.transport)
         #: The mapped file as one array, which makes a batch one index away.
-        self._whole: TokenArray | None = self._map() if self._resident else None
+        self._whole: TokenArray | None = self._map() if self.is_resident else None
         self._closed = False
 
-    def _read_header(self) -> tuple[Header, tuple[Problem, ...]]:
-        nbytes = self._transport.size(self._path)
-        (raw,) = self._transport.get_ranges(self._path, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
+    def read_header(self) -> tuple[Header, tuple[Problem, ...]]:
+        """Read and check the header again; raises as opening does."""
+        nbytes = self.transport.size(self.path)
+        (raw,) = self.transport.get_ranges(self.path, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
         return parse_header(bytes(raw), file_nbytes=nbytes, where=self.url)
 
     def _map(self) -> TokenArray:
-        (whole,) = self._transport.get_ranges(self._path, starts=[0], ends=[self._header.file_nbytes])
-        return _as_batches(whole, self._header, self.num_batches, HEADER_NBYTES)
+        (whole,) = self.transport.get_ranges(self.path, starts=[0], ends=[self.header.file_nbytes])
+        return _as_batches(whole, self.header, self.num_batches, HEADER_NBYTES)
 
     def _reopen_if_closed(self) -> None:
         """Compare the header again after `close`, which has released the transport's pin of the file."""
         if not self._closed:
             return
-        header, _ = self._read_header()
-        if header != self._header or file_identity(self._transport, self._path) != self._identity:
+        header, _ = self.read_header()
+        if header != self.header or file_identity(self.transport, self.path) != self._identity:
             raise CorruptShardError(
                 "another file has this name since the reader was closed", where=self.url, remedy="Open it again."
             )
-        if self._resident:
+        if self.is_resident:
             self._whole = self._map()
         self._closed = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (type(self), self._transport, self._path))
-
-    # -- facts ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def url(self) -> str:
-        """The file's address, without credentials."""
-        return full_url(self._transport, self._path)
-
-    @property
-    def path(self) -> str:
-        """The file's path below the transport's root."""
-        return self._path
-
-    @property
-    def transport(self) -> Transport:
-        """The transport that bytes are read through."""
-        return self._transport
-
-    @property
-    def header(self) -> Header:
-        """The checked header."""
-        return self._header
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether batches are views of memory, so that nothing is fetched."""
-        return self._resident
+        return (_reopen, (type(self), self.transport, self.path))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all token ids, without padding."""
-        return self.num_batches * self.batch_size * self.seq_len * ITEMSIZE
+        return self.num_batches * self.header.raw_batch_nbytes
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
@@ -137,7 +116,7 @@ class BatchFileReader(NumberedSource):
             "batches": f"{self.num_batches:,} of {self.batch_size} records x {self.seq_len} tokens (uint32)",
             "records": f"{len(self):,} of {self.total_records:,} given to the writer",
             "seed": self.seed,
-            "read through": self._transport.name,
+            "read through": self.transport.name,
         }
         return text_card(f"LLMBATCH {self.url}", facts, self.problems)
 
@@ -154,10 +133,10 @@ class BatchFileReader(NumberedSource):
             index = check_index(batch_index, self.num_batches, what="batch")
             self._reopen_if_closed()
             if self._whole is None:
-                start = self._header.offset(index)
-                ends = [start + self._header.raw_batch_nbytes]
-                (part,) = self._transport.get_ranges(self._path, starts=[start], ends=ends)
-                return cast("TokenArray", _as_batches(part, self._header, 1, 0)[0])
+                start = self.header.offset(index)
+                ends = [start + self.header.raw_batch_nbytes]
+                (part,) = self.transport.get_ranges(self.path, starts=[start], ends=ends)
+                return cast("TokenArray", _as_batches(part, self.header, 1, 0)[0])
             whole, batch_index = self._whole, index
         return cast("TokenArray", whole[batch_index])
 
@@ -167,8 +146,6 @@ class BatchFileReader(NumberedSource):
         Raises:
             MissingDependencyError: torch is not installed.
         """
-        from saev_store.sources.llmbatch._torch import as_tensor
-
         return as_tensor(self.read_batch(batch_index))
 
     def read_batches(self, batch_indices: npt.ArrayLike | slice) -> TokenArray:
@@ -176,14 +153,14 @@ class BatchFileReader(NumberedSource):
 
         Neighbours share a request where that is cheaper.
         """
-        wanted = _positions(batch_indices, self.num_batches, what="batch")
+        wanted = check_positions(batch_indices, self.num_batches, what="batch")
         out = np.empty((len(wanted), self.batch_size, self.seq_len), TOKEN)
         self._reopen_if_closed()
         if self._whole is not None:
             np.take(self._whole, wanted, axis=0, out=out)
         else:
             # Whole slots, so that neighbours are one range.
-            slot = self._header.padded_batch_nbytes
+            slot = self.header.padded_batch_nbytes
             self._fetch(HEADER_NBYTES + wanted * slot, slot, out)
         return out
 
@@ -192,7 +169,7 @@ class BatchFileReader(NumberedSource):
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
         """Return a record by its place in the file: uint32, shape (seq_len,), read-only."""
         place = check_index(index, len(self), what="record")
-        if self._resident:
+        if self.is_resident:
             batch_idx, row = divmod(place, self.batch_size)
             return cast("TokenArray", self.read_batch(batch_idx)[row])
         found = self.rows([place])[0]
@@ -201,14 +178,14 @@ class BatchFileReader(NumberedSource):
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Return records by their places in the file: uint32, shape (n, seq_len), fresh memory."""
-        wanted = _positions(indices, len(self), what="record")
+        wanted = check_positions(indices, len(self), what="record")
         batch_idx, row = np.divmod(wanted, np.int64(self.batch_size))
         out = np.empty((len(wanted), self.seq_len), TOKEN)
         self._reopen_if_closed()
         if self._whole is not None:
             out[:] = self._whole[batch_idx, row]
         else:
-            starts = HEADER_NBYTES + batch_idx * self._header.padded_batch_nbytes + row * (self.seq_len * ITEMSIZE)
+            starts = HEADER_NBYTES + batch_idx * self.header.padded_batch_nbytes + row * (self.seq_len * ITEMSIZE)
             self._fetch(starts, self.seq_len * ITEMSIZE, out)
         return out
 
@@ -220,7 +197,7 @@ class BatchFileReader(NumberedSource):
     def _fetch(self, starts: IntArray, nbytes: int, out: TokenArray) -> None:
         """Fill `out[i]` from the first of the `nbytes` bytes at `starts[i]`."""
         for tokens, part in zip(
-            out, fetch_ranges(self._transport, self._path, starts.tolist(), (starts + nbytes).tolist()), strict=True
+            out, fetch_ranges(self.transport, self.path, starts.tolist(), (starts + nbytes).tolist()), strict=True
         ):
             tokens[...] = np.frombuffer(part, TOKEN, tokens.size).reshape(tokens.shape)
 
@@ -235,19 +212,19 @@ class BatchFileReader(NumberedSource):
             "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
-            "digest": describe_digest(self._transport, self._sized_files(), scope=digest),
+            "digest": describe_digest(self.transport, self._sized_files(), scope=digest),
         }
 
     def _sized_files(self) -> Sequence[tuple[str, int]]:
-        return [(self._path, self._header.file_nbytes)]
+        return [(self.path, self.header.file_nbytes)]
 
     def digest(self, *, scope: DigestScope = "full", progress: bool | None = None) -> str:
         """Compute the xxh3_128 digest of the file, 32 hex digits; the sampled one is computed once."""
-        if scope != "sampled":
-            return digest_files(self._transport, self._sized_files(), scope=scope, progress=progress)
-        if self._sampled_digest is None:
-            self._sampled_digest = digest_files(self._transport, self._sized_files(), scope=scope)
-        return self._sampled_digest
+        if scope == "sampled" and self._sampled_digest is not None:
+            return self._sampled_digest
+        found = digest_files(self.transport, self._sized_files(), scope=scope, progress=progress)
+        self._sampled_digest = found if scope == "sampled" else self._sampled_digest
+        return found
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
         """Report what is wrong: size and header; `deep` also reads every byte and checks the padding."""
@@ -258,7 +235,18 @@ class BatchFileReader(NumberedSource):
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""
         self._whole, self._closed = None, True
-        self._transport.close()
+        self.transport.close()
+
+
+def as_tensor(tokens: TokenArray) -> torch.Tensor:
+    """Token ids as int64 in a tensor that owns its memory: torch's embeddings take no uint32."""
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependencyError(
+            "tensors need torch", remedy="pip install 'saev-store[torch]', or read NumPy arrays."
+        ) from None
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def _as_batches(buffer: Buffer, header: Header, n_batches: int, offset: int) -> TokenArray:
@@ -274,22 +262,3 @@ def _as_batches(buffer: Buffer, header: Header, n_batches: int, offset: int) -> 
 
 def _reopen(kind: type[BatchFileReader], transport: Transport, path: str) -> BatchFileReader:
     return kind(path, transport=transport)
-
-
-def _positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
-    """Check a slice or a list of positions; negative ones count from the end."""
-    if isinstance(wanted, slice):
-        try:
-            return np.arange(*wanted.indices(n), dtype=np.int64)
-        except (TypeError, ValueError) as error:
-            raise SelectionError(f"{brief(wanted)} is no slice of {what}s: {error}", where=what) from None
-    try:
-        found = np.asarray(wanted)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{brief(wanted)} is no list of {what}s: {error}", where=what) from None
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise SelectionError(f"{brief(wanted)} is no list of {what}s: pass integers", where=what)
-    if found.size and (int(found.min()) < -n or int(found.max()) >= n):
-        raise SelectionError(f"{what}s from {int(found.min())} to {int(found.max())} of {n} were asked for", where=what)
-    found = found.astype(np.int64)
-    return np.where(found < 0, found + n, found)

@@ -1,13 +1,10 @@
-"""Writing LLMBATCH: from an array, or from a stream in bounded memory.
-
-Both writers shuffle in the order of `RecordOrder`, so the same records, seed and batch size give the same bytes. The file
-appears under its name when it is complete.
-"""
+"""Writes LLMBATCH from an array or a stream, shuffled in the order of `RecordOrder`."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +14,15 @@ from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources._source import check_count
 from saev_store.sources.address import Url, locate
-from saev_store.sources.llmbatch._buckets import Buckets
 from saev_store.sources.llmbatch.header import ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
+from saev_store.transport.checks import os_errors
 
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
 
 _PIECE_BYTES = 8 << 20
-#: Memory of the streaming writer by default.
-MEMORY_NBYTES = 1 << 30
 
 
 def write_batch_file(
@@ -73,15 +68,7 @@ def write_batch_file(
         raise ArgumentError(f"seq_len is {brief(seq_len)}, but records have {tokens.shape[1]} tokens", where="seq_len")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
     header = _checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
-    order = RecordOrder(header.total_records, header.seed)
-
-    def pieces() -> Iterator[TokenArray]:
-        step = max(1, _PIECE_BYTES // (header.seq_len * ITEMSIZE))
-        for start in range(0, header.num_records, step):
-            places = np.arange(start, min(start + step, header.num_records), dtype=np.int64)
-            yield as_tokens(tokens[order.records(places)])
-
-    return _write(there, path, header, pieces(), overwrite=overwrite, progress=progress)
+    return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
 def write_batch_dataset(
@@ -92,7 +79,6 @@ def write_batch_dataset(
     seq_len: int,
     seed: int = 0,
     *,
-    memory_nbytes: int = MEMORY_NBYTES,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -101,9 +87,8 @@ def write_batch_dataset(
 ) -> int:
     """Shuffle a stream of records globally, form batches and write them.
 
-    Memory stays within `memory_nbytes` and some MiB, however long the stream is. If the records need more, they pass
-    through a temporary file in `$TMPDIR` of their size plus eight bytes each. The result is byte for byte that of
-    `write_batch_file`.
+    The records are collected in a temporary file in `$TMPDIR` of their size, so memory does not grow with the stream. The
+    result is byte for byte that of `write_batch_file`.
 
     Args:
         output_path: As in `write_batch_file`.
@@ -112,7 +97,6 @@ def write_batch_dataset(
         batch_size: Records in a batch.
         seq_len: Tokens of a record.
         seed: From 0 to 2^32 - 1; kept in the header.
-        memory_nbytes: Memory for shuffling.
         overwrite: As in `write_batch_file`.
         storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
@@ -126,15 +110,15 @@ def write_batch_dataset(
         ArgumentError: a record has another shape, more or fewer come than announced, or a number is out of range.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
-    memory_nbytes = check_count(memory_nbytes, name="memory_nbytes")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
     header = _checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
-    with Buckets(header.num_records, header.seq_len, memory_nbytes=memory_nbytes) as buckets:
-        _scatter(_grouped(tokens_iter, header.seq_len), buckets, header, progress=progress)
-        pieces = buckets.take(max(1, _PIECE_BYTES // (header.seq_len * ITEMSIZE)))
-        return _write(there, path, header, pieces, overwrite=overwrite, progress=progress)
+    with tempfile.TemporaryFile() as spool:
+        _collect(_grouped(tokens_iter, header.seq_len), spool, header, progress=progress)
+        shape = (header.total_records, header.seq_len)
+        tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
+        return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
 def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
@@ -151,35 +135,40 @@ def _write(
     transport: Transport,
     path: str,
     header: Header,
-    pieces: Iterator[TokenArray],
+    tokens: npt.NDArray[np.generic],
     *,
     overwrite: bool,
     progress: bool | None,
 ) -> int:
-    """Write the file from its records in file order."""
+    """Write the file, some MiB of whole batches at a time."""
+    order, slot = RecordOrder(header.total_records, header.seed), header.padded_batch_nbytes
+    n_group = max(1, _PIECE_BYTES // slot)
     with (
         Progress(header.file_nbytes, "write", shown=progress) as bar,
-        NewFile(transport, path, nbytes=header.file_nbytes, overwrite=overwrite) as file,
+        NewFile(transport, path, overwrite=overwrite) as file,
     ):
-        for data in _pages(header, _Rows(pieces, header.seq_len)):
-            file.write(data)
-            bar.advance(len(data))
+        file.write(header.to_bytes())
+        for first in range(0, header.num_batches, n_group):
+            n = min(n_group, header.num_batches - first)
+            places = np.arange(first * header.batch_size, (first + n) * header.batch_size, dtype=np.int64)
+            slots = np.zeros((n, slot), np.uint8)
+            slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = as_tokens(tokens[order.records(places)]).reshape(n, -1)
+            file.write(slots.data)
+            bar.advance(slots.nbytes)
         file.commit()
     return header.num_batches
 
 
-def _scatter(groups: Iterator[TokenArray], buckets: Buckets, header: Header, *, progress: bool | None) -> None:
+def _collect(groups: Iterator[TokenArray], spool: BinaryIO, header: Header, *, progress: bool | None) -> None:
     n, total = 0, header.total_records
-    order = RecordOrder(total, header.seed)
-    nbytes = total * header.seq_len * ITEMSIZE
-    with Progress(nbytes, "shuffle", shown=False if buckets.in_memory else progress) as bar:
+    with Progress(total * header.seq_len * ITEMSIZE, "collect", shown=progress) as bar:
         for records in groups:
             n += len(records)
             if n > total:
                 raise ArgumentError(f"more than the announced {total:,} records came", where="total_records")
-            places = order.places(np.arange(n - len(records), n, dtype=np.int64))
-            kept = np.flatnonzero(places < header.num_records)
-            buckets.put(places[kept], records[kept])
+            with os_errors(tempfile.gettempdir(), "collect records"):
+                spool.write(records.data)
+                spool.flush()
             bar.advance(records.nbytes)
     if n < total:
         raise ArgumentError(f"{n:,} records came, {total:,} were announced", where="total_records")
@@ -221,44 +210,3 @@ def _grouped(items: Iterable[npt.ArrayLike], seq_len: int) -> Iterator[TokenArra
             waiting, n = [], 0
     if n:
         yield np.concatenate(waiting)
-
-
-def _pages(header: Header, rows: _Rows) -> Iterator[memoryview]:
-    """The bytes of a file, in pieces of whole batches, or of whole records where a batch is very large."""
-    yield memoryview(header.to_bytes())
-    slot, raw = header.padded_batch_nbytes, header.raw_batch_nbytes
-    if slot > _PIECE_BYTES:
-        for _ in range(header.num_batches):
-            for piece in rows.some(header.batch_size):
-                yield memoryview(piece.view(np.uint8)).cast("B")
-            yield memoryview(bytes(slot - raw))
-        return
-    per_piece = _PIECE_BYTES // slot
-    for first in range(0, header.num_batches, per_piece):
-        n = min(per_piece, header.num_batches - first)
-        slots = np.zeros((n, slot), np.uint8)
-        at = 0
-        for piece in rows.some(n * header.batch_size):
-            # Where a batch's records end inside a piece, its padding comes before the next record.
-            batch_idx, row = np.divmod(np.arange(at, at + len(piece)), header.batch_size)
-            tokens = slots[:, :raw].view(TOKEN).reshape(n, header.batch_size, header.seq_len)
-            tokens[batch_idx, row] = piece
-            at += len(piece)
-        yield memoryview(slots).cast("B")
-
-
-class _Rows:
-    """Records in file order, taken a number at a time however they come."""
-
-    def __init__(self, pieces: Iterator[TokenArray], seq_len: int) -> None:
-        self._pieces = pieces
-        self._left: TokenArray = np.empty((0, seq_len), TOKEN)
-
-    def some(self, n: int) -> Iterator[TokenArray]:
-        """The next `n` records, in C-contiguous pieces."""
-        while n:
-            if not len(self._left):
-                self._left = np.ascontiguousarray(next(self._pieces))
-            piece, self._left = self._left[:n], self._left[n:]
-            n -= len(piece)
-            yield piece

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, UnknownProtocolError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, UnknownProtocolError, brief
 from saev_store.problems import Problem
-from saev_store.sources.mmididx.dtypes import candidates, code_of
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -23,6 +22,19 @@ _DOCUMENTS = struct.Struct("<Q")
 #: Bytes of a header with and without the length of doc_idx.
 HEADER_NBYTES, SHORT_HEADER_NBYTES = _HEADER.size + _DOCUMENTS.size, _HEADER.size
 _SIZE, _POINTER, _DOC, _MODE = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<i8"), np.dtype("i1")
+#: What the dtype byte may mean; where tools disagree, the size of an element decides. Megatron's reading comes first.
+_TYPES: dict[int, tuple[str, ...]] = {
+    1: ("uint8",),
+    2: ("int8",),
+    3: ("int16",),
+    4: ("int32",),
+    5: ("int64",),
+    6: ("float64", "float32"),
+    7: ("float32", "float64"),
+    8: ("uint16",),
+    9: ("uint32",),
+    10: ("uint64",),
+}
 #: Entries that are checked at once: bounds the memory of a check, whatever the index.
 _STRIDE = 1 << 20
 
@@ -79,7 +91,7 @@ def parse_index(
         The index, and what is odd but harmless about it.
 
     Raises:
-        DocumentError: the index breaks a rule; `UnknownProtocolError` for a version or dtype that nobody writes.
+        DocumentError: the index breaks a rule; `UnknownProtocolError` for an unknown version or dtype.
         CorruptShardError: `.bin` is shorter or longer than the index says.
         ArgumentError: `dtype` is none that the code can mean.
     """
@@ -95,10 +107,35 @@ def parse_index(
         doc_idx = np.frombuffer(view, _DOC, doc_count, at + 12 * n)
         _check_documents(doc_idx, n, where)
     modes = np.frombuffer(view, _MODE, n, at + 12 * n + 8 * (doc_count or 0)) if has_modes else None
-    chosen = _choose(candidates(code, where=where), code, dtype, sizes, pointers, n_tokens, bin_nbytes, where)
+    chosen = _choose(_candidates(code, where), code, dtype, sizes, pointers, n_tokens, bin_nbytes, where)
     problems = _check_pointers(sizes, pointers, n_tokens, chosen.itemsize, bin_nbytes, where)
     variant: Variant = "megatron" if doc_count is not None else "fairseq"
     return Index(chosen, sizes, pointers, doc_idx, modes, variant, bin_nbytes), problems
+
+
+def _candidates(code: int, where: str) -> tuple[np.dtype[np.generic], ...]:
+    if code not in _TYPES:
+        raise UnknownProtocolError(
+            f"dtype code {code} is unknown; {min(_TYPES)} to {max(_TYPES)} are read", where=where
+        )
+    return tuple(np.dtype(name).newbyteorder("<") for name in _TYPES[code])
+
+
+def code_of(dtype: npt.DTypeLike) -> int:
+    """The code that our writer gives a token type: Megatron's.
+
+    >>> code_of("uint16"), code_of(np.float32)
+    (8, 7)
+    """
+    try:
+        name = np.dtype(dtype).newbyteorder("=").name
+    except TypeError as error:
+        raise ArgumentError(f"{brief(dtype)} is no dtype: {error}", where="dtype") from None
+    for code, names in _TYPES.items():
+        if names[0] == name:
+            return code
+    known = ", ".join(sorted({names[0] for names in _TYPES.values()}))
+    raise ArgumentError(f"{name} has no code in this format: {known} do", where="dtype")
 
 
 def index_header(dtype: npt.DTypeLike, n_sequences: int, doc_count: int) -> bytes:
@@ -136,7 +173,7 @@ def check_header(
     _, version, code, n = _HEADER.unpack_from(view)
     if version != VERSION:
         raise UnknownProtocolError(f"version is {version}; only {VERSION} is known", where=where)
-    candidates(code, where=where)
+    _candidates(code, where)
     short = SHORT_HEADER_NBYTES + 12 * n
     if idx_nbytes == short:
         return n, None, False, code
@@ -198,16 +235,16 @@ def _packed_offset(sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: i
 def _choose(
     options: tuple[np.dtype[np.generic], ...],
     code: int,
-    asked: npt.DTypeLike | None,
+    dtype: npt.DTypeLike | None,
     sizes: npt.NDArray[np.int32],
     pointers: IntArray,
     n_tokens: int,
     bin_nbytes: int,
     where: str,
 ) -> np.dtype[np.generic]:
-    if asked is not None:
-        code_of(asked)
-        wanted = np.dtype(asked).newbyteorder("<")
+    if dtype is not None:
+        code_of(dtype)
+        wanted = np.dtype(dtype).newbyteorder("<")
         if wanted not in options:
             raise ArgumentError(
                 f"dtype code {code} can mean {' or '.join(map(str, options))}, not {wanted}", where="dtype"

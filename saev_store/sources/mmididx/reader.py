@@ -12,10 +12,16 @@ import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SelectionError, brief
-from saev_store.sources._digest import describe_digest, digest_files
-from saev_store.sources._identity import file_identity
-from saev_store.sources._ranges import is_resident
-from saev_store.sources._source import DigestScope, NumberedSource, check_count, check_index, steps, text_card
+from saev_store.sources._files import describe_digest, digest_files, file_identity, is_resident
+from saev_store.sources._source import (
+    DigestScope,
+    NumberedSource,
+    check_count,
+    check_index,
+    check_positions,
+    steps,
+    text_card,
+)
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.transport.fetch import fetch_ranges
@@ -38,10 +44,20 @@ class IndexedDataset(NumberedSource):
     Args:
         path: The `.idx` file, the `.bin` file, or what both names begin with: a path, any fsspec URL, or, with
             `transport`, a path below its root.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Read through this one.
+        transport: Read through this transport.
         dtype: Type of a token, for the codes (6 and 7) that tools do not agree on and only where the files do not decide.
+
+    Attributes:
+        transport, idx_path, bin_path: What bytes are read through, and the paths of both files below its root.
+        url: The address of the `.idx` file, without credentials.
+        index: The checked index.
+        dtype: Type of a token, little-endian.
+        sizes: Tokens of each sequence, int32, read-only.
+        doc_idx: First sequence of each document, and the number of sequences at the end; int64, read-only.
+        modes: One int8 for each sequence of a multimodal data set, else None.
+        n_documents: Documents; every sequence is one where the file does not say.
 
     Raises:
         NotFoundError: one of the two files is missing.
@@ -60,21 +76,23 @@ class IndexedDataset(NumberedSource):
         transport: Transport | None = None,
         dtype: npt.DTypeLike | None = None,
     ) -> None:
-        self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
-        self._prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
+        self.transport, name = locate(path, storage_options, engine=engine, transport=transport)
+        prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
+        self.idx_path, self.bin_path = f"{prefix}.idx", f"{prefix}.bin"
+        self.url = full_url(self.transport, self.idx_path)
         self._asked_dtype = dtype
-        self._resident, self._closed = is_resident(self._transport), False
+        self._resident, self._closed = is_resident(self.transport), False
         self._whole: TokenArray | None = None
         self._identity: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._index, self.problems = self._open()
-        index = self._index
-        #: Type of a token, little-endian.
-        self.dtype = index.dtype
+        self.index, self.problems = self._open()
+        index = self.index
+        self.dtype, self.sizes, self.doc_idx, self.modes = index.dtype, index.sizes, index.doc_idx, index.modes
+        self.n_documents = index.n_documents
         self._n, self._itemsize = index.n_sequences, index.dtype.itemsize
 
     def _open(self) -> tuple[Index, tuple[Problem, ...]]:
         """Read and check the index, and make sure that later reads of `.bin` are of the file that belongs to it."""
-        transport, idx = self._transport, self.idx_path
+        transport, idx = self.transport, self.idx_path
         where, identity = full_url(transport, idx), file_identity(transport, idx)
         nbytes = transport.size(idx)
         (head,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
@@ -110,7 +128,7 @@ class IndexedDataset(NumberedSource):
     def _reopen_if_closed(self) -> None:
         """Compare the index again after `close`, which has released the transport's pins of both files."""
         if self._closed:
-            if not _is_same_index(self._open()[0], self._index):
+            if not _is_same_index(self._open()[0], self.index):
                 self._whole = None
                 raise self._replaced()
             self._closed = False
@@ -121,71 +139,24 @@ class IndexedDataset(NumberedSource):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (type(self), self._transport, self.idx_path, self._asked_dtype))
-
-    # -- facts ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def url(self) -> str:
-        """The address of the `.idx` file, without credentials."""
-        return full_url(self._transport, self.idx_path)
-
-    @property
-    def transport(self) -> Transport:
-        """What the bytes are read through."""
-        return self._transport
-
-    @property
-    def idx_path(self) -> str:
-        """The index, below the transport's root."""
-        return f"{self._prefix}.idx"
-
-    @property
-    def bin_path(self) -> str:
-        """The tokens, below the transport's root."""
-        return f"{self._prefix}.bin"
-
-    @property
-    def index(self) -> Index:
-        """The checked index."""
-        return self._index
-
-    @property
-    def sizes(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sequence, int32, read-only."""
-        return self._index.sizes
-
-    @property
-    def doc_idx(self) -> IntArray:
-        """First sequence of each document, and the number of sequences at the end; int64, read-only."""
-        return self._index.doc_idx
-
-    @property
-    def modes(self) -> npt.NDArray[np.int8] | None:
-        """One int8 for each sequence of a multimodal data set, else None."""
-        return self._index.modes
-
-    @property
-    def n_documents(self) -> int:
-        """Documents; every sequence is one where the file does not say."""
-        return self._index.n_documents
+        return (_reopen, (type(self), self.transport, self.idx_path, self._asked_dtype))
 
     @property
     def n_tokens(self) -> int:
         """Tokens of all sequences."""
-        return int(self._index.sizes.sum(dtype=np.int64))
+        return int(self.sizes.sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return self._n
 
     def __repr__(self) -> str:
-        index = self._index
+        index = self.index
         variant = "" if index.variant == "megatron" else ", not recorded in this variant"
         facts = {
             "sequences": f"{self._n:,} in {index.n_documents:,} documents{variant}",
             "tokens": f"{self.n_tokens:,} of {index.dtype.name}",
             "modes": "none" if index.modes is None else "one for each sequence",
-            "read through": self._transport.name,
+            "read through": self.transport.name,
         }
         return text_card(f"MMIDIDX {self.url}", facts, self.problems)
 
@@ -200,8 +171,8 @@ class IndexedDataset(NumberedSource):
         whole = self._whole
         if whole is None or type(index) is not int or not 0 <= index < self._n:
             return self.get(index)
-        begin = self._index.pointers.item(index) // self._itemsize
-        return whole[begin : begin + self._index.sizes.item(index)]
+        begin = self.index.pointers.item(index) // self._itemsize
+        return whole[begin : begin + self.sizes.item(index)]
 
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> TokenArray:
         """Part of a sequence: `length` tokens from `offset` on, to its end by default. Nothing else is read.
@@ -210,14 +181,14 @@ class IndexedDataset(NumberedSource):
             SelectionError: there is no such sequence, or the part is not inside it.
         """
         position = check_index(index, self._n, what="sequence")
-        size = self._index.sizes.item(position)
+        size = self.sizes.item(position)
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise SelectionError(
-                f"tokens {offset} to {offset + length} of sequence {position} were asked for; it has {size}",
+                f"tokens {offset} to {offset + length} of sequence {position} do not exist; it has {size}",
                 where="offset",
             )
-        return self._tokens(self._index.pointers.item(position) + offset * self._itemsize, length)
+        return self._tokens(self.index.pointers.item(position) + offset * self._itemsize, length)
 
     def mode(self, index: SupportsIndex) -> int:
         """The mode of a sequence of a multimodal data set.
@@ -226,35 +197,24 @@ class IndexedDataset(NumberedSource):
             SelectionError: there is no such sequence, or the data set has no modes.
         """
         position = check_index(index, self._n, what="sequence")
-        if self._index.modes is None:
+        if self.modes is None:
             raise SelectionError("this data set has no modes", where=self.url)
-        return int(self._index.modes[position])
+        return int(self.modes[position])
 
     def read_many(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
         """Several sequences in the order asked for, fetched together."""
-        if isinstance(indices, slice):
-            wanted = np.arange(*indices.indices(self._n), dtype=np.int64)
-        else:
-            wanted = np.asarray(indices)
-            if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
-                raise SelectionError(f"{brief(indices)} is no list of sequences: pass integers", where="indices")
-            if wanted.size and (int(wanted.min()) < -self._n or int(wanted.max()) >= self._n):
-                raise SelectionError(
-                    f"sequences from {int(wanted.min())} to {int(wanted.max())} of {self._n} were asked for",
-                    where="indices",
-                )
-            wanted = wanted.astype(np.int64) % max(self._n, 1)
-        return self.read_parts(wanted, np.zeros(len(wanted), np.int64), self._index.sizes[wanted].astype(np.int64))
+        wanted = check_positions(indices, self._n, what="sequence")
+        return self.read_parts(wanted, np.zeros(len(wanted), np.int64), self.sizes[wanted].astype(np.int64))
 
     def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
         """Parts of many sequences (int64 arrays of one length), fetched together; the caller has checked the bounds."""
         self._reopen_if_closed()
-        starts = self._index.pointers[sequences] + offsets * self._itemsize
+        starts = self.index.pointers[sequences] + offsets * self._itemsize
         if self._whole is not None:
             whole, begins = self._whole, starts // self._itemsize
             return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
         parts = fetch_ranges(
-            self._transport, self.bin_path, starts.tolist(), (starts + lengths * self._itemsize).tolist()
+            self.transport, self.bin_path, starts.tolist(), (starts + lengths * self._itemsize).tolist()
         )
         return [self._view(part) for part in parts]
 
@@ -268,7 +228,7 @@ class IndexedDataset(NumberedSource):
         if self._whole is not None:
             begin = start // self._itemsize
             return self._whole[begin : begin + length]
-        (part,) = self._transport.get_ranges(self.bin_path, starts=[start], ends=[start + length * self._itemsize])
+        (part,) = self.transport.get_ranges(self.bin_path, starts=[start], ends=[start + length * self._itemsize])
         return self._view(part)
 
     def _view(self, part: Buffer) -> TokenArray:
@@ -285,7 +245,7 @@ class IndexedDataset(NumberedSource):
             SelectionError: there is no such document.
         """
         position = check_index(document, self.n_documents, what="document")
-        return range(self._index.doc_idx.item(position), self._index.doc_idx.item(position + 1))
+        return range(self.doc_idx.item(position), self.doc_idx.item(position + 1))
 
     def document(self, document: SupportsIndex, start: int = 0, stop: int | None = None) -> TokenArray:
         """The tokens of a document, its sequences joined; or only tokens `start` to `stop` of it.
@@ -296,13 +256,13 @@ class IndexedDataset(NumberedSource):
             SelectionError: there is no such document, or the part is not inside it.
         """
         sequences = self.sequences_of(document)
-        sizes = self._index.sizes[sequences.start : sequences.stop].astype(np.int64)
+        sizes = self.sizes[sequences.start : sequences.stop].astype(np.int64)
         ends = np.cumsum(sizes)
         total = int(ends[-1]) if len(ends) else 0
         stop = total if stop is None else stop
         if not 0 <= start <= stop <= total:
             raise SelectionError(
-                f"tokens {start} to {stop} of document {brief(document)} were asked for; it has {total}", where="start"
+                f"tokens {start} to {stop} of document {brief(document)} do not exist; it has {total}", where="start"
             )
         begins = ends - sizes
         first = int(np.searchsorted(ends, start, side="right"))
@@ -312,7 +272,7 @@ class IndexedDataset(NumberedSource):
         numbers = np.arange(sequences.start + first, sequences.start + last, dtype=np.int64)
         if not len(numbers):
             return self._tokens(0, 0)
-        starts = self._index.pointers[numbers] + offsets * self._itemsize
+        starts = self.index.pointers[numbers] + offsets * self._itemsize
         if np.array_equal(starts[1:], starts[:-1] + lengths[:-1] * self._itemsize):
             return self._tokens(int(starts[0]), int(lengths.sum()))
         return np.concatenate(self.read_parts(numbers, offsets, lengths))
@@ -327,12 +287,12 @@ class IndexedDataset(NumberedSource):
             "n_samples": self._n,
             "mapping": "example i is sequence i",
             "dtype": self.dtype.name,
-            "digest": describe_digest(self._transport, self.sized_files(), scope=digest),
+            "digest": describe_digest(self.transport, self.sized_files(), scope=digest),
         }
 
     def sized_files(self) -> Sequence[tuple[str, int]]:
         """Path and size of both files, the index first."""
-        index = self._index
+        index = self.index
         idx_nbytes = HEADER_NBYTES if index.variant == "megatron" else HEADER_NBYTES - 8
         idx_nbytes += 12 * self._n + (8 * len(index.doc_idx) if index.variant == "megatron" else 0)
         idx_nbytes += self._n if index.modes is not None else 0
@@ -340,7 +300,7 @@ class IndexedDataset(NumberedSource):
 
     def digest(self, *, scope: DigestScope = "full", progress: bool | None = None) -> str:
         """The xxh3_128 digest of both files, 32 hex digits."""
-        return digest_files(self._transport, self.sized_files(), scope=scope, progress=progress)
+        return digest_files(self.transport, self.sized_files(), scope=scope, progress=progress)
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
         """What is wrong. Opening has checked every number of the index; `deep` reads `.bin` once, to meet its disk."""
@@ -351,7 +311,7 @@ class IndexedDataset(NumberedSource):
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
         self._whole, self._closed = None, True
-        self._transport.close()
+        self.transport.close()
 
 
 def _reopen(kind: type[IndexedDataset], transport: Transport, path: str, dtype: npt.DTypeLike | None) -> IndexedDataset:

@@ -3,7 +3,7 @@
 All documents of an epoch, in the order of `doc_idx`, are one run of tokens. Sample k is the `seq_length + 1` tokens of it
 that begin at token `k * seq_length`, so neighbours share one token: the last target of one is the first input of the next.
 `sample_idx[k]` says in which entry of `doc_idx` and how far into that document the sample begins; `shuffle_idx` is the
-order in which samples are handed out. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen:
+order in which samples are returned. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen:
 the same arguments give the same arrays as Megatron, today and later.
 
 A "document" here is what `sizes` has an entry for: a sequence of the data set, as in Megatron.
@@ -35,7 +35,7 @@ class SampleIndices:
         doc_idx: Documents of all epochs in order, int32.
         sample_idx: Shape (n + 1, 2): entry of `doc_idx` and offset in tokens at which each sample begins, and where the
             last one's final token lies; int32, int64 where that is too small.
-        shuffle_idx: Rows of `sample_idx` in the order in which they are handed out, uint32 or int64.
+        shuffle_idx: Rows of `sample_idx` in the order in which they are returned, uint32 or int64.
     """
 
     doc_idx: _Int
@@ -130,20 +130,16 @@ def build_sample_idx(
     seq_length: int,
     num_epochs: int,
     tokens_per_epoch: int,
-    *,
-    drop_last_partial: bool = True,
-    extra_token: bool = True,
 ) -> _Int:
     """Where samples begin: shape (n + 1, 2), entry of `doc_idx` and offset; int32 where that suffices.
 
     Args:
         sizes: Tokens of each document.
         doc_idx: Documents in order, all epochs.
-        seq_length: Tokens from the beginning of one sample to that of the next.
+        seq_length: Tokens from the beginning of one sample to that of the next; a sample has one more. Tokens at the end
+            that make no whole sample are left out.
         num_epochs: Epochs that `doc_idx` has.
         tokens_per_epoch: Tokens of one epoch.
-        drop_last_partial: Leave out the tokens at the end that make no whole sample.
-        extra_token: Samples have `seq_length + 1` tokens, the last being the first of the next; else `seq_length`.
 
     Raises:
         ArgumentError: a number is out of range, or `doc_idx` has fewer tokens than the epochs should have.
@@ -161,27 +157,23 @@ def build_sample_idx(
         raise ArgumentError(f"doc_idx names documents outside 0 to {len(lengths) - 1}", where="doc_idx")
     if len(lengths) and int(lengths.min()) < 0:
         raise ArgumentError("a document has fewer than 0 tokens", where="sizes")
-    extra = int(extra_token)
-    n = max((total - extra) // seq_length, 0)
-    partial = not drop_last_partial and n * seq_length < total - extra
+    n = (total - 1) // seq_length
     # Where each document ends in the run of tokens; a token is in the first document that ends behind it.
     ends = np.cumsum(lengths[entries], dtype=np.int64)
     n_tokens = int(ends[-1]) if len(ends) else 0
-    if not len(entries) or n * seq_length > n_tokens - extra:
+    if not len(entries) or n * seq_length > n_tokens - 1:
         raise ArgumentError(
-            f"doc_idx has tokens for {max(n_tokens - extra, 0) // seq_length:,} samples; {num_epochs} epochs of "
+            f"doc_idx has tokens for {max(n_tokens - 1, 0) // seq_length:,} samples; {num_epochs} epochs of "
             f"{tokens_per_epoch:,} tokens make {n:,}",
             where="doc_idx",
         )
     small = max(len(entries), int(lengths.max(initial=0))) <= _MAX_I32
-    found = np.zeros((n + 1 + int(partial), 2), np.int32 if small else np.int64)
+    found = np.zeros((n + 1, 2), np.int32 if small else np.int64)
     targets = np.arange(1, n + 1, dtype=np.int64) * seq_length
-    entry = np.searchsorted(ends, targets + extra, side="left")
+    entry = np.searchsorted(ends, targets + 1, side="left")
     # The first row stays at the beginning, even if that document is empty.
-    found[1 : n + 1, 0] = entry
-    found[1 : n + 1, 1] = targets - ends[entry] + lengths[entries[entry]]
-    if partial:
-        found[-1] = len(entries) - 1, int(lengths[entries[-1]]) - extra
+    found[1:, 0] = entry
+    found[1:, 1] = targets - ends[entry] + lengths[entries[entry]]
     return found
 
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import numpy as np
-import numpy.lib.format as npy
 import numpy.typing as npt
 import xxhash
 
 from saev_store.core.layout import IntArray
-from saev_store.documents import parse_json
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, SaevStoreWarning, brief
-from saev_store.sources._digest import ALGORITHM, digest_files
+from saev_store.errors import ArgumentError, DocumentError, brief
+from saev_store.sources._files import ALGORITHM
 from saev_store.sources._source import DigestScope, NumberedSource, Source, check_index, steps, text_card
 from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
-from saev_store.sources.mmididx.samples import SEPARATE_BELOW, SampleIndices, build_indices
-from saev_store.transport import Transport, Writes, open_transport
+from saev_store.sources.mmididx.samples import SEPARATE_BELOW, build_indices
 
 if TYPE_CHECKING:
-    import os
-
-    from saev_store.problems import Problem
     from saev_store.validation import Report
-
-_NAMES = ("doc_idx", "sample_idx", "shuffle_idx")
-_MAX_DESCRIPTION = 1 << 16
 
 
 class TokenSamples(NumberedSource):
@@ -45,9 +33,6 @@ class TokenSamples(NumberedSource):
         seed: Of the shuffles.
         documents: Sequences to use: their numbers, or a range (see `split_documents`); all by default.
         separate_below: As in `build_indices`.
-        cache: Keep the index arrays in this folder (a path, a URL or a transport) and take them from there the next time.
-            They are plain `.npy` files beside a document with their digests; nothing in them is executed, and what does
-            not match is built again.
 
     Raises:
         ArgumentError: a number is out of range, or there are no tokens.
@@ -69,7 +54,6 @@ class TokenSamples(NumberedSource):
         seed: int = 1234,
         documents: npt.ArrayLike | range | None = None,
         separate_below: float = SEPARATE_BELOW,
-        cache: str | os.PathLike[str] | Transport | None = None,
     ) -> None:
         self.dataset, self.seq_length = dataset, seq_length
         self._documents = _as_documents(documents, len(dataset))
@@ -80,27 +64,11 @@ class TokenSamples(NumberedSource):
             "separate_below": separate_below,
             "documents": _describe_documents(self._documents),
         }
-
-        def build() -> SampleIndices:
-            return build_indices(
-                dataset.sizes, self._documents, seq_length=seq_length, num_samples=num_samples, seed=seed,
-                separate_below=separate_below,
-            )  # fmt: skip
-
-        if cache is None:
-            self.indices = build()
-        else:
-            self.indices = _Cache(cache, dataset, self._settings).get(build)
-
-    @property
-    def url(self) -> str:
-        """The address of the data set."""
-        return self.dataset.url
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """Those of the data set."""
-        return self.dataset.problems
+        self.indices = build_indices(
+            dataset.sizes, self._documents, seq_length=seq_length, num_samples=num_samples, seed=seed,
+            separate_below=separate_below,
+        )  # fmt: skip
+        self.url, self.problems = dataset.url, dataset.problems
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -251,71 +219,3 @@ def _describe_documents(documents: IntArray) -> object:
         first = int(documents[0]) if len(documents) else 0
         return [first, first + len(documents)]
     return {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(documents, "<i8"))}
-
-
-class _Cache:
-    """Index arrays in a folder: three `.npy` files, and last a document that has their digests."""
-
-    def __init__(
-        self, cache: str | os.PathLike[str] | Transport, dataset: IndexedDataset, settings: Mapping[str, object]
-    ) -> None:
-        self._transport = cache if isinstance(cache, Transport) else open_transport(cache)
-        index = digest_files(dataset.transport, dataset.sized_files()[:1], scope="full")
-        self._facts: dict[str, object] = {"version": 1, "index": index, **settings}
-        name = xxhash.xxh3_128_hexdigest(json.dumps(self._facts, sort_keys=True).encode())
-        self._description = f"{name}.json"
-        self._files = [f"{name}-{part}.npy" for part in _NAMES]
-
-    def get(self, build: Callable[[], SampleIndices]) -> SampleIndices:
-        """The arrays from the cache, or built and kept there; a folder that cannot be used is only worth a warning."""
-        try:
-            found = self._load()
-        except SaevStoreError as error:
-            if not isinstance(error, NotFoundError):
-                warnings.warn(f"the cached sample indices are built again: {error}", SaevStoreWarning, stacklevel=4)
-            found = None
-        if found is not None:
-            return found
-        indices = build()
-        try:
-            self._save(indices)
-        except SaevStoreError as error:
-            warnings.warn(f"the sample indices could not be kept: {error}", SaevStoreWarning, stacklevel=4)
-        return indices
-
-    def _load(self) -> SampleIndices:
-        raw = self._transport.read(self._description, max_bytes=_MAX_DESCRIPTION)
-        document = parse_json(raw, where=self._description, max_nbytes=_MAX_DESCRIPTION)
-        digests = cast("dict[str, object]", document).get("digests") if isinstance(document, dict) else None
-        if not isinstance(digests, list) or len(digests) != len(_NAMES):
-            raise DocumentError("it lists no digests", where=self._description)
-        arrays = [self._array(path, digest) for path, digest in zip(self._files, digests, strict=True)]
-        return SampleIndices(*(cast("npt.NDArray[np.int64]", each) for each in arrays))
-
-    def _array(self, path: str, digest: object) -> npt.NDArray[np.integer]:
-        nbytes = self._transport.size(path)
-        (raw,) = self._transport.get_ranges(path, starts=[0], ends=[nbytes])
-        if xxhash.xxh3_128_hexdigest(raw) != digest:
-            raise DocumentError("its digest is another one than when it was written", where=path)
-        head = io.BytesIO(bytes(raw[:4096]))
-        try:
-            npy.read_magic(head)
-            shape, _, dtype = npy.read_array_header_1_0(head)
-        except (ValueError, EOFError) as error:
-            raise DocumentError(f"it is no .npy file: {error}", where=path) from None
-        if dtype.hasobject or dtype.kind not in "iu":
-            raise DocumentError(f"it holds {dtype}, not integers", where=path)
-        return np.frombuffer(raw, dtype, offset=head.tell()).reshape(shape)
-
-    def _save(self, indices: SampleIndices) -> None:
-        if not isinstance(self._transport, Writes):
-            return
-        digests: list[str] = []
-        for path, array in zip(self._files, (indices.doc_idx, indices.sample_idx, indices.shuffle_idx), strict=True):
-            file = io.BytesIO()
-            np.save(file, array, allow_pickle=False)
-            digests.append(xxhash.xxh3_128_hexdigest(file.getbuffer()))
-            self._transport.put(path, file.getbuffer())
-        self._transport.put(
-            self._description, json.dumps({**self._facts, "digests": digests}, indent=1, sort_keys=True).encode()
-        )

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, brief
-from saev_store.sources._digest import CHUNK_BYTES
+from saev_store.sources._files import CHUNK_BYTES, chunks
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, full_url, locate
-from saev_store.sources.mmididx.dtypes import code_of
-from saev_store.sources.mmididx.index import index_header
+from saev_store.sources.mmididx.index import code_of, index_header
 from saev_store.sources.mmididx.reader import IndexedDataset
 from saev_store.transport import Writes
 from saev_store.transport.local.write import TEMP_PREFIX
@@ -24,7 +23,6 @@ from saev_store.transport.local.write import TEMP_PREFIX
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
 
-_BUFFER_BYTES = 1 << 20
 _MAX_I32 = 2**31 - 1
 #: Entries of the index that are written at once.
 _STRIDE = 1 << 18
@@ -42,9 +40,9 @@ class IndexedDatasetBuilder:
         dtype: Type of a token; one of the ten that the format has codes for.
         multimodal: Each sequence has a mode.
         overwrite: Replace a data set of that name; between the two versions, there is a moment without an index.
-        storage_options: What fsspec hands to the file system.
+        storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
-        transport: Write through this one.
+        transport: Write through this transport.
 
     Raises:
         ArgumentError: the format has no code for `dtype`.
@@ -80,8 +78,6 @@ class IndexedDatasetBuilder:
         if not overwrite:
             refuse_existing(self._transport, self._idx_path)
         self._bin: NewFile | None = NewFile(self._transport, self._bin_path, overwrite=overwrite)
-        self._buffer = np.empty(0, self.dtype)
-        self._n_waiting = 0
         self._sizes = array.array("i")
         self._doc_idx = array.array("q", [0])
         self._modes = array.array("b") if multimodal else None
@@ -127,12 +123,6 @@ class IndexedDatasetBuilder:
             ArgumentError: lengths do not sum to the tokens, or as in `add_sequence`. Nothing was appended then.
         """
         found = self._as_tokens(tokens)
-        if lengths is None and modes is None:
-            self._append(found)
-            if self._modes is not None:
-                self._modes.append(0)
-            self._doc_idx.append(len(self._sizes))
-            return
         sizes = [len(found)] if lengths is None else [int(length) for length in lengths]
         if sum(sizes) != len(found) or min(sizes, default=0) < 0:
             raise ArgumentError(f"lengths {brief(sizes)} do not cut {len(found)} tokens", where="lengths")
@@ -181,11 +171,10 @@ class IndexedDatasetBuilder:
             WriterConflictError: with `overwrite`, another process replaces the data set at this moment.
         """
         if self._bin is None:
-            raise ArgumentError("this data set is complete or given up already", where="finalize")
+            raise ArgumentError("this data set is complete or abandoned", where="finalize")
         if self._doc_idx[-1] != len(self._sizes):
             self.end_document()
         try:
-            self._flush()
             if not self._overwrite:
                 self._publish(self._bin)
                 return
@@ -200,8 +189,7 @@ class IndexedDatasetBuilder:
 
     def _publish(self, bin_file: NewFile) -> None:
         """Publish `.bin`, which decides between several writers, then the index; no data without an index stay."""
-        nbytes = 34 + 12 * len(self._sizes) + 8 * len(self._doc_idx) + len(self._modes or ())
-        with NewFile(self._transport, self._idx_path, nbytes=nbytes) as index_file:
+        with NewFile(self._transport, self._idx_path) as index_file:
             for piece in self._index():
                 index_file.write(piece)
             bin_file.commit()
@@ -236,7 +224,6 @@ class IndexedDatasetBuilder:
         file, self._bin = self._bin, None
         if file is not None:
             file.abort()
-        self._buffer, self._n_waiting = np.empty(0, self.dtype), 0
 
     def __enter__(self) -> Self:
         return self
@@ -281,23 +268,10 @@ class IndexedDatasetBuilder:
         self._sizes.append(len(tokens))
 
     def _write(self, tokens: npt.NDArray[np.generic]) -> None:
-        """Copy tokens, for the caller may use its memory again, to what goes to the disk next."""
         if self._bin is None:
-            raise ArgumentError("this data set is complete or given up already", where="add")
-        start, end = self._n_waiting, self._n_waiting + len(tokens)
-        if end > len(self._buffer):
-            self._flush()
-            self._buffer = np.empty(max(len(tokens), _BUFFER_BYTES // self.dtype.itemsize), self.dtype)
-            start, end = 0, len(tokens)
-        self._buffer[start:end] = tokens
-        self._n_waiting = end
-
-    def _flush(self) -> None:
-        # A sink may still be sending what it was given: the buffer is its own from here on.
-        waiting, self._buffer = self._buffer[: self._n_waiting], np.empty(0, self.dtype)
-        self._n_waiting = 0
-        if len(waiting) and self._bin is not None:
-            self._bin.write(waiting.data)
+            raise ArgumentError("this data set is complete or abandoned", where="add")
+        if len(tokens):
+            self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
 
     def __repr__(self) -> str:
         where = full_url(self._transport, self._idx_path)
@@ -307,9 +281,7 @@ class IndexedDatasetBuilder:
 def _tokens_of(dataset: IndexedDataset) -> Iterator[npt.NDArray[np.generic]]:
     """All tokens of a data set in the order of its sequences, in pieces of bounded size."""
     if not any(problem.kind == "not_packed" for problem in dataset.problems):
-        for start in range(0, dataset.index.bin_nbytes, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, dataset.index.bin_nbytes)
-            (part,) = dataset.transport.get_ranges(dataset.bin_path, starts=[start], ends=[end])
+        for part in chunks(dataset.transport, dataset.bin_path, dataset.index.bin_nbytes):
             yield np.frombuffer(part, dataset.dtype)
         return
     for i in range(len(dataset)):
