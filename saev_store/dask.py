@@ -34,8 +34,8 @@ class Blocks:
     def __getitem__(self, key: Key) -> FloatArray:
         return self.store.read(key)
 
-    def __dask_tokenize__(self) -> tuple[object, ...]:
-        return ("saev_store", self.store.url, self.store.metadata.raw)
+    def __dask_tokenize__(self) -> object:
+        return self.store.__dask_tokenize__()
 
 
 def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:

@@ -67,6 +67,11 @@ def test_the_same_store_has_the_same_name():
     plain = plain_store(LAYOUT)
     transport = MemoryTransport(plain.files, label=plain.name)
     assert ShardStore.open(transport).as_dask().name == ShardStore.open(transport).as_dask().name
+    other = plain_store(LAYOUT, seed=5)
+    recorded_again = MemoryTransport(
+        plain.files | {name: other.files[name] for name in other.files if name.startswith("acts")}, label=plain.name
+    )
+    assert ShardStore.open(recorded_again).as_dask().name != ShardStore.open(transport).as_dask().name
     elsewhere = MemoryTransport(plain.files, label=f"x/{plain.name}")
     assert ShardStore.open(elsewhere).as_dask().name != ShardStore.open(transport).as_dask().name
 
