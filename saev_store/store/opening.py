@@ -19,6 +19,7 @@ from saev_store.documents import (
     ShardsIndex,
     labels_nbytes,
     new_metadata,
+    parse_labels_size,
     parse_metadata,
     parse_shards,
 )
@@ -166,14 +167,7 @@ def find_labels(transport: Transport, layout: Layout) -> bool:
         size = transport.size(LABELS_NAME)
     except NotFoundError:
         return False
-    expected = labels_nbytes(layout)
-    if size != expected:
-        raise DocumentError(
-            f"has {size} bytes; one byte for each of {layout.n_examples} x {layout.content_tokens_per_example} content "
-            f"tokens is {expected}",
-            where=f"{transport.url}/{LABELS_NAME}",
-            remedy="Restore the file, or remove it to read the store without labels.",
-        )
+    parse_labels_size(size, layout, where=f"{transport.url}/{LABELS_NAME}")
     return True
 
 

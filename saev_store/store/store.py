@@ -108,7 +108,7 @@ class ShardStore(OpenedStore):
 
     @staticmethod
     def list(root: Url, storage_options: Options | None = None) -> StoreList:
-        """The stores one level below a root, unfinished and broken ones marked.
+        """The stores one level below a root, unfinished, damaged and broken ones marked.
 
         Raises:
             NotFoundError: there is no such folder.
