@@ -13,8 +13,7 @@ from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
-from saev_store.store.opened import OpenedStore
-from saev_store.store.opening import Opened, as_metadata, open_store
+from saev_store.store.opening import Opened, OpenedStore, as_metadata, open_store
 from saev_store.store.reader import FloatArray, Reader
 from saev_store.store.selection import Selection, prepared
 from saev_store.transport import Engine, Transport, open_transport

@@ -66,13 +66,13 @@ def test_the_size_of_a_shard_is_counted_once_and_only_where_it_is_requested():
     class Far(MemoryTransport):
         cost = ReadCost(0, 1 << 20)
 
-    plan = lambda reader: reader.plan(np.s_[1:5, 0, 0])  # noqa: E731
+    key = np.s_[1:5, 0, 0]
     for check_sizes, sizes, expected in ((True, True, 2 + 4), (True, False, 4), (False, True, 4)):
         reader = Reader(Far(files), LAYOUT, check_sizes=check_sizes)
         count = PlanCount(reader)
-        count.add(plan(reader), sizes=sizes)
+        count.add(reader.plan(key), sizes=sizes)
         assert count.requests == expected
-        count.add(plan(reader), sizes=sizes)
+        count.add(reader.plan(key), sizes=sizes)
         assert count.requests == expected + 4
         assert count.bytes_read == 8 * VECTOR
     mapped = PlanCount(Reader(MemoryTransport(files), LAYOUT))
