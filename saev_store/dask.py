@@ -13,33 +13,13 @@ from saev_store.errors import ArgumentError, MissingDependencyError
 if TYPE_CHECKING:
     import dask.array
 
-    from saev_store.core.indexing import Key
-    from saev_store.store.reader import FloatArray
     from saev_store.store.store import ShardStore
-
-
-class Blocks:
-    """The array that dask indexes: each block is a fresh array, read through the store. Picklable as the store is.
-
-    dask merges slices into the index before it reads, so only what is kept is read. Blocks are copies, also of mapped
-    files: a view would end the worker if the file were cut while a task computes with it.
-    """
-
-    def __init__(self, store: ShardStore) -> None:
-        self.store = store
-        self.shape = store.shape
-        self.ndim = len(self.shape)
-        self.dtype = np.dtype(np.float32)
-
-    def __getitem__(self, key: Key) -> FloatArray:
-        return self.store.read(key)
-
-    def __dask_tokenize__(self) -> tuple[object, ...]:
-        return ("saev_store", self.store.url, self.store.metadata.raw)
 
 
 def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
     """The tensor as a lazy dask array, whose tasks read through the store; slices read only what they keep.
+
+    Blocks are copies, also of mapped files: a view would end the worker if the file were cut while a task computes.
 
     Args:
         store: The opened store.
@@ -66,7 +46,7 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:
         return dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
-            Blocks(store),
+            store,
             chunks=cast("str", sizes),  # dask takes more than its annotation says
             asarray=False,
             fancy=True,

@@ -1,24 +1,31 @@
-"""The tensor as an `xarray.Dataset`, and `engine="saev"`: a thin layer over xarray's own Zarr back end.
+"""The tensor as an `xarray.Dataset`, and `engine="saev"`.
 
 `xr.open_dataset(url, engine="saev", storage_options=…)` works wherever the package is installed, without importing it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from saev_store.core.chunk_grid import task_lengths
-from saev_store.dask import from_store
-from saev_store.errors import MissingDependencyError
+from saev_store.core.indexing import outer_block
+from saev_store.core.layout import DIMS
+from saev_store.errors import ArgumentError, MissingDependencyError
 from saev_store.names import METADATA_NAME, SHARDS_NAME
 from saev_store.store.store import ShardStore
-from saev_store.zarr import ARRAY, TensorKeys, open_view
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of
 
 try:
     import xarray
-    from xarray.backends import BackendEntrypoint
+    from xarray.backends import BackendArray, BackendEntrypoint
+    from xarray.core import indexing
 except ImportError as error:
     raise MissingDependencyError(
         "xarray is not installed", where="as_xarray", remedy="pip install 'saev_store[xarray]'"
@@ -26,7 +33,48 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from saev_store.store.store import TaskSizes
-    from saev_store.zarr import Chunks, Sharded
+
+
+class StoreArray(BackendArray):
+    """The tensor as xarray indexes it: a key reads the bytes that it selects, through the store."""
+
+    def __init__(self, store: ShardStore) -> None:
+        self.store = store
+        self.shape = store.shape
+        self.dtype = store.dtype
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
+        if not isinstance(key, indexing.VectorizedIndexer):
+            return self.store.read(outer_block(key.tuple, self.shape))
+        found = self.store.read(key.tuple)
+        # NumPy leaves the dimensions of neighbouring lists in place; xarray wants them in front.
+        lists = [axis for axis, item in enumerate(key.tuple) if isinstance(item, np.ndarray)]
+        if not lists or lists[-1] - lists[0] + 1 > len(lists):
+            return found
+        n_dims = np.ndim(key.tuple[lists[0]])
+        return np.moveaxis(found, range(lists[0], lists[0] + n_dims), range(n_dims))
+
+    async def async_getitem(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
+        """The same in a thread, for `load_async`."""
+        return await asyncio.to_thread(self.__getitem__, key)
+
+    def __dask_tokenize__(self) -> object:
+        return self.store.__dask_tokenize__()
+
+
+class LabelsArray(StoreArray):
+    """The labels of content tokens as xarray indexes them; `labels.bin` is read, or mapped, when a value is needed."""
+
+    def __init__(self, store: ShardStore) -> None:
+        super().__init__(store)
+        self.shape = (len(store), store.layout.content_tokens_per_example)
+        self.dtype = np.dtype(np.uint8)
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
+        labels = np.asarray(self.store.labels)
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.BASIC, lambda part: labels[part].copy()
+        )
 
 
 class SaevBackend(BackendEntrypoint):
@@ -50,8 +98,6 @@ class SaevBackend(BackendEntrypoint):
         drop_variables: str | Iterable[str] | None = None,
         storage_options: Mapping[str, object] | None = None,
         damaged_ok: bool = False,
-        zarr_chunks: Chunks = "auto",
-        sharded: Sharded = "auto",
     ) -> xarray.Dataset:
         """The dataset of one store, with no activation read.
 
@@ -60,43 +106,44 @@ class SaevBackend(BackendEntrypoint):
             drop_variables: Names to leave out.
             storage_options: What fsspec hands to the file system.
             damaged_ok: As in `ShardStore.open`.
-            zarr_chunks: `chunks` of `ShardStore.as_zarr`; xarray's own `chunks` are dask's.
-            sharded: As in `ShardStore.as_zarr`.
         """
-        if isinstance(filename_or_obj, ShardStore):
-            store = filename_or_obj
-        else:
-            store = ShardStore.open(filename_or_obj, storage_options, damaged_ok=damaged_ok)
-        view = open_view(store, chunks=zarr_chunks, sharded=sharded)
-        # Values stay as stored: no masking, scaling or decoding of dates.
-        dataset = xarray.open_zarr(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
-            view,
-            chunks=None,
-            consolidated=True,
-            drop_variables=drop_variables,
-            mask_and_scale=False,
-            decode_times=False,
+        store = filename_or_obj
+        if not isinstance(store, ShardStore):
+            store = ShardStore.open(store, storage_options, damaged_ok=damaged_ok)
+        layout = store.layout
+        n_content = layout.content_tokens_per_example
+        variables = {
+            ARRAY: xarray.Variable(DIMS, indexing.LazilyIndexedArray(StoreArray(store))),
+            "layer": xarray.Variable("layer", np.array(layout.layers, dtype=np.int64)),
+            "token": xarray.Variable("token", np.arange(-layout.n_special_tokens, n_content)),
+        }
+        if store.has_labels:
+            variables[CONTENT] = xarray.Variable(CONTENT, np.arange(n_content))
+            variables[LABELS] = xarray.Variable(("example", CONTENT), indexing.LazilyIndexedArray(LabelsArray(store)))
+        for variable in variables.values():  # else xarray would make each variable one dask task
+            if "example" in variable.dims:
+                variable.encoding["preferred_chunks"] = {**variable.sizes, "example": task_lengths(layout)}
+        left_out = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
+        # netCDF has neither objects nor booleans as attributes.
+        attributes = {
+            name: json.dumps(value) if isinstance(value, dict) else int(value) if isinstance(value, bool) else value
+            for name, value in attributes_of(store.metadata, url=store.url).items()
+        }
+        dataset = xarray.Dataset(
+            {name: variable for name, variable in variables.items() if name not in left_out}, attrs=attributes
         )
-        _hint(dataset, view.keys.grid.chunk[0] if isinstance(view.keys, TensorKeys) else 1, store)
         dataset.encoding["source"] = store.url
+        dataset.set_close(store.close)
         return dataset
 
 
-def open_store(
-    store: ShardStore,
-    *,
-    chunks: TaskSizes,
-    zarr_chunks: Literal["auto"] | Sequence[int],
-    sharded: Sharded,
-) -> xarray.Dataset:
+def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
     """A lazy dataset of the activations: what `ShardStore.as_xarray` gives.
 
     Args:
         store: The opened store.
         chunks: As in `xarray.open_dataset`: None reads without dask; `{}` makes dask arrays of few tasks that follow the
-            shards and read through the store, as those of `ShardStore.as_dask` do.
-        zarr_chunks: `chunks` of `saev_store.zarr.open_view`.
-        sharded: As in `saev_store.zarr.open_view`.
+            shards. Names of tasks contain the recording identity.
 
     Raises:
         MissingDependencyError: xarray (or dask, with `chunks`) is not installed.
@@ -109,29 +156,21 @@ def open_store(
     >>> dataset.activations.sel(layer=11, token=-1).shape
     (7, 8)
     """
-    take_hints = chunks is None or chunks in ("auto", {})
     dataset = xarray.open_dataset(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         store,  # pyright: ignore[reportArgumentType]  # handed on to the back end as it is
         engine=SaevBackend,
-        chunks=chunks if take_hints else None,
         cache=chunks is None,
-        zarr_chunks=zarr_chunks,
-        sharded=sharded,
     )
-    if not take_hints:
-        # Chunked afterwards: given sizes would make xarray warn that they differ from the hints.
-        dataset = dataset.chunk(chunks)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
     if chunks is None:
         return dataset
-    # The same tasks, read through the store itself: requests are merged there.
-    activations = dataset[ARRAY]
-    return dataset.assign({ARRAY: activations.copy(data=from_store(store, chunks=activations.data.chunks))})
-
-
-def _hint(dataset: xarray.Dataset, multiple_of: int, store: ShardStore) -> None:
-    """Tell xarray what a good dask task is; else each Zarr chunk would be one."""
-    lengths = task_lengths(store.layout, multiple_of=multiple_of)
-    for variable in dataset.variables.values():
-        sizes = dict(zip(variable.dims, variable.shape, strict=True))
-        if "example" in sizes:
-            variable.encoding["preferred_chunks"] = {**sizes, "example": lengths}
+    try:
+        from dask.base import tokenize
+    except ImportError as error:
+        raise MissingDependencyError(
+            "dask is not installed", where="as_xarray", remedy="pip install 'saev_store[xarray]'"
+        ) from error
+    sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
+    try:
+        return dataset.chunk(sizes, token=cast("str", tokenize(store)))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
+    except ValueError as error:
+        raise ArgumentError(f"{chunks!r} cannot be laid over {dict(dataset.sizes)}: {error}", where="chunks") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 
 from saev_store.cli._options import AsJson, Pairs, StorageOptions, storage_options
 from saev_store.cli._output import emit, emit_json, table
-from saev_store.errors import SaevStoreError, SaevStoreWarning
+from saev_store.errors import SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Lists, Transport, open_transport
 
@@ -77,24 +76,8 @@ def _is_store(transport: Transport) -> bool:
 
 
 def state_of(root: Transport, entry: StoreEntry) -> tuple[str, str]:
-    """State of a store and a note. A published store whose files are missing or short is damaged."""
-    if entry.state == "unfinished":
-        return entry.state, how_far(root, entry)
-    if entry.state != "complete":
-        return entry.state, entry.note
-    from saev_store.store.store import ShardStore
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SaevStoreWarning)  # remarks about a store belong to `info`
-            with ShardStore.open(root.at(entry.name), damaged_ok=True) as store:
-                report = store.validate()
-    except SaevStoreError as error:
-        return "broken", error.message
-    if report.ok:
-        return entry.state, entry.note
-    n_lost = f"{report.n_lost:,} of {report.n_examples:,} examples lost" if report.n_lost else report.errors[0].message
-    return "damaged", n_lost
+    """State of a store and a note."""
+    return entry.state, how_far(root, entry) if entry.state == "unfinished" else entry.note
 
 
 def how_far(root: Transport, entry: StoreEntry) -> str:

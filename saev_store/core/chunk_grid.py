@@ -28,7 +28,7 @@ _MAPPED_CHUNK_LEAST_BYTES = 1 << 20
 #: A chunk beyond the end of a cut file is padded in memory, which costs at most this part of the tensor.
 _MAPPED_CHUNKS_AT_LEAST = 32
 #: One dask task: some tens of milliseconds of work; many tasks fit into memory at once.
-_TASK_BYTES = 128 << 20
+TASK_BYTES = 128 << 20
 #: 16 bytes for each inner chunk: four million vectors of one shard.
 _INDEX_MAX_BYTES = 64 << 20
 _INDEX_ENTRY_BYTES = 16
@@ -168,28 +168,27 @@ def default_chunk(layout: Layout, *, max_gap_bytes: float) -> Shape:
     return (examples, n_layers, *plane)
 
 
-def task_lengths(layout: Layout, *, multiple_of: int = 1, task_bytes: int = _TASK_BYTES) -> tuple[int, ...]:
+def task_lengths(layout: Layout, *, task_bytes: int | None = None) -> tuple[int, ...]:
     """Lengths along the example axis for few tasks of about `task_bytes`; no task has parts of two shards.
 
     A task is whole shards, where several fit into `task_bytes`, or an equal part of one.
 
     Args:
         layout: The geometry.
-        multiple_of: Lengths are multiples of this, so that no chunk is read by two tasks; the last one of a shard may be
-            shorter.
-        task_bytes: About the size of a task.
+        task_bytes: About the size of a task; default: `TASK_BYTES`.
 
     >>> task_lengths(Layout(25, (0,), 1, False, 2, 10), task_bytes=48)
     (5, 5, 5, 5, 5)
     """
     # A budget may be far beyond the examples: lengths of a shard that is never full are not listed.
     n, capacity = layout.n_examples, min(layout.examples_per_shard, layout.n_examples)
-    most = max(1, task_bytes // layout.example_nbytes)
+    most = max(1, (task_bytes or TASK_BYTES) // layout.example_nbytes)
     if most >= capacity:
         step = most // capacity * capacity
         return (*(step for _ in range(n // step)), *((n % step,) if n % step else ()))
-    n_parts = math.ceil(capacity / most)
-    part = math.ceil(capacity / n_parts / multiple_of) * multiple_of
+    part = math.ceil(capacity / math.ceil(capacity / most))
+    # Zarr takes tasks of one length only, which a divisor of the shard gives.
+    part = max((n for n in divisors(capacity) if part / 2 <= n <= most), default=part)
     whole = (*(part for _ in range(capacity // part)), *((capacity % part,) if capacity % part else ()))
     lengths = whole * (n // capacity)
     rest = n % capacity

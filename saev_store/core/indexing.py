@@ -96,23 +96,27 @@ def length(axis: Axis) -> int:
 def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
     """Bring an index expression into one of two forms; what NumPy would return has exactly that shape.
 
+    A `Block` or `Points`, made by this or by `outer_block`, is returned as it is.
+
     Raises:
         SelectionError: an index is out of range, of a wrong type or of a wrong length, or there are too many.
 
     >>> parse_key((slice(None, 8), 0, slice(1, None)), (20, 3, 5, 768)).shape
     (8, 4, 768)
     """
+    if isinstance(key, (Block, Points)):
+        return key
     items, empty_ellipsis_at = _expand(key, shape)
     arrays = {axis: item for axis, item in enumerate(items) if isinstance(item, np.ndarray)}
     if not arrays:
-        return Block(*_outer(items, shape))
+        return outer_block(items, shape)
     first, index = next(iter(arrays.items()))
     advanced = [axis for axis, item in enumerate(items) if not isinstance(item, slice)]
     # NumPy counts an ellipsis between two lists as a slice even where it stands for no axis at all.
     split = empty_ellipsis_at is not None and advanced[0] < empty_ellipsis_at <= advanced[-1]
     together = advanced[-1] - advanced[0] + 1 == len(advanced) and not split
     if len(arrays) == 1 and index.ndim == 1 and (together or advanced[0] == first == 0):
-        return Block(*_outer(items, shape))
+        return outer_block(items, shape)
     return _points(items, shape, advanced, at_front=not together)
 
 
@@ -232,10 +236,18 @@ def _axis(item: Item, n: int, name: str) -> Progression | IntArray:
     return Progression(item % n, 1, 1)
 
 
-def _outer(items: Sequence[Item], shape: Sequence[int]) -> tuple[tuple[Axis, ...], tuple[bool, ...]]:
+def outer_block(items: Sequence[Item], shape: Sequence[int]) -> Block:
+    """The outer product of one integer, slice or list for each axis, which is not what NumPy does with several lists.
+
+    Raises:
+        SelectionError: a position is out of range.
+
+    >>> outer_block((np.array([0, 3]), slice(None), np.array([1, 2]), 0), (20, 3, 5, 768)).shape
+    (2, 3, 2)
+    """
     names = DIMS if len(shape) == len(DIMS) else ("axis",) * len(shape)
     axes = tuple(_axis(item, n, name) for item, n, name in zip(items, shape, names, strict=True))
-    return axes, tuple(isinstance(item, int) for item in items)
+    return Block(axes, tuple(isinstance(item, int) for item in items))
 
 
 def _points(items: Sequence[Item], shape: Sequence[int], advanced: Sequence[int], *, at_front: bool) -> Points:

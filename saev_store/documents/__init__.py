@@ -3,10 +3,9 @@
 Takes bytes and gives checked values, or one exception with all that is wrong; opens nothing.
 """
 
+from saev_store.documents._choose import depth_order
 from saev_store.documents._json import loads as parse_json
-from saev_store.documents._oddities import depth_order
 from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
-from saev_store.documents.labels import labels_nbytes, parse_labels_size
 from saev_store.documents.metadata import (
     METADATA_MAX_NBYTES,
     Metadata,
@@ -14,7 +13,15 @@ from saev_store.documents.metadata import (
     new_metadata,
     parse_metadata,
 )
-from saev_store.documents.shards import COUNT_KEYS, SHARDS_MAX_NBYTES, ShardsIndex, parse_shards, shards_bytes
+from saev_store.documents.shards import (
+    COUNT_KEYS,
+    SHARDS_MAX_NBYTES,
+    ShardsIndex,
+    labels_nbytes,
+    parse_labels_size,
+    parse_shards,
+    shards_bytes,
+)
 from saev_store.documents.versions import PROTOCOLS, VERSIONS, WRITABLE_VERSIONS, WrittenVersion
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Tell which of the written versions a metadata document follows: by its keys, then by its `protocol`."""
+"""Which version a metadata document follows, what is refused before its values are looked at, and what is odd about it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import re
 import warnings
 from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
 
 from saev_store.documents._findings import Findings, key_list, shown
 from saev_store.documents.versions import PROTOCOLS, VERSIONS, Spelling, WrittenVersion
-from saev_store.errors import BreakingProtocolWarning, UnknownProtocolError
+from saev_store.errors import BreakingProtocolWarning, SaevStoreWarning, UnknownProtocolError
 
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.(?:0|[1-9][0-9]{0,8})){1,3}", re.ASCII)
 #: Keys that only documents from before protocol 1.0.0 have.
@@ -122,3 +124,73 @@ def _find_mixture(
             "a document uses one of them",
             loc=(theirs[0],),
         )
+
+
+def depth_order(layers: tuple[int, ...]) -> bool | None:
+    """Whether layers are listed in the order in which a model runs them; None if that depends on its depth.
+
+    Negative labels count from the end, and the depth is not in the document.
+
+    >>> depth_order((2, 5, 11)), depth_order((11, 2)), depth_order((3, -1)), depth_order((3, -2))
+    (True, False, True, None)
+    """
+    for part in ([layer for layer in layers if layer >= 0], [layer for layer in layers if layer < 0]):
+        if any(a > b for a, b in pairwise(part)):
+            return False
+    certain: bool | None = True
+    for a, b in pairwise(layers):
+        if a == -1 and b >= 0:  # The last layer cannot come before one counted from the start.
+            return False
+        if (a >= 0) != (b >= 0) and b != -1:
+            certain = None
+    return certain
+
+
+def find_oddities(values: Mapping[str, Any], version: WrittenVersion, findings: Findings) -> None:
+    """Add a warning for each oddity to the findings; a minor version that is not known is also warned of aloud."""
+    protocol, data = values["protocol"], values["data"]
+    if protocol not in PROTOCOLS:
+        message = (
+            f'"protocol" is {shown(protocol)}, a minor version that is not known; it is read like {version.protocol}, '
+            "which minor versions must allow"
+        )
+        findings.add("unknown_minor", message, loc=("protocol",), severity="warning")
+    elif protocol != version.protocol:
+        findings.add(
+            "unusual_protocol",
+            f'"protocol" is {shown(protocol)}, but no writer is known that used it with the keys of '
+            f"{version.spelling.name}",
+            loc=("protocol",),
+            severity="warning",
+        )
+    kind = "string" if isinstance(data, str) else "object"
+    if version.data not in {kind, "either"}:
+        findings.add(
+            "unusual_data",
+            f'"data" is {"a string" if kind == "string" else "an object"}; writers of {version.title} make it '
+            f"{'an object' if kind == 'string' else 'a string'}",
+            loc=("data",),
+            severity="warning",
+        )
+    _find_layer_order(values["layers"], findings)
+    if protocol not in PROTOCOLS:
+        warnings.warn(f"{findings.where}: {findings.warnings[0].message}", SaevStoreWarning, stacklevel=3)
+
+
+def _find_layer_order(layers: tuple[int, ...], findings: Findings) -> None:
+    in_order = depth_order(layers)
+    if in_order:
+        return
+    some = f"{list(layers[:8])}{' and more' if len(layers) > 8 else ''}"
+    doubt = (
+        "which is not the order in which a model runs them"
+        if in_order is False
+        else "and whether that is the order in which a model runs them depends on its depth"
+    )
+    findings.add(
+        "layer_order",
+        f'"layers" is {some}, {doubt}; the reference writer stores layers in the order in which they run, so they may be '
+        "mislabelled. Compare a vector with a fresh forward pass",
+        loc=("layers",),
+        severity="warning",
+    )

@@ -7,33 +7,43 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from saev_store.core.layout import IntArray, Layout
 from saev_store.documents import _json
-from saev_store.documents._choose import choose_version, refuse_breaking, refuse_unversioned
+from saev_store.documents._choose import choose_version, find_oddities, refuse_breaking, refuse_unversioned
 from saev_store.documents._findings import Findings, shown
-from saev_store.documents._oddities import find_oddities
+from saev_store.documents._rules import RULES, bad_layers
 from saev_store.documents.hashing import Recipe, content_hashes, known_names
 from saev_store.documents.versions import FIELDS, WRITABLE_VERSIONS, WrittenVersion
 from saev_store.errors import ArgumentError, DocumentError
 from saev_store.problems import Problem
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-    from saev_store.documents._model import Document
-
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
+_GEOMETRY = (
+    "n_examples", "layers", "content_tokens_per_example", "cls_token", "d_model", "max_tokens_per_shard",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metadata:
     """What a metadata.json says, whatever the version; equal to another one when their bytes are.
 
     Attributes:
-        document: The fields as a pydantic model, and unknown keys in its `model_extra`.
+        family: The family of models, such as "clip"; any string is accepted.
+        ckpt: The model, under the name that its recorder used.
+        layers: Labels of the recorded layers, in the order of the layer axis.
+        content_tokens_per_example: Tokens of an example without CLS.
+        cls_token: Whether token 0 is a CLS token.
+        d_model: Length of one vector.
+        n_examples: Examples in all shards together.
+        max_tokens_per_shard: The budget of vectors per shard from which the capacity follows (docs/protocol.md, section 3).
+        data: The description of the data set: a dict, or a string that may be a pickle. Opaque; treat it as read-only.
+        dataset: Where the data set was, as the writer saw it; None in documents without it.
+        pixel_agg: How pixel labels became token labels; None where it is null or absent.
+        dtype: Always "float32".
+        protocol: The protocol version, as written.
         version: Which of the written versions this is.
         raw: The exact bytes it was read from, or that are to be written.
         layout: The geometry it implies.
@@ -46,82 +56,36 @@ class Metadata:
     ((7, 3, 5, 8), '2.0', 'n_ex')
     """
 
-    document: Document = field(compare=False, repr=False)
-    version: WrittenVersion = field(compare=False, repr=False)
+    family: str
+    ckpt: str
+    layers: tuple[int, ...]
+    content_tokens_per_example: int
+    cls_token: bool
+    d_model: int
+    n_examples: int
+    max_tokens_per_shard: int
+    data: object = field(repr=False)
+    dataset: str | None
+    pixel_agg: str | None
+    dtype: str
+    protocol: str
+    version: WrittenVersion = field(repr=False)
     raw: bytes = field(repr=False)
-    layout: Layout = field(compare=False)
-    problems: tuple[Problem, ...] = field(compare=False, default=())
-    where: str = field(compare=False, default="metadata.json")
+    layout: Layout = field(repr=False)
+    problems: tuple[Problem, ...] = ()
+    where: str = "metadata.json"
 
-    @property
-    def family(self) -> str:
-        """The family of models, such as "clip"; any string is accepted."""
-        return self.document.family
+    def __eq__(self, other: object) -> bool:
+        return self.raw == other.raw if isinstance(other, Metadata) else NotImplemented
 
-    @property
-    def ckpt(self) -> str:
-        """The model, under the name that its recorder used."""
-        return self.document.ckpt
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Labels of the recorded layers, in the order of the layer axis."""
-        return self.document.layers
-
-    @property
-    def content_tokens_per_example(self) -> int:
-        """Tokens of an example without CLS."""
-        return self.document.content_tokens_per_example
-
-    @property
-    def cls_token(self) -> bool:
-        """Whether token 0 is a CLS token."""
-        return self.document.cls_token
-
-    @property
-    def d_model(self) -> int:
-        """Length of one vector."""
-        return self.document.d_model
-
-    @property
-    def n_examples(self) -> int:
-        """Examples in all shards together."""
-        return self.document.n_examples
-
-    @property
-    def max_tokens_per_shard(self) -> int:
-        """The budget of vectors per shard from which the capacity follows (docs/protocol.md, section 3)."""
-        return self.document.max_tokens_per_shard
-
-    @property
-    def data(self) -> object:
-        """The description of the data set: a dict, or a string that may be a pickle. Opaque; treat it as read-only."""
-        return self.document.data
-
-    @property
-    def dataset(self) -> str | None:
-        """Where the data set was, as the writer saw it; None in documents without it."""
-        return self.document.dataset
-
-    @property
-    def pixel_agg(self) -> str | None:
-        """How pixel labels became token labels; None where it is null or absent."""
-        return self.document.pixel_agg
-
-    @property
-    def dtype(self) -> str:
-        """Always "float32"."""
-        return self.document.dtype
-
-    @property
-    def protocol(self) -> str:
-        """The protocol version, as written."""
-        return self.document.protocol
+    def __hash__(self) -> int:
+        return hash(self.raw)
 
     @property
     def extra(self) -> dict[str, object]:
         """Keys that the version does not know, with their values."""
-        return dict(self.document.model_extra or {})
+        known = {*FIELDS, *map(self.version.spelling.key, FIELDS)}
+        return {key: value for key, value in self._contents().items() if key not in known}
 
     @property
     def count_key(self) -> str:
@@ -196,13 +160,14 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     refuse_unversioned(document, findings)
     refuse_breaking(document, findings)
     version = choose_version(document, findings)
-    model = _validate(document, version, findings)
-    layout = _layout(model, version, findings) if model else None
+    n_before = findings.n_errors
+    values = _values(document, version, findings)
+    layout = _layout(values, version, findings) if findings.n_errors == n_before else None
     findings.raise_if_bad(remedy=f"The rules are those of {version.title}.")
-    if model is None or layout is None:  # Not reached: both leave a finding behind.
+    if layout is None:  # Not reached: what keeps it from being made is a finding.
         raise DocumentError("it cannot be read", where=where)
-    find_oddities(model, version, findings)
-    return Metadata(model, version, raw, layout, findings.warnings, where)
+    find_oddities(values, version, findings)
+    return Metadata(**values, version=version, raw=raw, layout=layout, problems=findings.warnings, where=where)
 
 
 def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
@@ -216,53 +181,34 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
     return meta.known_names.get(dirname)
 
 
-def _validate(document: dict[str, object], version: WrittenVersion, findings: Findings) -> Document | None:
-    from pydantic import ValidationError
-
-    from saev_store.documents._model import Document, DocumentWithDataset
-
-    model = DocumentWithDataset if version.requires_dataset else Document
-    canonical = {version.spelling.key(name): name for name in FIELDS}
-    # A canonical name that this version spells differently is a stray key, not an alias.
-    renamed = {
-        canonical.get(key, key): value for key, value in document.items() if key in canonical or key not in FIELDS
-    }
+def _values(document: Mapping[str, object], version: WrittenVersion, findings: Findings) -> dict[str, Any]:
+    """The values under their canonical names; each that breaks a rule is a finding."""
     try:
-        return model.model_validate(renamed)
-    except ValidationError as exc:
-        for error in exc.errors(include_url=False):
-            _add_error(error, model, version, findings)
-    return None
-
-
-def _add_error(error: ErrorDetails, model: type[Document], version: WrittenVersion, findings: Findings) -> None:
-    if not error["loc"]:
+        "".join(document).encode()
+    except UnicodeEncodeError:
         findings.add("wrong_type", "a key is not Unicode text (it holds half a surrogate pair)")
-        return
-    name = str(error["loc"][0])
-    key = version.spelling.key(name)
-    if error["type"] == "missing":
-        why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
-        findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
-    elif error["type"] == "bad_layers":
-        bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
-        for i, label, rule in bad:
-            findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
-    else:
-        rule = model.model_fields[name].description
-        findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rule}', loc=(key,))
+    values: dict[str, Any] = {}
+    for name in FIELDS:
+        key = version.spelling.key(name)
+        value = values[name] = document.get(key)
+        rule, is_valid = RULES["text" if name == "dataset" and version.requires_dataset else name]
+        if key not in document:
+            if key in version.required_keys:
+                why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
+                findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
+        elif not is_valid(value):
+            findings.add("wrong_value", f'"{key}" is {shown(value)}; it must be {rule}', loc=(key,))
+        elif name == "layers":
+            layers = cast("list[object]", value)
+            values[name] = tuple(layers)
+            for i, label, broken in bad_layers(layers):
+                findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {broken}', loc=(key, i))
+    return values
 
 
-def _layout(model: Document, version: WrittenVersion, findings: Findings) -> Layout | None:
+def _layout(values: Mapping[str, Any], version: WrittenVersion, findings: Findings) -> Layout | None:
     try:
-        return Layout.from_budget(
-            n_examples=model.n_examples,
-            layers=model.layers,
-            content_tokens_per_example=model.content_tokens_per_example,
-            cls_token=model.cls_token,
-            d_model=model.d_model,
-            max_tokens_per_shard=model.max_tokens_per_shard,
-        )
+        return Layout.from_budget(**{name: values[name] for name in _GEOMETRY})
     except ArgumentError as exc:
         name = exc.where or ""
         key = version.spelling.key(name)

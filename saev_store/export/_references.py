@@ -146,7 +146,7 @@ def usable_base(store: ShardStore, base: str | None) -> str:
         return f"file://{url}"
     if url.startswith("memory://") or "::" in url or "{{" in url:
         raise ArgumentError(
-            f"{url!r} is an address that nobody else can use",
+            f"{url!r} is an address that other processes cannot use",
             where="base",
             remedy="Pass where readers will find the store's folder, such as base='s3://bucket/shards/<HASH>'.",
         )

@@ -132,7 +132,7 @@ def work_on(store: ShardStore, work: Work, digests: Promised | None) -> Moments:
     by_layer = layout.example_nbytes > _READ_BYTES
     for examples in _pieces(layout, work):
         for layers in [slice(n, n + 1) for n in range(layout.n_layers)] if by_layer else [slice(None)]:
-            block = moments_of(store.as_numpy((examples, layers)))
+            block = moments_of(store.read((examples, layers)))
             found.put(layers, merge(found.at(layers), block))
     return found
 

@@ -27,8 +27,10 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from functools import partial
+from typing import Literal, get_args
 
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import AccessError, NotFoundError, SaevStoreError, TransportError
@@ -36,15 +38,8 @@ from saev_store.transport import MemoryTransport, Transport
 
 IdentityKind = Literal["digests", "versions", "contents", "sizes"]
 _DIGEST_BYTES = 20
-
-
-@runtime_checkable
-class TellsVersions(Protocol):
-    """A transport that knows the version of a file without reading it."""
-
-    def version(self, path: str) -> str | None:
-        """The ETag or generation of a file; None where the server tells none."""
-        ...
+#: Far files that are looked at side by side.
+_N_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +99,9 @@ def recording_identity(
     by_digests = _by_digests(transport, layout, names) if prefer == "digests" else None
     if by_digests is not None:
         return by_digests
-    facts = [(name, *_size_and_version(transport, name)) for name in names]
+    with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="saev-identity") as pool:
+        found = list(pool.map(partial(_size_and_version, transport), names))
+    facts = [(name, *fact) for name, fact in zip(names, found, strict=True)]
     if all(version is not None for _, _, version in facts):
         return _identity("versions", layout, facts)
     by_digests = _by_digests(transport, layout, names) if prefer == "versions" else None
@@ -142,7 +139,10 @@ def _size_and_version(transport: Transport, name: str) -> tuple[int, str | None]
         if folder is not None:
             status = os.stat(os.path.join(folder, name))
             return status.st_size, str(status.st_mtime_ns)
-        return transport.size(name), transport.version(name) if isinstance(transport, TellsVersions) else None
+        size = transport.size(name)
+        if size and transport.version(name) is None:
+            transport.get_ranges(name, starts=[0], ends=[1])  # the version comes with the first range
+        return size, transport.version(name) or None
     except (FileNotFoundError, NotADirectoryError):  # NotFoundError of a transport is a FileNotFoundError
         return -1, "missing"
     except SaevStoreError:

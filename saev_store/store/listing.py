@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast, overload
 
-from saev_store.documents import Metadata, parse_json, parse_metadata
+from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.store.card import human_bytes
@@ -18,7 +18,7 @@ from saev_store.transport import Lists, Transport
 
 _MAX_CLAIM_BYTES = 32 << 20
 
-State = Literal["complete", "unfinished", "broken"]
+State = Literal["complete", "damaged", "unfinished", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class StoreEntry:
     Attributes:
         name: Its folder, normally the content hash.
         url: What `ShardStore.open` takes.
-        state: `"complete"` was published, `"unfinished"` has a writer's claim only, `"broken"` has documents that do not open.
+        state: `"complete"` was published and its files have the right sizes, `"damaged"` lacks files or bytes, `"unfinished"`
+            has a writer's claim only, `"broken"` has documents that do not open.
         metadata: The document, where it could be read.
-        note: Why it is broken, or how far it is.
+        note: Why it is broken, or what is lost.
     """
 
     name: str
@@ -82,7 +83,8 @@ class StoreList(Sequence[StoreEntry]):
 def list_stores(root: Transport) -> StoreList:
     """Every store one level below a root; folders that are no stores are left out.
 
-    Reads one or two small documents per folder, several at once. Nothing is raised for a single broken store.
+    Reads two small documents per folder and compares the sizes of its files, several folders at once. Nothing is raised
+    for a single broken store.
 
     Raises:
         NotFoundError: there is no such root.
@@ -97,6 +99,8 @@ def list_stores(root: Transport) -> StoreList:
 
 
 def _look(root: Transport, name: str) -> StoreEntry | None:
+    from saev_store.validation import merge_ranges, quick_checks
+
     url = f"{root.url}/{name}"
     try:
         raw = root.read(f"{name}/{METADATA_NAME}", max_bytes=_MAX_CLAIM_BYTES)
@@ -108,14 +112,22 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a list tells in words what opening warns of
             metadata = parse_metadata(raw, where=f"{url}/{METADATA_NAME}")
-        root.size(f"{name}/{SHARDS_NAME}")
+        listed = root.read(f"{name}/{SHARDS_NAME}", max_bytes=SHARDS_MAX_NBYTES)
+        index = parse_shards(listed, metadata, where=f"{url}/{SHARDS_NAME}")
+        found = quick_checks(root.at(name), metadata, index)
     except NotFoundError:
         return StoreEntry(
             name, url, "broken", None, "metadata.json without shards.json: the dump crashed, or was purged"
         )
     except SaevStoreError as error:
         return StoreEntry(name, url, "broken", None, str(error))
-    return StoreEntry(name, url, "complete", metadata)
+    errors = [problem for problem in found if problem.severity == "error"]
+    if not errors:
+        return StoreEntry(name, url, "complete", metadata)
+    lost = merge_ranges([lost for problem in errors for lost in problem.lost])
+    n_lost = sum(end - start for start, end in lost)
+    note = f"{n_lost:,} of {metadata.n_examples:,} examples lost" if n_lost else errors[0].message
+    return StoreEntry(name, url, "damaged", metadata, note)
 
 
 def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:

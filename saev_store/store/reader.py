@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.threads import n_threads, share
-from saev_store.core.indexing import Axis, Block, Key, Points, Progression, length, parse_key
+from saev_store.core.indexing import Axis, Block, Key, Progression, length, parse_key
 from saev_store.core.layout import DTYPE, IntArray, Layout, shard_name
 from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
@@ -61,9 +61,9 @@ class Reader:
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, key: Key | Block | Points) -> Iterator[Part]:
+    def plan(self, key: Key) -> Iterator[Part]:
         """What reading `key` takes, for an output of the shape of the key (with dropped axes kept at length one)."""
-        request = key if isinstance(key, (Block, Points)) else parse_key(key, self.layout.shape)
+        request = parse_key(key, self.layout.shape)
         return self._planner.block(request) if isinstance(request, Block) else self._planner.points(request)
 
     def plan_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> Part:

@@ -13,8 +13,7 @@ from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
-from saev_store.store.opened import OpenedStore
-from saev_store.store.opening import Opened, as_metadata, open_store
+from saev_store.store.opening import Opened, OpenedStore, as_metadata, open_store
 from saev_store.store.reader import FloatArray, Reader
 from saev_store.store.selection import Selection, prepared
 from saev_store.transport import Engine, Transport, open_transport
@@ -108,7 +107,7 @@ class ShardStore(OpenedStore):
 
     @staticmethod
     def list(root: Url, storage_options: Options | None = None) -> StoreList:
-        """The stores one level below a root, unfinished and broken ones marked.
+        """The stores one level below a root, unfinished, damaged and broken ones marked.
 
         Raises:
             NotFoundError: there is no such folder.
@@ -309,16 +308,14 @@ class ShardStore(OpenedStore):
 
         return open_view(self, chunks=chunks, sharded=sharded)
 
-    def as_xarray(
-        self, *, chunks: TaskSizes = None, zarr_chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto"
-    ) -> xarray.Dataset:
+    def as_xarray(self, *, chunks: TaskSizes = None) -> xarray.Dataset:
         """A lazy `xarray.Dataset` of the activations with dimension names, layer labels and token numbers (-1 is CLS).
 
         See `saev_store.xarray.open_store`.
         """
         from saev_store.xarray import open_store
 
-        return open_store(self, chunks=chunks, zarr_chunks=zarr_chunks, sharded=sharded)
+        return open_store(self, chunks=chunks)
 
     def as_dask(self, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
         """A lazy `dask.array.Array` of the tensor, whose tasks read through this store. See `saev_store.dask.from_store`."""
@@ -408,6 +405,11 @@ class ShardStore(OpenedStore):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __dask_tokenize__(self) -> tuple[str, str, str]:
+        from saev_store.store.identity import recording_identity
+
+        return "saev_store", self.url, str(recording_identity(self.transport, self._layout))
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
         return ShardStore, (self._opened,)

@@ -138,7 +138,7 @@ def test_prices_are_a_table_that_can_be_edited(monkeypatch: pytest.MonkeyPatch):
     assert store.estimate(prices={"s3": Price(1000, 0)}).request_dollars == store.estimate().requests
     monkeypatch.setitem(PRICES, "s3", Price(0, 1e9))
     assert store.estimate().transfer_dollars == store.nbytes
-    with pytest.raises(ArgumentError, match=r"mapping of schemes to saev_store\.cost\.Price"):
+    with pytest.raises(ArgumentError, match=r"mapping of schemes to saev_store\.store\.estimate\.Price"):
         store.estimate(prices={"s3": 3})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transports import CountingTransport
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.store.identity import RecordingIdentity, recording_identity
-from saev_store.transport import MemoryTransport
+from saev_store.transport import Buffer, MemoryTransport
 
 
 def identity(path: Path, **options) -> RecordingIdentity:
@@ -74,10 +75,15 @@ def test_versions_that_a_transport_reports():
     plain = random_bits(layout, seed=4)
 
     class Versioned(CountingTransport):
-        etag: str | None = "1"
+        etag: str = "1"
+        was_read = False
+
+        def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+            self.was_read = True
+            return super().get_ranges(path, starts=starts, ends=ends)
 
         def version(self, path: str) -> str | None:
-            return self.etag
+            return self.etag if self.was_read else None
 
     assert recording_identity(CountingTransport(MemoryTransport(plain.files)), layout).kind == "sizes"
     transport = Versioned(MemoryTransport(plain.files))
@@ -85,7 +91,7 @@ def test_versions_that_a_transport_reports():
     transport.etag = "2"
     assert first.kind == "versions"
     assert recording_identity(transport, layout) != first
-    transport.etag = None
+    transport.etag = ""
     assert recording_identity(transport, layout).kind == "sizes"
 
 

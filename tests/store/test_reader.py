@@ -327,7 +327,7 @@ def test_labels_of_a_wrong_size_never_come_out(extra: int, tmp_path: Path):
             lambda store=store: store.as_xarray(),
         ]
         for way in ways:
-            with pytest.raises(DocumentError, match=r"labels\.bin: has \d+ bytes"):
+            with pytest.raises(DocumentError, match=r"labels\.bin: it has \d+ bytes"):
                 way()
         assert store[4].tobytes() == plain.dense[4].tobytes()
     with pytest.raises(DocumentError, match=r"labels\.bin"):

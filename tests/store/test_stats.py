@@ -341,6 +341,7 @@ def test_in_a_bucket(s3_bucket):
         files.pipe_file(f"{s3_bucket.url}/{plain.name}/{name}", data)
     store = ShardStore.open(f"{s3_bucket.url}/{plain.name}", s3_bucket.options)
     assert_same(store.stats(), plain.dense, rtol=1e-9)
+    files.invalidate_cache()
     assert files.exists(f"{s3_bucket.url}/{plain.name}/stats.json")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import pickle
 import re
 import threading
@@ -35,7 +36,8 @@ from saev_store.errors import (
     UnknownProtocolError,
 )
 from saev_store.names import CLAIM_PATH
-from saev_store.transport import MemoryTransport, ReadCost, Transport
+from saev_store.store.listing import list_stores
+from saev_store.transport import LatencyTransport, MemoryTransport, ReadCost, Transport
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 ENGINES = ["mmap", "pread", "fsspec"]
@@ -480,6 +482,30 @@ def test_a_claim_that_cannot_be_read_is_one_entry_of_the_list(claim: str, tmp_pa
     hidden.write_text(claim)
     found = {entry.name: (entry.state, entry.note) for entry in ShardStore.list(tmp_path)}
     assert found == {complete.name: ("complete", ""), "crashed": ("unfinished", "its claim cannot be read")}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "state", "note"),
+    [
+        (None, "damaged", "2 of 7 examples lost"),
+        (0, "damaged", "2 of 7 examples lost"),
+        (2 * 480 - 1, "damaged", "1 of 7 examples lost"),
+        (2 * 480, "complete", ""),
+    ],
+)
+def test_a_list_tells_which_stores_are_damaged(nbytes: int | None, state: str, note: str, tmp_path: Path) -> None:
+    layout = Layout(7, (2, 5, 11), 4, True, 8, 5)
+    folder = plain_store(layout, tail="cut").write(tmp_path)
+    shard = folder / "acts000001.bin"
+    assert shard.stat().st_size == 2 * layout.example_nbytes == 2 * 480
+    if nbytes is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, nbytes)
+    (entry,) = ShardStore.list(tmp_path)
+    assert (entry.state, entry.note) == (state, note)
+    far = MemoryTransport({f"{folder.name}/{file.name}": file.read_bytes() for file in folder.iterdir()}, label="x")
+    assert [(entry.state, entry.note) for entry in list_stores(LatencyTransport(far, 0.0, 1e12))] == [(state, note)]
 
 
 def test_a_root_lists_its_stores(tmp_path: Path) -> None:

@@ -265,8 +265,8 @@ def test_documents_are_frozen_comparable_and_picklable():
     meta = parse(GOOD)
     with pytest.raises(AttributeError):
         meta.raw = b""
-    with pytest.raises(ValueError, match="frozen"):
-        meta.document.ckpt = "other"
+    with pytest.raises(AttributeError):
+        meta.ckpt = "other"
     same = pickle.loads(pickle.dumps(meta))
     assert same == meta == copy.deepcopy(meta)
     assert hash(same) == hash(meta)

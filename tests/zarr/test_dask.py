@@ -14,7 +14,6 @@ from strategies import layouts
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
-from saev_store.dask import Blocks
 from saev_store.errors import ArgumentError
 from saev_store.transport import MemoryTransport
 
@@ -58,7 +57,7 @@ def test_blocks_of_a_local_store_are_copies(tmp_path: Path):
     """A view of a mapped file would end the worker if the file were cut while a task computes."""
     plain = plain_store(LAYOUT)
     store = ShardStore.open(plain.write(tmp_path))
-    block = Blocks(store)[3:6, 1]
+    block = store.as_dask(chunks=-1)[3:6, 1].compute(scheduler="synchronous")
     assert not np.shares_memory(block, store.as_numpy(np.s_[3:6], copy=False))
     assert block.flags.writeable
 
@@ -67,6 +66,11 @@ def test_the_same_store_has_the_same_name():
     plain = plain_store(LAYOUT)
     transport = MemoryTransport(plain.files, label=plain.name)
     assert ShardStore.open(transport).as_dask().name == ShardStore.open(transport).as_dask().name
+    other = plain_store(LAYOUT, seed=5)
+    recorded_again = MemoryTransport(
+        plain.files | {name: other.files[name] for name in other.files if name.startswith("acts")}, label=plain.name
+    )
+    assert ShardStore.open(recorded_again).as_dask().name != ShardStore.open(transport).as_dask().name
     elsewhere = MemoryTransport(plain.files, label=f"x/{plain.name}")
     assert ShardStore.open(elsewhere).as_dask().name != ShardStore.open(transport).as_dask().name
 

@@ -158,10 +158,10 @@ def test_long_chunks_are_fetched_as_several_requests():
 def test_xarray_and_dask_fetch_no_more_than_zarr():
     pytest.importorskip("dask")
     transport, store = counted()
-    lazy = store.as_xarray(zarr_chunks=(1, 1, 17, 32), sharded=False)
+    store[0:40:10, 0, 0]  # each shard's size is requested before it is first read
+    lazy = store.as_xarray()
     assert cost_of(transport, lambda: lazy.activations.sel(layer=3).values) == (40, 40 * PLANE)
-    store[0:40:10, 0, 0]  # each shard's size is asked for when it is first touched
-    tasks = store.as_xarray(chunks={}, zarr_chunks=(1, 1, 17, 32), sharded=False)
+    tasks = store.as_xarray(chunks={})
     assert cost_of(transport, lambda: tasks.activations.sel(layer=3).values) == (40, 40 * PLANE)
     array = store.as_dask()
     assert cost_of(transport, array[:, 3].compute) == (40, 40 * PLANE)

@@ -531,3 +531,11 @@ def test_every_range_of_a_sharded_key(tail: str, mapped: bool):
                 value[start:],
                 value[len(value) - start :],
             ]
+
+
+@pytest.mark.parametrize("key", ["zarr.json", "activations/c/0/0/0/0", "layer/c/0"])
+def test_a_suffix_is_never_longer_than_the_value(key: str):
+    view = ShardStore.open(MemoryTransport(plain_store(LAYOUT).files, label=plain_store(LAYOUT).name)).as_zarr()
+    whole = view.get_sync(key).to_bytes()
+    for n in (1, len(whole) - 1, len(whole), len(whole) + 1, 2 * len(whole) - 1, 10**9):
+        assert view.get_sync(key, byte_range=SuffixByteRequest(n)).to_bytes() == whole[-n:]
