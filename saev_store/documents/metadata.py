@@ -7,17 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from saev_store.core.layout import IntArray, Layout
 from saev_store.documents import _json
 from saev_store.documents._choose import choose_version, find_oddities, refuse_breaking, refuse_unversioned
 from saev_store.documents._findings import Findings, shown
-from saev_store.documents._rules import RULES, bad_layers
 from saev_store.documents.hashing import Recipe, content_hashes, known_names
 from saev_store.documents.versions import FIELDS, WRITABLE_VERSIONS, WrittenVersion
 from saev_store.errors import ArgumentError, DocumentError
 from saev_store.problems import Problem
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from saev_store.documents._model import Document
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
@@ -182,28 +186,42 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
 
 
 def _values(document: Mapping[str, object], version: WrittenVersion, findings: Findings) -> dict[str, Any]:
-    """The values under their canonical names; each that breaks a rule is a finding."""
+    """The values under their canonical names, checked by a pydantic model; each that breaks a rule is a finding."""
+    from pydantic import ValidationError
+
+    from saev_store.documents._model import Document, DocumentWithDataset
+
+    model = DocumentWithDataset if version.requires_dataset else Document
+    canonical = {version.spelling.key(name): name for name in FIELDS}
+    # A canonical name that this version spells differently is a stray key, not an alias.
+    renamed = {
+        canonical.get(key, key): value for key, value in document.items() if key in canonical or key not in FIELDS
+    }
     try:
-        "".join(document).encode()
-    except UnicodeEncodeError:
+        checked = model.model_validate(renamed)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            _add_error(error, model, version, findings)
+        return {}
+    return {name: getattr(checked, name) for name in FIELDS}
+
+
+def _add_error(error: ErrorDetails, model: type[Document], version: WrittenVersion, findings: Findings) -> None:
+    if not error["loc"]:
         findings.add("wrong_type", "a key is not Unicode text (it holds half a surrogate pair)")
-    values: dict[str, Any] = {}
-    for name in FIELDS:
-        key = version.spelling.key(name)
-        value = values[name] = document.get(key)
-        rule, is_valid = RULES["text" if name == "dataset" and version.requires_dataset else name]
-        if key not in document:
-            if key in version.required_keys:
-                why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
-                findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
-        elif not is_valid(value):
-            findings.add("wrong_value", f'"{key}" is {shown(value)}; it must be {rule}', loc=(key,))
-        elif name == "layers":
-            layers = cast("list[object]", value)
-            values[name] = tuple(layers)
-            for i, label, broken in bad_layers(layers):
-                findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {broken}', loc=(key, i))
-    return values
+        return
+    name = str(error["loc"][0])
+    key = version.spelling.key(name)
+    if error["type"] == "missing":
+        why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
+        findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
+    elif error["type"] == "bad_layers":
+        bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
+        for i, label, rule in bad:
+            findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
+    else:
+        rule = model.model_fields[name].description
+        findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rule}', loc=(key,))
 
 
 def _layout(values: Mapping[str, Any], version: WrittenVersion, findings: Findings) -> Layout | None:
