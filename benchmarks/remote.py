@@ -394,7 +394,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=in_memory) as folder, tempfile.TemporaryDirectory() as certificates:
         authority = None
         if options.tls:
-            sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+            sys.path.insert(0, str(Path(__file__).parent.parent / "tests/helpers"))
             from tls import make_certificates
 
             authority = Path(make_certificates(Path(certificates)).authority)

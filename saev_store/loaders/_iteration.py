@@ -149,6 +149,7 @@ class BatchIterator(Iterator[Batch]):
         iteration: Makes the batches.
         n_batches: How many.
         timeout_s: Seconds without a batch and without progress before `DeadlineError`.
+        progress: Gives another value whenever something has arrived.
         on_batch: Called for each batch that is handed out.
         on_end: Called when the last one has been handed out.
     """
@@ -159,10 +160,11 @@ class BatchIterator(Iterator[Batch]):
         n_batches: int,
         *,
         timeout_s: float,
+        progress: Callable[[], object],
         on_batch: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._iteration, self._n_left, self._timeout_s = iteration, n_batches, timeout_s
+        self._iteration, self._n_left, self._timeout_s, self._progress = iteration, n_batches, timeout_s, progress
         self._on_batch, self._on_end, self._ended = on_batch, on_end, False
         FORGOTTEN.begin()
         FORGOTTEN.watch(iteration)
@@ -189,9 +191,7 @@ class BatchIterator(Iterator[Batch]):
             )
         runtime, started = self._iteration.runtime, time.perf_counter()
         try:
-            batch = self._iteration.handoff.get(
-                self._timeout_s, runtime.readers.busy_with, lambda: runtime.totals.reads.n_bytes
-            )
+            batch = self._iteration.handoff.get(self._timeout_s, runtime.readers.busy_with, self._progress)
         except BaseException:
             self.close()
             raise

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from types import TracebackType
 
-from saev_store.errors import SaevStoreError
+from saev_store.errors import SaevStoreError, StoreExistsError
 from saev_store.transport import Transport
 from saev_store.writer.folder import Folder
 
@@ -52,8 +52,12 @@ class Lease:
             return False
         if found is not None:
             self._folder.put(self._path, self._document())
-        elif not self._folder.create(self._path, self._document()):
-            return False
+        else:
+            try:
+                if not self._folder.create(self._path, self._document()):
+                    return False
+            except StoreExistsError:  # created, and deleted, by another process meanwhile
+                return False
         if not self._is_ours():  # somebody else was as quick, where creating is not atomic
             return False
         self._ended.clear()

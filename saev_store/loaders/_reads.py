@@ -35,6 +35,8 @@ SMALL_RUN_BYTES = 16 << 10
 
 #: What a thread carries out, and the name of the file that it reads.
 Task: TypeAlias = tuple[Callable[[], None], str]
+#: Memory to read into before rows are put where they belong, for as many threads as read at a time.
+Scratch: TypeAlias = deque[npt.NDArray[np.uint8]]
 
 
 class Target(Protocol):
@@ -79,6 +81,7 @@ class Reads:
         task_bytes: About how much one task reads.
         advice: For the system, about local files that are read in extents far apart.
         waits: Whether the shards lie where a fault on a map waits: scattered vectors are then read one by one.
+        scratch: Kept from one epoch to the next, because the first touch of memory costs as much as filling it.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Reads:
         task_bytes: int,
         advice: Advice | None = None,
         waits: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         self._reader, self._layout, self._transport = reader, reader.layout, reader.transport
         self._totals, self._stop, self._advice = totals, stop, advice
@@ -99,8 +103,7 @@ class Reads:
         # Where the source is memory, only a token's worth of a gap pays.
         self._max_gap_bytes = int(min(max_gap_bytes, SMALL_RUN_BYTES if np.isinf(max_gap_bytes) else 1 << 20))
         self._task_bytes = int(min(task_bytes, max_request_bytes))
-        #: Memory to read into before rows are put where they belong, for as many threads as read at a time.
-        self._scratch: deque[npt.NDArray[np.uint8]] = deque()
+        self._scratch: Scratch = deque() if scratch is None else scratch
 
     def tasks(self, runs: Runs, target: Target) -> Iterator[Task]:
         """Tasks that together fill the rows of `target` which `runs` name."""
@@ -110,13 +113,20 @@ class Reads:
         runs = cut(runs, max(1, self._task_bytes // v))
         runs = runs.take(np.lexsort((runs.vector, runs.shard)))
         gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
-        n_far = 1 + np.count_nonzero((gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1]))
+        is_far = (gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1])
+        n_far = 1 + np.count_nonzero(is_far)
         if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far and not self._one_by_one:
             yield from self._small(runs, target)
             return
-        size = np.cumsum(runs.count * v)
+        end = np.cumsum(runs.count * v)
+        begin = end - runs.count * v
+        # Runs that one request brings stay together, unless they are more than a task.
+        first = np.flatnonzero(np.concatenate(([True], is_far | (gap < 0) | (runs.origin[1:] != runs.origin[:-1]))))
+        length = np.diff(np.append(begin[first], end[-1]))
+        n_runs = np.diff(np.append(first, len(begin)))
+        begin = np.where(np.repeat(length <= self._task_bytes, n_runs), np.repeat(begin[first], n_runs), begin)
         # A task ends with its shard, and where it has enough to do.
-        part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
+        part = runs.shard * (int(end[-1]) // self._task_bytes + 2) + begin // self._task_bytes
         for lo, hi in pairwise([0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]):
             yield partial(self._read, runs.take(slice(lo, hi)), target), shard_name(int(runs.shard[lo]))
 
@@ -226,7 +236,7 @@ class Reads:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = np.empty(0, np.uint8)
-        return scratch if len(scratch) >= nbytes else np.empty(nbytes, np.uint8)
+        return scratch if len(scratch) >= nbytes else np.empty(max(nbytes, self._task_bytes), np.uint8)
 
     def _get(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
         try:

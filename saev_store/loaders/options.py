@@ -49,7 +49,7 @@ class ReadOptions:
         world: How many processes share the work. Each takes an equal part of every global batch. Default: as for `rank`.
         n_threads: Reads in flight. Default: by the medium.
         prefetch_batches: Batches that may be ready and wait. Default: 2.
-        batch_timeout_s: Seconds without a batch and without any finished read before `DeadlineError`.
+        batch_timeout_s: Seconds without a batch and without any arrived bytes before `DeadlineError`.
         scale_norm: Scale activations so that their mean L2 norm is sqrt(d_model), by a seeded sample of these rows; or by a
             number, such as `store.stats().scale(…)`. The state carries the factor.
         medium: What the shards lie on, to overrule detection: `"memory"`, `"cached"`, `"flash"`, `"disk"`, `"parallel"` or

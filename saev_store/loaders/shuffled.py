@@ -204,6 +204,8 @@ class ShuffledLoader(Loader):
             stop,
             fill_up=self._fills_up,
             n_ahead=self._n_cohorts_ahead,
+            # Copies out of memory wait for nothing, and memory that is not touched costs nothing.
+            most_ahead=self._n_cohorts_ahead * (1 if self._medium.kind in ("memory", "cached") else 2),
             # Those that are ready, the consumer's, and one that waits to be put with these.
             n_lent=self._prefetch + 2,
             ring=ring,

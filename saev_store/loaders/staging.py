@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Literal
 
 from saev_store.core.rows import Tokens
 from saev_store.errors import DeadlineError, NotFoundError, WriterConflictError
 from saev_store.loaders._lease import Lease
 from saev_store.loaders.cache import CachedTransport
+from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.writer.folder import METADATA, TEMPORARY
+from saev_store.writer.folder import METADATA, TEMPORARY, Folder
 
 Layer = int | Sequence[int] | Literal["all"]
 
@@ -34,12 +37,12 @@ def stage(
 ) -> str:
     """The address of a checked copy of a store below `to` that holds only the layers and tokens asked for.
 
-    Every process of a machine may call it with the same arguments: one copies, the others wait for it. A copy that was
-    interrupted is continued, a finished one is used again. Only the bytes of these layers and tokens are read. A loader's
-    state goes on with the copy.
+    Every process of a machine may call it with the same arguments: one copies, the others wait for it. An interrupted copy is
+    continued. A finished copy is used again while it is of the same recording (`recording_identity`); after a new recording
+    of the source it is replaced. Only the bytes of these layers and tokens are read. A loader's state continues on the copy.
 
-    A bucket has no locks: there the one that copies leaves a sign of life every few seconds, and the others go on with its
-    work when they have seen none for half a minute to a minute.
+    A bucket has no locks. There the copying process renews a lease every few seconds; another process takes over when it has
+    not changed for half a minute to a minute.
 
     Args:
         url: The store.
@@ -59,24 +62,45 @@ def stage(
     folder = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
+        recording = str(recording_identity(store.transport, store.layout)).encode()
     root = open_transport(target.root)
-    # A copy on a disk has locks, which end with their process.
-    is_local = root.is_local
-    lease = nullcontext(True) if is_local else Lease(root, f"{TEMPORARY}stage-{target.name}")
+    lease, mark = Lease(root, f"{TEMPORARY}stage-{target.name}"), f"{TEMPORARY}staged-{target.name}"
     deadline = time.monotonic() + timeout_s
     while True:
-        try:
-            # What is published can be had by all at once.
-            with nullcontext(True) if _is_published(root, target.name) else lease as ours:
-                if ours:
+        there = Folder(root, "")
+        found = there.read_or_none(mark) if _is_published(root, target.name) else b""
+        # A published copy is checked by all at once. A copy on a disk is made under a lock that ends with its process.
+        free = found in {recording, None} or (found == b"" and root.is_local)
+        with suppress(WriterConflictError), nullcontext(True) if free else lease as ours:
+            if ours:
+                if found and found != recording:
+                    # Another process may have replaced it since the mark was read.
+                    if there.read_or_none(mark) == found:
+                        _remove(root, target.name)
+                        there.delete(mark)
+                elif found == b"":
+                    there.put(mark, recording)
+                if found in {recording, None, b""}:
                     return copy_store(
                         url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
                     )
-        except WriterConflictError:
-            pass
+                continue
         if time.monotonic() > deadline:
             raise DeadlineError(f"another process has been copying the store for {timeout_s:g} s", where=folder)
         time.sleep(_POLL_S)
+
+
+def _remove(root: Transport, name: str) -> None:
+    """Delete a copy. On a disk its folder goes in one step; elsewhere its metadata goes first, so that it is a copy no more."""
+    if root.local_path is not None:
+        stale = os.path.join(root.local_path, f"{TEMPORARY}stale-{name}-{secrets.token_hex(4)}")
+        os.rename(os.path.join(root.local_path, name), stale)
+        shutil.rmtree(stale, ignore_errors=True)
+        return
+    folder = Folder(root, name)
+    folder.delete(METADATA)
+    for entry in folder.names() or ():
+        folder.delete(entry)
 
 
 def _is_published(root: Transport, name: str) -> bool:

@@ -149,7 +149,7 @@ def test_several_stage_into_a_bucket_and_one_works(tmp_path, bucket, layers):
     assert bucket.begun.count("owner") == (0 if layers == "all" else 1)
     shards = [name for name in bucket.begun if name.startswith("acts")]
     assert len(shards) == len(set(shards)) >= 4
-    assert [entry.path for entry in bucket.list()] == [address.rpartition("/")[2]]
+    assert copies_in(bucket) == [address.rpartition("/")[2]]
     store = ShardStore.open(bucket.at(address.rpartition("/")[2]))
     np.testing.assert_array_equal(store[:], plain.acts[:, [0, 2]] if layers != "all" else plain.acts)
 
@@ -163,4 +163,23 @@ def test_a_stager_that_crashed_is_succeeded(tmp_path, bucket, monkeypatch):
     bucket.put(f"{staging.TEMPORARY}stage-{name}", b"crashed")
     assert stage(plain.path, "bucket://near", layers=5) == f"bucket://near/{name}"
     np.testing.assert_array_equal(ShardStore.open(bucket.at(name))[:, 0], plain.acts[:, 1])
-    assert [entry.path for entry in bucket.list()] == [name]
+    assert copies_in(bucket) == [name]
+
+
+@pytest.mark.parametrize("layers", [5, "all"])
+def test_a_new_recording_replaces_the_copy_in_a_bucket(tmp_path, bucket, layers):
+    bucket.all_looked.set()
+    plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
+    for factor in (1, 2):
+        for shard_idx in range(plain.n_shards):
+            (np.fromfile(plain.shard(shard_idx), "<f4") * factor).tofile(plain.shard(shard_idx))
+        address = stage(plain.path, "bucket://near", layers=layers)
+        (name,) = copies_in(bucket)
+        assert address == f"bucket://near/{name}"
+        found = ShardStore.open(bucket.at(name))[:]
+        np.testing.assert_array_equal(found, factor * (plain.acts if layers == "all" else plain.acts[:, [1]]))
+
+
+def copies_in(bucket: Bucket) -> list[str]:
+    """All that lies in a bucket, but for the notes of which recording the copies are."""
+    return [entry.path for entry in bucket.list() if not entry.path.startswith(f"{staging.TEMPORARY}staged-")]
