@@ -17,20 +17,16 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError
-from saev_store.loaders._advice import Advice, advice_for
-from saev_store.loaders._batch_coordinates import Batch, BatchMaker
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
-from saev_store.loaders._iteration import BatchContext, BatchIterator, Iteration, LoaderRuntime
-from saev_store.loaders._medium import medium_of, unwrapped
-from saev_store.loaders._memory import Allocate
-from saev_store.loaders._metrics import Metrics, Totals
-from saev_store.loaders._ranks import rank_and_world
+from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
+from saev_store.loaders._iteration import BatchContext, BatchIterator, Iteration, LoaderRuntime, Metrics, Totals
+from saev_store.loaders._medium import Advice, advice_for, medium_of, unwrapped
 from saev_store.loaders._reads import Reads, Scratch
-from saev_store.loaders._scale import norm_scale
-from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
+from saev_store.loaders._ring import Allocate
+from saev_store.loaders._rows import Batch, BatchMaker
 from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
-from saev_store.loaders.options import ReadOptions
+from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.order import Batching, Blocks
 from saev_store.store.selection import Selection
 

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
-from saev_store.loaders._batch_coordinates import Positions
-from saev_store.loaders._iteration import Batch, BatchContext
-from saev_store.loaders._metrics import ReadTotals
+from saev_store.loaders._iteration import BatchContext
+from saev_store.loaders._reads import ReadTotals
 from saev_store.loaders._ring import BatchRing, RingMemory
-from saev_store.loaders._runs import runs_of_blocks
+from saev_store.loaders._rows import Batch, Positions, runs_of_blocks
 from saev_store.loaders._workers import Group
 from saev_store.order import Partition, Placement
 from saev_store.store.reader import FloatArray

@@ -12,8 +12,8 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import TransportError
-from saev_store.loaders import _lease, stage, staging
-from saev_store.loaders._lease import Lease
+from saev_store.loaders import stage, staging
+from saev_store.loaders.staging import Lease
 from saev_store.transport import MemoryTransport
 from saev_store.writer import copying
 
@@ -22,7 +22,7 @@ PATH = "lease.json"
 
 @pytest.fixture(autouse=True)
 def no_beats(monkeypatch):
-    monkeypatch.setattr(_lease, "BEAT_S", 3600.0)
+    monkeypatch.setattr(staging, "BEAT_S", 3600.0)
 
 
 def test_one_at_a_time():
@@ -36,7 +36,7 @@ def test_one_at_a_time():
 
 
 def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
-    monkeypatch.setattr(_lease, "PATIENCE", 1)  # and up to as many again: none
+    monkeypatch.setattr(staging, "PATIENCE", 1)  # and up to as many again: none
     place = MemoryTransport()
     place.put(PATH, b"crashed")
     lease = Lease(place, PATH)
@@ -52,7 +52,7 @@ def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
 
 
 def test_signs_of_life_until_somebody_else_has_taken_over(monkeypatch):
-    monkeypatch.setattr(_lease, "BEAT_S", 0.001)
+    monkeypatch.setattr(staging, "BEAT_S", 0.001)
     seen, changed = set(), threading.Event()
 
     class Noted(MemoryTransport):
@@ -135,7 +135,7 @@ def bucket(monkeypatch):
     monkeypatch.setattr(staging, "open_transport", opened)
     monkeypatch.setattr(copying, "open_transport", opened)
     monkeypatch.setattr(staging, "_POLL_S", 0.001)
-    monkeypatch.setattr(_lease, "PATIENCE", 1 << 40)
+    monkeypatch.setattr(staging, "PATIENCE", 1 << 40)
     return bucket
 
 
@@ -155,7 +155,7 @@ def test_several_stage_into_a_bucket_and_one_works(tmp_path, bucket, layers):
 
 
 def test_a_stager_that_crashed_is_succeeded(tmp_path, bucket, monkeypatch):
-    monkeypatch.setattr(_lease, "PATIENCE", 5)
+    monkeypatch.setattr(staging, "PATIENCE", 5)
     bucket.all_looked.set()
     plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
     with ShardStore.open(plain.path) as store:

@@ -31,8 +31,7 @@ from saev_store.loaders import (
     ShuffleOptions,
 )
 from saev_store.loaders._base import Loader
-from saev_store.loaders._memory import BufferPool, allocate
-from saev_store.loaders._ring import BatchRing, HostMemory
+from saev_store.loaders._ring import BatchRing, BufferPool, HostMemory, allocate
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, ShuffledOrder
