@@ -56,7 +56,7 @@ from saev_store.documents import shards_bytes
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import ReadCost
+from saev_store.transport import Counters, ReadCost
 
 #: How the others are measured: without their first batch.
 FORGIVEN = " but the first batch"
@@ -193,7 +193,7 @@ class Synthetic:
     """A store of any size: every vector is what its place says."""
 
     url, name, cost = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20)
-    is_local, local_path, reads_into = False, None, False
+    is_local, local_path, reads_into, counters = False, None, False, Counters()
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         del path

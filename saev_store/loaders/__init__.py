@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from saev_store.loaders._base import Loader
-from saev_store.loaders._batch_coordinates import NO_LABEL, Batch
 from saev_store.loaders._explain import Explanation
-from saev_store.loaders._iteration import BatchIterator
+from saev_store.loaders._identity import stored_scale
+from saev_store.loaders._iteration import BatchIterator, Metrics
 from saev_store.loaders._medium import Medium, medium_of
-from saev_store.loaders._memory import Allocate, BufferPool
-from saev_store.loaders._metrics import Metrics
-from saev_store.loaders._ring import RingMemory, RowNumbers
-from saev_store.loaders._scale import stored_scale
-from saev_store.loaders._scattered import ScatteredReads
+from saev_store.loaders._reads import ScatteredReads
+from saev_store.loaders._ring import Allocate, BufferPool, RingMemory, RowNumbers
+from saev_store.loaders._rows import NO_LABEL, Batch
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
@@ -16,20 +17,16 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError
-from saev_store.loaders._advice import Advice, advice_for
-from saev_store.loaders._batch_coordinates import Batch, BatchMaker
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
-from saev_store.loaders._iteration import BatchContext, BatchIterator, Iteration, LoaderRuntime
-from saev_store.loaders._medium import medium_of, unwrapped
-from saev_store.loaders._memory import Allocate
-from saev_store.loaders._metrics import Metrics, Totals
-from saev_store.loaders._ranks import rank_and_world
-from saev_store.loaders._reads import Reads
-from saev_store.loaders._scale import norm_scale
-from saev_store.loaders._state import STATE_VERSION, checked, fingerprint
+from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
+from saev_store.loaders._iteration import BatchContext, BatchIterator, Iteration, LoaderRuntime, Metrics, Totals
+from saev_store.loaders._medium import Advice, advice_for, medium_of, unwrapped
+from saev_store.loaders._reads import Reads, Scratch
+from saev_store.loaders._ring import Allocate
+from saev_store.loaders._rows import Batch, BatchMaker
 from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
-from saev_store.loaders.options import ReadOptions
+from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.order import Batching, Blocks
 from saev_store.store.selection import Selection
 
@@ -71,6 +68,7 @@ class Loader(ABC):
         self._runtime: LoaderRuntime | None = None
         self._lock = threading.Lock()
         self._iteration: Iteration | None = None
+        self._scratch: Scratch = deque()
         self._epoch, self._batch, self._resume_at = 0, 0, 0
         self._totals = Totals(space.layout.vector_nbytes)
         #: The state that was loaded last.
@@ -182,6 +180,7 @@ class Loader(ABC):
             if self._runtime is not None and self._runtime.has_strays:
                 # A read that hangs in the system may still be writing there.
                 self._forget_memory()
+                self._scratch = deque()
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             totals = self._totals = Totals(self._space.layout.vector_nbytes)
@@ -209,6 +208,7 @@ class Loader(ABC):
             task_bytes=self._read_bytes,
             advice=advice,
             waits=self._medium.waits,
+            scratch=self._scratch,
         )
         context = BatchContext(reads, runtime, BatchMaker(self._space, self._labels, self.scale))
         n_batches = len(self._batching)
@@ -218,6 +218,8 @@ class Loader(ABC):
             iteration,
             n_batches - first,
             timeout_s=float(self._options.batch_timeout_s),
+            # The transport counts each request that has come in, before the read that it is a part of is finished.
+            progress=lambda: (runtime.totals.reads.n_bytes, self._reader.transport.counters.bytes_read),
             on_batch=self._count,
             on_end=lambda: self._end(epoch),
         )
@@ -264,6 +266,7 @@ class Loader(ABC):
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self._end_iteration()
         self._forget_memory()
+        self._scratch = deque()
 
     @property
     def is_iterating(self) -> bool:

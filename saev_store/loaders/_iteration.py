@@ -1,4 +1,4 @@
-"""One iteration of a loader: a thread that makes batches ahead of the consumer, and the consumer's end of it."""
+"""One iteration of a loader: its measures, the thread that makes batches ahead of the consumer, and the consumer's end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,82 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from saev_store._runtime.abandoned import ABANDONED
 from saev_store.errors import ArgumentError, ForkError
-from saev_store.loaders._batch_coordinates import Batch, BatchMaker
-from saev_store.loaders._metrics import Totals
-from saev_store.loaders._reads import Reads, Task
+from saev_store.loaders._reads import Reads, ReadTotals, Task
+from saev_store.loaders._rows import Batch, BatchMaker
 from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Measures of the latest iteration of a loader, since it began.
+
+    Attributes:
+        n_batches: Batches handed out.
+        n_rows: Rows handed out.
+        elapsed_s: Seconds since the iteration began.
+        rows_per_s: Rows per second of that.
+        mb_per_s: Megabytes (10^6 bytes) of rows per second of that.
+        n_requests: Requests made to the transport.
+        bytes_read: Bytes that were read for that.
+        n_retries: Reads that were repeated after a passing failure.
+        read_s: Time spent in reads, summed over threads.
+        copy_s: Time spent in copying rows to batches, summed over threads; part of `read_s`.
+        waited_s: Time the consumer waited for batches.
+        window_fill: Rows of the window that are read and not yet handed out, as a share of what it can hold.
+        batches_ready: Batches that are finished and wait for the consumer.
+    """
+
+    n_batches: int
+    n_rows: int
+    elapsed_s: float
+    rows_per_s: float
+    mb_per_s: float
+    n_requests: int
+    bytes_read: int
+    n_retries: int
+    read_s: float
+    copy_s: float
+    waited_s: float
+    window_fill: float
+    batches_ready: int
+
+
+@dataclass
+class Totals:
+    """Running sums behind `Metrics`; each number has one writer."""
+
+    vector_nbytes: int
+    reads: ReadTotals = field(default_factory=ReadTotals)
+    n_batches: int = 0
+    n_rows: int = 0
+    waited_s: float = 0.0
+    window_fill: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+
+    def metrics(self, batches_ready: int) -> Metrics:
+        """The sums as they are now."""
+        elapsed = max((self.ended or time.perf_counter()) - self.started, 1e-9)
+        reads = self.reads
+        return Metrics(
+            n_batches=self.n_batches,
+            n_rows=self.n_rows,
+            elapsed_s=elapsed,
+            rows_per_s=self.n_rows / elapsed,
+            mb_per_s=self.n_rows * self.vector_nbytes / elapsed / 1e6,
+            n_requests=reads.n_requests,
+            bytes_read=reads.n_bytes,
+            n_retries=reads.n_retries,
+            read_s=reads.read_s,
+            copy_s=reads.copy_s,
+            waited_s=self.waited_s,
+            window_fill=self.window_fill,
+            batches_ready=batches_ready,
+        )
 
 
 class LoaderRuntime:
@@ -149,6 +217,7 @@ class BatchIterator(Iterator[Batch]):
         iteration: Makes the batches.
         n_batches: How many.
         timeout_s: Seconds without a batch and without progress before `DeadlineError`.
+        progress: Gives another value whenever something has arrived.
         on_batch: Called for each batch that is handed out.
         on_end: Called when the last one has been handed out.
     """
@@ -159,10 +228,11 @@ class BatchIterator(Iterator[Batch]):
         n_batches: int,
         *,
         timeout_s: float,
+        progress: Callable[[], object],
         on_batch: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._iteration, self._n_left, self._timeout_s = iteration, n_batches, timeout_s
+        self._iteration, self._n_left, self._timeout_s, self._progress = iteration, n_batches, timeout_s, progress
         self._on_batch, self._on_end, self._ended = on_batch, on_end, False
         ABANDONED.start()
         ABANDONED.add(iteration)
@@ -189,9 +259,7 @@ class BatchIterator(Iterator[Batch]):
             )
         runtime, started = self._iteration.runtime, time.perf_counter()
         try:
-            batch = self._iteration.handoff.get(
-                self._timeout_s, runtime.readers.busy_with, lambda: runtime.totals.reads.n_bytes
-            )
+            batch = self._iteration.handoff.get(self._timeout_s, runtime.readers.busy_with, self._progress)
         except BaseException:
             self.close()
             raise

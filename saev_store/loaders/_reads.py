@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Protocol, TypeAlias, TypeVar
@@ -13,15 +14,12 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.indexing import Axis, Progression
 from saev_store.core.layout import IntArray, shard_name
 from saev_store.errors import NotFoundError, TransportError
-from saev_store.loaders._advice import Advice
-from saev_store.loaders._medium import unwrapped
-from saev_store.loaders._metrics import ReadTotals
-from saev_store.loaders._runs import Runs, cut
-from saev_store.store.estimate import PlanCount
+from saev_store.loaders._medium import Advice, Medium, advice_for, unwrapped
+from saev_store.loaders._rows import Positions, Runs, cut, runs_of_planes
 from saev_store.store.reader import FloatArray, Reader
+from saev_store.store.selection import Selection
 from saev_store.transport import Buffer
 
 T = TypeVar("T")
@@ -35,6 +33,32 @@ SMALL_RUN_BYTES = 16 << 10
 
 #: What a thread carries out, and the name of the file that it reads.
 Task: TypeAlias = tuple[Callable[[], None], str]
+#: Memory to read into before rows are put where they belong, for as many threads as read at a time.
+Scratch: TypeAlias = deque[npt.NDArray[np.uint8]]
+
+
+@dataclass
+class ReadTotals:
+    """What reading has cost so far; threads add to it under its lock."""
+
+    n_requests: int = 0
+    n_bytes: int = 0
+    n_retries: int = 0
+    read_s: float = 0.0
+    copy_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, requests: int, n_bytes: int, seconds: float) -> None:
+        """Count finished requests."""
+        with self.lock:
+            self.n_requests += requests
+            self.n_bytes += n_bytes
+            self.read_s += seconds
+
+    def add_copy(self, seconds: float) -> None:
+        """Count time in which what was read was copied to batches."""
+        with self.lock:
+            self.copy_s += seconds
 
 
 class Target(Protocol):
@@ -79,6 +103,7 @@ class Reads:
         task_bytes: About how much one task reads.
         advice: For the system, about local files that are read in extents far apart.
         waits: Whether the shards lie where a fault on a map waits: scattered vectors are then read one by one.
+        scratch: Kept from one epoch to the next, because the first touch of memory costs as much as filling it.
     """
 
     def __init__(
@@ -90,6 +115,7 @@ class Reads:
         task_bytes: int,
         advice: Advice | None = None,
         waits: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         self._reader, self._layout, self._transport = reader, reader.layout, reader.transport
         self._totals, self._stop, self._advice = totals, stop, advice
@@ -99,8 +125,7 @@ class Reads:
         # Where the source is memory, only a token's worth of a gap pays.
         self._max_gap_bytes = int(min(max_gap_bytes, SMALL_RUN_BYTES if np.isinf(max_gap_bytes) else 1 << 20))
         self._task_bytes = int(min(task_bytes, max_request_bytes))
-        #: Memory to read into before rows are put where they belong, for as many threads as read at a time.
-        self._scratch: deque[npt.NDArray[np.uint8]] = deque()
+        self._scratch: Scratch = deque() if scratch is None else scratch
 
     def tasks(self, runs: Runs, target: Target) -> Iterator[Task]:
         """Tasks that together fill the rows of `target` which `runs` name."""
@@ -110,13 +135,20 @@ class Reads:
         runs = cut(runs, max(1, self._task_bytes // v))
         runs = runs.take(np.lexsort((runs.vector, runs.shard)))
         gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
-        n_far = 1 + np.count_nonzero((gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1]))
+        is_far = (gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1])
+        n_far = 1 + np.count_nonzero(is_far)
         if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far and not self._one_by_one:
             yield from self._small(runs, target)
             return
-        size = np.cumsum(runs.count * v)
+        end = np.cumsum(runs.count * v)
+        begin = end - runs.count * v
+        # Runs that one request brings stay together, unless they are more than a task.
+        first = np.flatnonzero(np.concatenate(([True], is_far | (gap < 0) | (runs.origin[1:] != runs.origin[:-1]))))
+        length = np.diff(np.append(begin[first], end[-1]))
+        n_runs = np.diff(np.append(first, len(begin)))
+        begin = np.where(np.repeat(length <= self._task_bytes, n_runs), np.repeat(begin[first], n_runs), begin)
         # A task ends with its shard, and where it has enough to do.
-        part = runs.shard * (int(size[-1]) // self._task_bytes + 2) + (size - runs.count * v) // self._task_bytes
+        part = runs.shard * (int(end[-1]) // self._task_bytes + 2) + begin // self._task_bytes
         for lo, hi in pairwise([0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]):
             yield partial(self._read, runs.take(slice(lo, hi)), target), shard_name(int(runs.shard[lo]))
 
@@ -226,7 +258,7 @@ class Reads:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = np.empty(0, np.uint8)
-        return scratch if len(scratch) >= nbytes else np.empty(nbytes, np.uint8)
+        return scratch if len(scratch) >= nbytes else np.empty(max(nbytes, self._task_bytes), np.uint8)
 
     def _get(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
         try:
@@ -272,59 +304,39 @@ class Reads:
             self._totals.n_retries += 1
 
 
-class PlannedReads(Reads):
-    """Reads that are counted instead of carried out.
+#: What a task reads. A disk of this machine is told of 128 vectors at a time; a file system over a network may not listen to
+#: that, so there each thread waits for one.
+_TASK_BYTES = {"flash": 1 << 20, "disk": 1 << 20, "parallel": 256 << 10}
+
+
+class ScatteredReads:
+    """Reads scattered rows of a selection, each with a read of its own, without read-ahead.
 
     Args:
-        reader: The store's.
-        task_bytes: As of the reads that this stands for.
-        waits: Likewise.
-        direct: Whether their target is read into.
+        rows: The selection.
+        medium: What its shards lie on.
     """
 
-    def __init__(self, reader: Reader, *, task_bytes: int, waits: bool, direct: bool) -> None:
-        self._count = PlanCount(reader)
-        super().__init__(reader, ReadTotals(), threading.Event(), task_bytes=task_bytes, waits=waits)
-        self._direct = direct and self._reads_into
+    def __init__(self, rows: Selection, medium: Medium) -> None:
+        self._space = rows.space
+        self._advice = advice_for(medium.path, rows.space.layout, keep_pages=True)
+        self._reads = Reads(
+            rows.reader,
+            ReadTotals(),
+            threading.Event(),
+            task_bytes=_TASK_BYTES.get(medium.kind, 1 << 20),
+            advice=self._advice,
+            waits=True,
+        )
 
-    def count(self, runs: Runs) -> int:
-        """Count what reading these runs costs; returns how many vectors they have."""
-        n_rows = int(runs.count.sum())
-        target = ArrayTarget(np.empty((0, self._layout.d_model), np.float32))
-        for task, _ in self.tasks(runs, target):
-            task()
-        return n_rows
+    def tasks(self, picked: IntArray, out: FloatArray) -> list[Callable[[], None]]:
+        """Tasks that together fill `out` (n, d_model) with the rows `picked` (n,)."""
+        where = Positions(*self._space.locate(picked))
+        place = np.arange(len(picked), dtype=np.int64)
+        runs = runs_of_planes(self._space.layout, where, np.ones_like(place), place)
+        return [task for task, _ in self._reads.tasks(runs, ArrayTarget(out))]
 
-    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, target: Target) -> None:
-        del place, target
-        self._count.add([self._reader.plan_rows(example, layer, token)], sizes=False)
-
-    def _read(self, runs: Runs, target: Target) -> None:
-        del target
-        begins, stops, first = self._requests(runs, direct=self._direct)
-        for lo, hi in pairwise(first):
-            self._count.add_range(stops[hi - 1] - begins[lo])
-
-    def _check(self, shard: int, highest: int) -> None:
-        pass
-
-    def total(self, share: float, examples: Axis) -> tuple[int, int]:
-        """(requests, bytes) of everything, of which `share` was counted, in the shards of these examples."""
-        capacity, count = self._layout.examples_per_shard, self._count
-        shards: range | list[int]
-        if isinstance(examples, Progression) and abs(examples.step) <= capacity:
-            shards = (
-                range(examples.lowest // capacity, examples.highest // capacity + 1) if examples.count else range(0)
-            )
-        else:
-            chosen = examples.positions() if isinstance(examples, Progression) else examples
-            shards = np.unique(chosen // capacity).tolist()
-        sizes = sum(map(self._reader.is_unchecked, shards))
-        # A shard is mapped once, and where some are, all are in the end; everything else grows with what is read.
-        n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
-        requests, n_bytes = (count.requests - n_maps) / share, (count.bytes_read - map_bytes) / share
-        if n_maps and share < 1:
-            for shard in shards:
-                count.add_map(shard)
-            n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
-        return round(requests) + n_maps + sizes, round(n_bytes) + map_bytes
+    def close(self) -> None:
+        """Take back what the system was told."""
+        if self._advice is not None:
+            self._advice.close()

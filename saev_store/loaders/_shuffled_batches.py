@@ -12,18 +12,14 @@ import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
-from saev_store.loaders._batch_coordinates import Positions
-from saev_store.loaders._iteration import Batch, BatchContext
-from saev_store.loaders._metrics import ReadTotals
+from saev_store.loaders._iteration import BatchContext
+from saev_store.loaders._reads import ReadTotals
 from saev_store.loaders._ring import BatchRing, RingMemory
-from saev_store.loaders._runs import runs_of_blocks
+from saev_store.loaders._rows import Batch, Positions, runs_of_blocks
 from saev_store.loaders._workers import Group
 from saev_store.order import Partition, Placement
 from saev_store.store.reader import FloatArray
 from saev_store.transport import Buffer
-
-#: Where slots are free, because the consumer has fewer batches than it may, so many times as many cohorts are read ahead.
-_MORE_AHEAD = 2
 
 
 def n_batches_ahead(partitions: Sequence[Partition], n_ahead: int) -> int:
@@ -59,6 +55,7 @@ class ShuffledBatches:
         stop: The batch after the last.
         fill_up: Repeat a partition's last row where others have one more, so that all ranks have equally many.
         n_ahead: Cohorts that are read ahead of the window.
+        most_ahead: Where slots are free, because the consumer has fewer batches than it may, as many are read ahead.
         n_lent: Batches that the consumer may have.
         ring: Memory.
         context: What to make them with.
@@ -72,6 +69,7 @@ class ShuffledBatches:
         *,
         fill_up: bool,
         n_ahead: int,
+        most_ahead: int,
         n_lent: int,
         ring: BatchRing,
         context: BatchContext,
@@ -92,7 +90,7 @@ class ShuffledBatches:
             part.tick_of(min(at, part.n_rows - 1)) if part.n_rows else 0
             for part, at in zip(partitions, self._start, strict=True)
         ]
-        self._placement = Placement(partitions, ticks, self._rows_for, _MORE_AHEAD * n_ahead)
+        self._placement = Placement(partitions, ticks, self._rows_for, most_ahead)
         self._tick, self._next = ticks, ticks.copy()
         #: Of each lane, the position before which all rows have arrived.
         self._done = self._start.copy()

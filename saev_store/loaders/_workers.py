@@ -197,11 +197,11 @@ class Handoff(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def get(self, timeout_s: float, waiting_for: Callable[[], str], progress: Callable[[], int]) -> T | None:
+    def get(self, timeout_s: float, waiting_for: Callable[[], str], progress: Callable[[], object]) -> T | None:
         """The next item, or None at the end.
 
         Args:
-            timeout_s: Seconds to wait while `progress` gives the same number.
+            timeout_s: Seconds to wait while `progress` gives the same value.
             waiting_for: Tells what threads are doing, for the message.
             progress: Changes whenever something has arrived.
 

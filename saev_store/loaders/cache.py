@@ -18,7 +18,7 @@ import xxhash
 
 from saev_store._runtime.locks import ForkSafeLock
 from saev_store.core.layout import IntArray, Layout
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, DeadlineError
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
 from saev_store.transport.checks import joined_runs, run_end, scatter
 
@@ -30,6 +30,8 @@ _NAME = re.compile(r"(.+)\.(\d+)-\d+(?:\.([0-9a-f]{16}))?")
 _SHARD = re.compile(r"acts(\d{6,})\.bin")
 #: A file that is half written for so long belongs to nobody any more.
 _ABANDONED_S = 3600.0
+#: How long to wait for the ledger's lock, which is held for microseconds, and how often to look.
+_LOCK_WAIT_S, _LOCK_POLL_S = 10.0, 0.01
 
 
 class CachedTransport:
@@ -54,6 +56,7 @@ class CachedTransport:
 
     Raises:
         ArgumentError: the folder cannot be made.
+        DeadlineError: another process keeps the lock of the folder's ledger.
     """
 
     is_local = False
@@ -74,6 +77,8 @@ class CachedTransport:
             os.makedirs(self._folder, exist_ok=True)
             self._ledger = Ledger(os.path.join(self._folder, ".bytes"))
             self._ledger.recount(self._count)
+        except DeadlineError:
+            raise
         except OSError as error:
             raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
         self.hits = self.misses = 0
@@ -295,18 +300,44 @@ class Ledger:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path, self._wait_s = path, _LOCK_WAIT_S
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
+        """The open file, locked.
+
+        Raises:
+            DeadlineError: another process keeps the lock; the message names it. After that one try is made, without waiting.
+        """
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield fd
+            self._lock(fd)
+            try:
+                yield fd
+            finally:
+                # Closing is not enough: a child that was forked meanwhile has the descriptor too, and the lock with it.
+                fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
-            # Closing is not enough: a child that was forked meanwhile has the descriptor too, and the lock with it.
-            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(_LOCK_POLL_S)
+                    continue
+            else:
+                self._wait_s = _LOCK_WAIT_S
+                return
+            waited_s, self._wait_s = self._wait_s, 0.0
+            raise DeadlineError(
+                f"{_lock_holder(fd)} has locked the file for more than {waited_s:g} s",
+                where=self._path,
+                remedy="End that process, or use another cache_dir.",
+            )
 
     @staticmethod
     def _number(fd: int) -> int:
@@ -351,6 +382,17 @@ class Ledger:
             size = os.path.getsize(path)
             os.unlink(path)
             self._set(fd, self._number(fd) - size)
+
+
+def _lock_holder(fd: int) -> str:
+    """The process that has locked an open file, as the system tells."""
+    with contextlib.suppress(OSError, IndexError):
+        inode = f":{os.fstat(fd).st_ino}"
+        with open("/proc/locks", encoding="ascii") as locks:
+            for fields in map(str.split, locks):
+                if fields[1] == "FLOCK" and fields[5].endswith(inode):
+                    return f"process {fields[4]}"
+    return "another process"
 
 
 class _Extent(NamedTuple):

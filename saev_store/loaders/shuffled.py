@@ -12,15 +12,13 @@ import numpy as np
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
 from saev_store.loaders._base import Loader
-from saev_store.loaders._batch_coordinates import Batch
 from saev_store.loaders._explain import Plan
+from saev_store.loaders._identity import whole_number
 from saev_store.loaders._iteration import BatchContext
 from saev_store.loaders._medium import Medium
-from saev_store.loaders._memory import Allocate, BufferPool
-from saev_store.loaders._ring import TABLE_BYTES, BatchRing, HostMemory, RingMemory
-from saev_store.loaders._runs import Runs, runs_of_blocks
+from saev_store.loaders._ring import TABLE_BYTES, Allocate, BatchRing, BufferPool, HostMemory, RingMemory
+from saev_store.loaders._rows import Batch, Runs, runs_of_blocks
 from saev_store.loaders._shuffled_batches import ShuffledBatches, n_batches_ahead
-from saev_store.loaders._state import whole_number
 from saev_store.loaders.options import ShuffleArguments, ShuffleOptions
 from saev_store.order import Blocks, Partition, ShuffledOrder
 from saev_store.store.selection import Selection
@@ -204,6 +202,8 @@ class ShuffledLoader(Loader):
             stop,
             fill_up=self._fills_up,
             n_ahead=self._n_cohorts_ahead,
+            # Copies out of memory wait for nothing, and memory that is not touched costs nothing.
+            most_ahead=self._n_cohorts_ahead * (1 if self._medium.kind in ("memory", "cached") else 2),
             # Those that are ready, the consumer's, and one that waits to be put with these.
             n_lent=self._prefetch + 2,
             ring=ring,

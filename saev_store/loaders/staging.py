@@ -1,22 +1,108 @@
-"""Bringing what is trained on closer: to this machine's own disk, before or while it is read."""
+"""Copies of a store closer to the training: on this machine's disk, or in a nearer bucket."""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import shutil
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from types import TracebackType
 from typing import Literal
 
 from saev_store.core.rows import Tokens
-from saev_store.errors import DeadlineError, NotFoundError, WriterConflictError
-from saev_store.loaders._lease import Lease
+from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
 from saev_store.loaders.cache import CachedTransport
+from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.writer.folder import METADATA, TEMPORARY
+from saev_store.writer.folder import METADATA, TEMPORARY, Folder
+
+#: How often the document changes.
+BEAT_S = 5.0
+#: Looks that find it unchanged before somebody takes over, at least; everybody waits for up to as many again, by chance, so
+#: that most often one does. Looks are counted, not seconds: a machine that stands still takes nothing from another.
+PATIENCE = 60
+_MAX_BYTES = 4096
+
+
+class Lease:
+    """A context that says whether this process is the one: True, or False to ask again a little later.
+
+    Args:
+        transport: The place.
+        path: The document; it is removed when the context ends.
+
+    Raises:
+        ReadOnlyError: nothing can be written there.
+    """
+
+    def __init__(self, transport: Transport, path: str) -> None:
+        self._folder, self._path = Folder(transport, ""), path
+        self._patience = PATIENCE + secrets.randbelow(PATIENCE)
+        self._attempt = secrets.token_hex(8)
+        self._seen: bytes | None = None
+        self._n_same = self._n_beats = 0
+        self._ended = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    def __enter__(self) -> bool:
+        found = self._look()
+        if found is not None and not self._is_given_up(found):
+            return False
+        if found is not None:
+            self._folder.put(self._path, self._document())
+        else:
+            try:
+                if not self._folder.create(self._path, self._document()):
+                    return False
+            except StoreExistsError:  # created, and deleted, by another process meanwhile
+                return False
+        if not self._is_ours():  # somebody else was as quick, where creating is not atomic
+            return False
+        self._ended.clear()
+        self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)
+        self._beating.start()
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._beating is None:
+            return
+        self._ended.set()
+        self._beating.join()
+        self._beating = None
+        with suppress(SaevStoreError):  # the others will find that it does not change any more
+            if self._is_ours():
+                self._folder.delete(self._path)
+
+    def _is_given_up(self, found: bytes) -> bool:
+        self._n_same = self._n_same + 1 if found == self._seen else 0
+        self._seen = found
+        return self._n_same >= self._patience
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with suppress(SaevStoreError):  # the next beat may arrive
+                if not self._is_ours():
+                    return
+                self._folder.put(self._path, self._document())
+
+    def _document(self) -> bytes:
+        self._n_beats += 1
+        who = {"attempt": self._attempt, "pid": os.getpid(), "host": socket.gethostname(), "beat": self._n_beats}
+        return json.dumps(who).encode()
+
+    def _look(self) -> bytes | None:
+        return self._folder.read_or_none(self._path, max_bytes=_MAX_BYTES)
+
+    def _is_ours(self) -> bool:
+        return self._attempt.encode() in (self._look() or b"")
+
 
 Layer = int | Sequence[int] | Literal["all"]
 
@@ -34,12 +120,12 @@ def stage(
 ) -> str:
     """The address of a checked copy of a store below `to` that holds only the layers and tokens asked for.
 
-    Every process of a machine may call it with the same arguments: one copies, the others wait for it. A copy that was
-    interrupted is continued, a finished one is used again. Only the bytes of these layers and tokens are read. A loader's
-    state goes on with the copy.
+    Every process of a machine may call it with the same arguments: one copies, the others wait for it. An interrupted copy is
+    continued. A finished copy is used again while it is of the same recording (`recording_identity`); after a new recording
+    of the source it is replaced. Only the bytes of these layers and tokens are read. A loader's state continues on the copy.
 
-    A bucket has no locks: there the one that copies leaves a sign of life every few seconds, and the others go on with its
-    work when they have seen none for half a minute to a minute.
+    A bucket has no locks. There the copying process renews a lease every few seconds; another process takes over when it has
+    not changed for half a minute to a minute.
 
     Args:
         url: The store.
@@ -59,24 +145,45 @@ def stage(
     folder = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
+        recording = str(recording_identity(store.transport, store.layout)).encode()
     root = open_transport(target.root)
-    # A copy on a disk has locks, which end with their process.
-    is_local = root.is_local
-    lease = nullcontext(True) if is_local else Lease(root, f"{TEMPORARY}stage-{target.name}")
+    lease, mark = Lease(root, f"{TEMPORARY}stage-{target.name}"), f"{TEMPORARY}staged-{target.name}"
     deadline = time.monotonic() + timeout_s
     while True:
-        try:
-            # What is published can be had by all at once.
-            with nullcontext(True) if _is_published(root, target.name) else lease as ours:
-                if ours:
+        there = Folder(root, "")
+        found = there.read_or_none(mark) if _is_published(root, target.name) else b""
+        # A published copy is checked by all at once. A copy on a disk is made under a lock that ends with its process.
+        free = found in {recording, None} or (found == b"" and root.is_local)
+        with suppress(WriterConflictError), nullcontext(True) if free else lease as ours:
+            if ours:
+                if found and found != recording:
+                    # Another process may have replaced it since the mark was read.
+                    if there.read_or_none(mark) == found:
+                        _remove(root, target.name)
+                        there.delete(mark)
+                elif found == b"":
+                    there.put(mark, recording)
+                if found in {recording, None, b""}:
                     return copy_store(
                         url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
                     )
-        except WriterConflictError:
-            pass
+                continue
         if time.monotonic() > deadline:
             raise DeadlineError(f"another process has been copying the store for {timeout_s:g} s", where=folder)
         time.sleep(_POLL_S)
+
+
+def _remove(root: Transport, name: str) -> None:
+    """Delete a copy. On a disk its folder goes in one step; elsewhere its metadata goes first, so that it is a copy no more."""
+    if root.local_path is not None:
+        stale = os.path.join(root.local_path, f"{TEMPORARY}stale-{name}-{secrets.token_hex(4)}")
+        os.rename(os.path.join(root.local_path, name), stale)
+        shutil.rmtree(stale, ignore_errors=True)
+        return
+    folder = Folder(root, name)
+    folder.delete(METADATA)
+    for entry in folder.names() or ():
+        folder.delete(entry)
 
 
 def _is_published(root: Transport, name: str) -> bool:

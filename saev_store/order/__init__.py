@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from saev_store.order._blocks import Blocks
 from saev_store.order._mixing import Mixing
-from saev_store.order._permutation import Permutation
+from saev_store.order._permutation import Permutation, derive, shuffled
 from saev_store.order._placement import Placement
-from saev_store.order._sequential import Batching
-from saev_store.order._shuffle import Partition, ShuffledOrder
-from saev_store.order._words import derive, shuffled
+from saev_store.order._shuffle import Batching, Partition, ShuffledOrder
 
 __all__ = [
     "Batching",

@@ -1,13 +1,138 @@
-"""A seeded permutation of n things that can be asked about any single one, however large n is."""
+"""Seeded permutations: of a few things at once by sorting random words, of very many by a cipher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.order._words import Words, derive, shuffled, words
+
+Words = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: A block has fewer rows than 2^24, so its permutation sorts 40 random bits, with the row's number below them.
+_ROW_BITS = 24
+
+
+def derive(*parts: int) -> int:
+    """One 64-bit key out of several integers, such as a seed, an epoch and a purpose; any size, negative ones too.
+
+    >>> derive(17, 0) == derive(17, 0), derive(17, 0) == derive(0, 17)
+    (True, False)
+    """
+    key = len(parts)
+    for part in parts:
+        rest, negative = (~part, 1) if part < 0 else (part, 0)
+        key = _mix(key ^ negative)
+        while True:
+            key = _mix((key ^ (rest & _MASK)) + _GAMMA)
+            rest >>= 64
+            if not rest:
+                break
+    return key
+
+
+def words(key: int | Words, counter: IntArray) -> Words:
+    """One random 64-bit word per counter, broadcast against `key`.
+
+    >>> words(0, np.arange(2)).tolist()  # the published first outputs of SplitMix64 from state 0
+    [16294208416658607535, 7960286522194355700]
+    """
+    state = counter.astype(np.uint64)
+    state += np.uint64(1)
+    state *= np.uint64(_GAMMA)
+    if isinstance(key, int):
+        state += np.uint64(key)
+    else:
+        state = state + key
+    shifted = np.empty_like(state)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        state ^= np.right_shift(state, np.uint64(shift), out=shifted)
+        state *= np.uint64(factor)
+    state ^= np.right_shift(state, np.uint64(31), out=shifted)
+    return state
+
+
+def shuffled(key: int, n: int) -> IntArray:
+    """A permutation of `0 … n - 1`: the numbers sorted by their words, by number where those are equal.
+
+    >>> shuffled(7, 6).tolist()
+    [1, 5, 0, 4, 3, 2]
+    """
+    number = np.arange(n, dtype=np.int64)
+    return _sorted_by(words(key, number), number, max(n - 1, 1).bit_length())
+
+
+def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
+    """Permutations of runs of numbers, one run after the other: `first + shuffled(key, count)` for each run.
+
+    >>> shuffled_each(np.array([7, 9], np.uint64), np.array([6, 2])).tolist()
+    [1, 5, 0, 4, 3, 2, 6, 7]
+    """
+    first = np.cumsum(counts) - counts
+    number = ranges(np.zeros_like(counts), counts)
+    n_bits = np.array([max(n - 1, 1).bit_length() for n in counts.tolist()], dtype=np.uint64)
+    low = np.repeat((np.uint64(1) << n_bits) - np.uint64(1), counts)
+    tagged = words(np.repeat(keys, counts), number)
+    tagged &= ~low
+    tagged |= number.view(np.uint64)
+    for start, n in zip(first.tolist(), counts.tolist(), strict=True):
+        tagged[start : start + n].sort()
+    tagged &= low
+    found = tagged.view(np.int64)
+    found += np.repeat(first, counts)
+    return found
+
+
+def ranges(start: IntArray, count: IntArray) -> IntArray:
+    """`start[i], start[i] + 1, …`, `count[i]` numbers each, one after the other.
+
+    >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    found = np.repeat(start - (np.cumsum(count) - count), count)
+    found += np.arange(len(found), dtype=np.int64)
+    return found
+
+
+def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
+    """Several permutations at once: row `i` of the result begins with one of `0 … counts[i] - 1`; the rest is undefined.
+
+    Shape (len(keys), max(counts)). Row `i` depends on `keys[i]` and `counts[i]` alone.
+    """
+    longest = int(counts.max(initial=0))
+    number = np.arange(longest, dtype=np.int64)
+    word = words(keys[:, None], number[None, :])
+    word >>= np.uint64(1)
+    if (counts < longest).any():
+        # Rows that a block does not have are sorted behind all others.
+        word[number >= counts[:, None]] = np.uint64(1 << 63)
+    return _sorted_by(word, number, _ROW_BITS)
+
+
+def _sorted_by(word: Words, number: IntArray, n_bits: int) -> IntArray:
+    """The numbers in the order of the words' upper bits: one plain sort, since the lower bits make every word unique.
+
+    The words are overwritten.
+    """
+    low = np.uint64((1 << n_bits) - 1)
+    word &= ~low
+    word |= number.view(np.uint64)
+    word.sort(axis=-1)
+    word &= low
+    return word.view(np.int64)
+
+
+def _mix(word: int) -> int:
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
+    word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
+    return word ^ (word >> 31)
+
 
 #: Up to here a permutation is a table (half a MiB) made by sorting; above it, a cipher over the positions.
 TABLE_MAX = 1 << 16

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.order._words import ranges, shuffled_each, shuffled_rows, words
+from saev_store.order._permutation import ranges, shuffled_each, shuffled_rows, words
 
 if TYPE_CHECKING:
     from saev_store.order._shuffle import Partition

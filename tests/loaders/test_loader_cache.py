@@ -15,7 +15,7 @@ from plain_stores import Plain, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore
-from saev_store.errors import CorruptShardError, TransportError
+from saev_store.errors import CorruptShardError, DeadlineError, TransportError
 from saev_store.loaders import CachedTransport, OrderedLoader
 from saev_store.loaders.cache import Ledger
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, open_transport
@@ -54,6 +54,53 @@ def test_a_child_that_is_forked_while_bytes_are_counted_blocks_nobody(tmp_path):
         os.waitpid(child, 0)
         os.close(waits)
         os.close(ends)
+
+
+def test_a_lock_of_another_process_is_not_waited_for_without_end(plain, tmp_path, monkeypatch):
+    """Making a cache says who has the lock; reading goes on without keeping, and keeps again once the lock is free."""
+    monkeypatch.setattr("saev_store.loaders.cache._LOCK_WAIT_S", 0.1)
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
+    near = CachedTransport(*arguments)
+    (ledger,) = (tmp_path / "cache").rglob(".bytes")
+    locked, ends = os.pipe(), os.pipe()
+
+    def lock() -> None:
+        with open(ledger) as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            os.write(locked[1], b"x")
+            os.read(ends[0], 1)
+
+    child = forked(lock)
+    try:
+        os.read(locked[0], 1)
+        with pytest.raises(DeadlineError, match=rf"process {child} has locked the file for more than 0.1 s"):
+            CachedTransport(*arguments)
+        assert near.kept_bytes == 0
+        assert head(near) == plain.shard(0).read_bytes()[:64]
+    finally:
+        os.write(ends[1], b"x")
+        os.waitpid(child, 0)
+        for fd in (*locked, *ends):
+            os.close(fd)
+    assert near.kept_bytes == 0
+    assert head(near) == plain.shard(0).read_bytes()[:64]
+    assert near.kept_bytes == 64 + 16
+
+
+def test_an_unlock_that_fails_leaves_no_lock_behind(tmp_path, monkeypatch):
+    ledger = Ledger(str(tmp_path / ".bytes"))
+    real = fcntl.flock
+
+    def fails(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            raise OSError(5, "injected")
+        real(fd, operation)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(fcntl, "flock", fails)
+        with pytest.raises(OSError, match="injected"):
+            ledger.get()
+    assert ledger.get() == 0
 
 
 def test_a_child_that_is_forked_while_room_is_made_can_read(plain, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -32,7 +33,7 @@ from saev_store.errors import (
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._workers import Group, Handoff, StoppedError, Workers
 from saev_store.order import Partition
-from saev_store.transport import PreadTransport
+from saev_store.transport import Counters, PreadTransport
 from saev_store.transport._wrap import Wrapper
 from saev_store.transport.obstore._client import IN_FLIGHT
 
@@ -245,6 +246,25 @@ def test_bytes_that_arrive_are_no_time_out():
     with pytest.raises(DeadlineError):
         handoff.get(0.05, lambda: "nothing", lambda: next(n_bytes))
     assert next(n_bytes) == 8
+
+
+@every_kind
+def test_requests_that_come_in_are_no_time_out(plain, kind):
+    """On a slow link no read may be finished within the time-out, while the transport counts what has come."""
+    n_bytes = itertools.count()
+
+    class Counting(Hanging):
+        @property
+        def counters(self):
+            return Counters(bytes_read=next(n_bytes) if self.hang.is_set() else 0)
+
+    transport = Counting(PreadTransport(plain.path))
+    cls, more = KINDS[kind]
+    loader = cls(ShardStore.open(transport).sel(layer=5), batch_size=8, batch_timeout_s=0.3, n_threads=2, **more)
+    transport.hang.set()
+    threading.Timer(1.5, transport.release.set).start()
+    check_layer(plain, list(loader))
+    assert next(n_bytes) > 3
 
 
 def check_layer(plain: Plain, batches) -> None:

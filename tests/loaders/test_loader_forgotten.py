@@ -19,8 +19,7 @@ from waiting import HANG_S, soon
 from saev_store import ShardStore
 from saev_store._runtime.abandoned import AbandonedObjects
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._iteration import Iteration, LoaderRuntime
-from saev_store.loaders._metrics import Totals
+from saev_store.loaders._iteration import Iteration, LoaderRuntime, Totals
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import TransportError
-from saev_store.loaders import _lease, stage, staging
-from saev_store.loaders._lease import Lease
+from saev_store.loaders import stage, staging
+from saev_store.loaders.staging import Lease
 from saev_store.transport import MemoryTransport
 from saev_store.writer import copying
 
@@ -22,7 +22,7 @@ PATH = "lease.json"
 
 @pytest.fixture(autouse=True)
 def no_beats(monkeypatch):
-    monkeypatch.setattr(_lease, "BEAT_S", 3600.0)
+    monkeypatch.setattr(staging, "BEAT_S", 3600.0)
 
 
 def test_one_at_a_time():
@@ -36,7 +36,7 @@ def test_one_at_a_time():
 
 
 def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
-    monkeypatch.setattr(_lease, "PATIENCE", 1)  # and up to as many again: none
+    monkeypatch.setattr(staging, "PATIENCE", 1)  # and up to as many again: none
     place = MemoryTransport()
     place.put(PATH, b"crashed")
     lease = Lease(place, PATH)
@@ -52,7 +52,7 @@ def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
 
 
 def test_signs_of_life_until_somebody_else_has_taken_over(monkeypatch):
-    monkeypatch.setattr(_lease, "BEAT_S", 0.001)
+    monkeypatch.setattr(staging, "BEAT_S", 0.001)
     seen, changed = set(), threading.Event()
 
     class Noted(MemoryTransport):
@@ -135,7 +135,7 @@ def bucket(monkeypatch):
     monkeypatch.setattr(staging, "open_transport", opened)
     monkeypatch.setattr(copying, "open_transport", opened)
     monkeypatch.setattr(staging, "_POLL_S", 0.001)
-    monkeypatch.setattr(_lease, "PATIENCE", 1 << 40)
+    monkeypatch.setattr(staging, "PATIENCE", 1 << 40)
     return bucket
 
 
@@ -149,13 +149,13 @@ def test_several_stage_into_a_bucket_and_one_works(tmp_path, bucket, layers):
     assert bucket.begun.count("owner") == (0 if layers == "all" else 1)
     shards = [name for name in bucket.begun if name.startswith("acts")]
     assert len(shards) == len(set(shards)) >= 4
-    assert [entry.path for entry in bucket.list()] == [address.rpartition("/")[2]]
+    assert copies_in(bucket) == [address.rpartition("/")[2]]
     store = ShardStore.open(bucket.at(address.rpartition("/")[2]))
     np.testing.assert_array_equal(store[:], plain.acts[:, [0, 2]] if layers != "all" else plain.acts)
 
 
 def test_a_stager_that_crashed_is_succeeded(tmp_path, bucket, monkeypatch):
-    monkeypatch.setattr(_lease, "PATIENCE", 5)
+    monkeypatch.setattr(staging, "PATIENCE", 5)
     bucket.all_looked.set()
     plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
     with ShardStore.open(plain.path) as store:
@@ -163,4 +163,23 @@ def test_a_stager_that_crashed_is_succeeded(tmp_path, bucket, monkeypatch):
     bucket.put(f"{staging.TEMPORARY}stage-{name}", b"crashed")
     assert stage(plain.path, "bucket://near", layers=5) == f"bucket://near/{name}"
     np.testing.assert_array_equal(ShardStore.open(bucket.at(name))[:, 0], plain.acts[:, 1])
-    assert [entry.path for entry in bucket.list()] == [name]
+    assert copies_in(bucket) == [name]
+
+
+@pytest.mark.parametrize("layers", [5, "all"])
+def test_a_new_recording_replaces_the_copy_in_a_bucket(tmp_path, bucket, layers):
+    bucket.all_looked.set()
+    plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
+    for factor in (1, 2):
+        for shard_idx in range(plain.n_shards):
+            (np.fromfile(plain.shard(shard_idx), "<f4") * factor).tofile(plain.shard(shard_idx))
+        address = stage(plain.path, "bucket://near", layers=layers)
+        (name,) = copies_in(bucket)
+        assert address == f"bucket://near/{name}"
+        found = ShardStore.open(bucket.at(name))[:]
+        np.testing.assert_array_equal(found, factor * (plain.acts if layers == "all" else plain.acts[:, [1]]))
+
+
+def copies_in(bucket: Bucket) -> list[str]:
+    """All that lies in a bucket, but for the notes of which recording the copies are."""
+    return [entry.path for entry in bucket.list() if not entry.path.startswith(f"{staging.TEMPORARY}staged-")]

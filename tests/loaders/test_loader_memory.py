@@ -15,7 +15,7 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.loaders._memory import BufferPool, allocate, lent
+from saev_store.loaders._ring import BufferPool, allocate, lent
 
 #: What a consumer may keep of a batch instead of it.
 VIEWS: dict[str, Callable[[np.ndarray], object]] = {

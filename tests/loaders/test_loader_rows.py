@@ -31,14 +31,13 @@ from saev_store.loaders import (
     ShuffleOptions,
 )
 from saev_store.loaders._base import Loader
-from saev_store.loaders._memory import BufferPool, allocate
-from saev_store.loaders._ring import BatchRing, HostMemory
+from saev_store.loaders._ring import BatchRing, BufferPool, HostMemory, allocate
 from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, ShuffledOrder
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import MemoryTransport, ReadCost
+from saev_store.transport import Counters, MemoryTransport, ReadCost
 from saev_store.transport._wrap import Wrapper
 
 
@@ -340,7 +339,7 @@ class Synthetic:
     """A store of any size: every vector says where it lies."""
 
     url, name, cost = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20)
-    is_local, local_path, reads_into = False, None, False
+    is_local, local_path, reads_into, counters = False, None, False, Counters()
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         shard = int(path[4:10])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from plain_stores import Plain, plain_store
 from transports import CountingTransport
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, LayerNotFoundError
+from saev_store.errors import ArgumentError, LayerNotFoundError, StoreExistsError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background
 from saev_store.loaders.staging import open_for_training
 from saev_store.transport import PreadTransport
+from saev_store.writer.copying import copy_store
 
 
 @pytest.fixture
@@ -67,6 +69,48 @@ def test_several_processes_stage_once(plain, tmp_path):
     np.testing.assert_array_equal(ShardStore.open(again)[:, 1], plain.acts[:, 2])
     with pytest.raises(LayerNotFoundError):
         stage_in_background(plain.path, tmp_path / "near", layers=3).result(180)
+
+
+def record_anew(plain: Plain) -> np.ndarray:
+    """Other vectors under the same metadata; what they are."""
+    plain.acts[:] *= 2
+    for shard_idx in range(plain.n_shards):
+        (np.fromfile(plain.shard(shard_idx), "<f4") * 2).tofile(plain.shard(shard_idx))
+    return plain.acts
+
+
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize("layers", [5, "all"])
+def test_a_new_recording_replaces_the_staged_copy(plain, tmp_path, layers, digests):
+    """Also while the old copy is read; a copy that is of this recording is used again."""
+    if digests:
+        plain.write_digests(1 << 20)
+    near = stage(plain.path, tmp_path / "near", layers=layers)
+    old = ShardStore.open(near)
+    before = old[:]
+    expected = before.copy()
+    truth = record_anew(plain)
+    if digests:
+        plain.write_digests(1 << 20)
+    futures = [stage_in_background(plain.path, tmp_path / "near", layers=layers) for _ in range(3)]
+    assert {future.result(180) for future in futures} == {near}
+    np.testing.assert_array_equal(ShardStore.open(near)[:], truth if layers == "all" else truth[:, [1]])
+    np.testing.assert_array_equal(before, expected)
+    inode = os.stat(near).st_ino
+    assert stage(plain.path, tmp_path / "near", layers=layers) == near
+    assert os.stat(near).st_ino == inode
+    assert not [name for name in os.listdir(tmp_path / "near") if "stale" in name]
+
+
+def test_a_store_that_was_not_staged_is_never_replaced(plain, tmp_path):
+    near = copy_store(plain.path, tmp_path / "near", layers=[5])
+    plain.write_digests(1 << 20)
+    record_anew(plain)
+    plain.write_digests(1 << 20)
+    found = ShardStore.open(near)[:]
+    with suppress(StoreExistsError):
+        stage(plain.path, tmp_path / "near", layers=5)
+    np.testing.assert_array_equal(ShardStore.open(near)[:], found)
 
 
 def test_tmpdir(plain, tmp_path, monkeypatch):

@@ -28,8 +28,8 @@ from saev_store.errors import (
     SelectionError,
 )
 from saev_store.loaders._medium import Medium  # after the check that torch is there
-from saev_store.loaders._memory import BufferPool
-from saev_store.loaders._ranks import rank_and_world
+from saev_store.loaders._ring import BufferPool
+from saev_store.loaders.options import rank_and_world
 from saev_store.torch import (
     ConfigError,
     Dataset,
@@ -540,7 +540,7 @@ def test_scaled_norms(plain, kind):
 
 def test_the_scale_is_kept_beside_the_store_and_in_the_state(tmp_path, monkeypatch):
     """Computed once, by whoever is first; a run that is continued scales as it began, whatever the statistics say by then."""
-    monkeypatch.setattr("saev_store.loaders._scale._MAX_EXAMPLES", 64)
+    monkeypatch.setattr("saev_store.loaders._identity._MAX_EXAMPLES", 64)
     plain = plain_store(tmp_path, n=90, tokens=7, per_shard=50, d_model=16)
     first = make(plain, "shuffled", scale_norm=True)
     assert first.store.stats(sample=64, seed=0).is_sample  # what lies beside the store now

@@ -27,8 +27,8 @@ from saev_store.order import (
     derive,
     shuffled,
 )
+from saev_store.order._permutation import shuffled_each, shuffled_rows, words
 from saev_store.order._shuffle import Emitted
-from saev_store.order._words import shuffled_each, shuffled_rows, words
 
 T = TypeVar("T")
 

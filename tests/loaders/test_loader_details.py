@@ -1,0 +1,118 @@
+"""Edges of the order, of states, of caches and of staging that other tests pass by."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store.core.layout import Layout
+from saev_store.core.rows import row_space
+from saev_store.errors import ArgumentError, DeadlineError, WriterConflictError
+from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, open_for_training, stage
+from saev_store.order import Blocks, ShuffledOrder
+from saev_store.transport import PreadTransport
+from saev_store.writer import copying
+
+NAME = "acts000000.bin"
+
+
+@pytest.fixture
+def plain(tmp_path) -> Plain:
+    return plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=640)
+
+
+@pytest.mark.parametrize("chosen", [slice(4, 20, 3), [13, 4, 19], slice(20, 4, -3)])
+def test_blocks_of_examples_that_were_not_chosen(chosen):
+    """An example before, after or between the chosen ones is in no block; a chosen one is in the block that lists it."""
+    space = row_space(Layout(24, (2, 5), 3, False, 8, 5), examples=chosen)
+    blocks = Blocks(space)
+    every, layer = np.arange(24), np.zeros(24, np.int64)
+    wanted = list(range(24)[chosen]) if isinstance(chosen, slice) else chosen
+    numbers = blocks.numbers_of(every, layer)
+    assert sorted(every[numbers >= 0].tolist()) == sorted(wanted)
+    found = blocks.examples(blocks.places(numbers[wanted]).first)
+    assert found.tolist() == wanted
+
+
+def test_sizes_of_more_blocks_than_are_looked_at_at_once():
+    """With ignored labels the sizes of all blocks are summed up in steps of a million."""
+    n = (1 << 20) + 3000
+    labels = np.random.default_rng(0).integers(0, 3, (n, 2)).astype(np.uint8)
+    space = row_space(Layout(n, (2,), 2, False, 1, 1 << 20), labels=labels, ignore_labels=[0])
+    order = ShuffledOrder(Blocks(space), 1, 0, 1, 64, 64)
+    n_blocks = len(order.blocks)
+    assert n_blocks < 1 << 20 < n  # some examples keep nothing
+    every = row_space(Layout(n, (2,), 2, False, 1, 1 << 20), labels=labels % 2, ignore_labels=[7])
+    order = ShuffledOrder(Blocks(every), 1, 0, 1, 64, 64)
+    n_blocks = len(order.blocks)
+    assert n_blocks == n
+    np.testing.assert_array_equal(order.sizes_between(0, n), order.blocks.sizes(order.block_numbers(0, n)))
+    assert order.rows_before(n) == order.n_rows
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1, True, "1", None])
+def test_a_scale_that_no_loader_wrote_is_refused(plain, scale):
+    rows = ShardStore.open(plain.path).sel(layer=5)
+    loader = OrderedLoader(rows, batch_size=8, scale_norm=2.0)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    with pytest.raises(ArgumentError, match="scale"):
+        loader.load_state_dict({**state, "scale": scale})
+
+
+def test_a_state_tells_which_labels_were_ignored(tmp_path):
+    """Also where either choice leaves as many rows."""
+    plain = plain_store(tmp_path / "labelled", n=6, tokens=4, labels=True)
+    np.tile(np.array([0, 1, 2, 2], np.uint8), (6, 1)).tofile(plain.path / "labels.bin")
+    store = ShardStore.open(plain.path)
+    one, two = (ShuffledLoader(store.sel(layer=5, ignore_labels=[label]), batch_size=4) for label in (0, 1))
+    assert one.n_samples == two.n_samples
+    with pytest.raises(ArgumentError, match="rows"):
+        two.load_state_dict(one.state_dict())
+
+
+def test_stores_with_other_keys_share_a_cache_folder_and_nothing_else(plain, tmp_path):
+    far = PreadTransport(plain.path)
+    one, two = (CachedTransport(far, tmp_path / "cache", 1 << 20, key) for key in (b"one", b"two"))
+    one.get_ranges(NAME, starts=[0], ends=[64])
+    assert (one.kept_bytes, two.kept_bytes) == (80, 0)
+
+
+def test_a_damaged_extent_gives_its_room_back(plain, tmp_path):
+    """In a budget of one extent it is read anew and kept again."""
+    near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 80)
+    near.get_ranges(NAME, starts=[0], ends=[64])
+    (path,) = (tmp_path / "cache").rglob("acts*")
+    path.write_bytes(bytes(80))
+    for hits in (0, 1):
+        (found,) = near.get_ranges(NAME, starts=[0], ends=[64])
+        assert bytes(found) == plain.shard(0).read_bytes()[:64]
+        assert (near.hits, near.kept_bytes) == (hits, 80)
+
+
+def test_waiting_for_another_process_that_copies_ends(plain, tmp_path, monkeypatch):
+    tries = []
+
+    def busy(*_: object, **__: object) -> str:
+        tries.append(1)
+        raise WriterConflictError("busy", where="there")
+
+    monkeypatch.setattr(copying, "copy_store", busy)
+    with pytest.raises(DeadlineError, match="another process has been copying the store for 0.6 s"):
+        stage(plain.path, tmp_path / "near", layers=5, timeout_s=0.6)
+    assert len(tries) >= 2
+
+
+def test_a_cache_folder_may_name_environment_variables(plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_bytes": 6416}
+    store = open_for_training(str(plain.path), None, cache_dir="$SCRATCH/cache", **options)
+    near = store.transport
+    assert isinstance(near, CachedTransport)
+    near.get_ranges(NAME, starts=[0, 6400], ends=[6400, 12800])
+    assert near.kept_bytes == 6416
+    assert len(os.listdir(tmp_path / "scratch/cache")) == 1
