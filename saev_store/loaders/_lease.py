@@ -52,7 +52,7 @@ class Lease:
             return False
         if found is not None:
             self._folder.put(self._path, self._document())
-        elif not self._folder.create(self._path, self._document()):
+        elif self._folder.create(self._path, self._document()) == "taken":
             return False
         if not self._is_ours():  # somebody else was as quick, where creating is not atomic
             return False

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray
 from saev_store.sources.llmbatch.reader import TokenArray
 from saev_store.transport.checks import os_errors
-from saev_store.transport.local.fd_sink import write_all
+from saev_store.transport.local.sink import write_all
 
 
 class Buckets:

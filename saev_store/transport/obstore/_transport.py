@@ -12,10 +12,9 @@ from saev_store.transport.base import Buffer, Counters, Entry, Transport, far_co
 from saev_store.transport.checks import check_path, check_ranges, joined_runs, too_big
 from saev_store.transport.credentials import Options
 from saev_store.transport.obstore._client import Client, is_forked
-from saev_store.transport.obstore._documents import create, delete, put
 from saev_store.transport.obstore._options import own_names
 from saev_store.transport.obstore._ranges import PIECE_BYTES, Object
-from saev_store.transport.obstore._sink import ObstoreSink
+from saev_store.transport.obstore._sink import ObstoreSink, create, delete, put
 
 if TYPE_CHECKING:
     from saev_store.transport.fsspec._transport import FsspecTransport
