@@ -137,7 +137,7 @@ def _mismatches(
 
 
 def labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str:
-    """`"whole"`, `"absent"` (none were ever recorded, as far as anybody knows) or `"lost"`."""
+    """`"whole"`, `"absent"` (none were ever recorded, as far as is known) or `"lost"`."""
     expected = layout.n_examples * layout.content_tokens_per_example
     promised = digests.files.get(LABELS) if digests is not None else None
     size = folder.size(LABELS)

@@ -64,7 +64,7 @@ def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
 
 
 def _move(folder: Folder, journal: Journal) -> None:
-    """Put the rebuilt file in its place. That it is gone is an error: nobody but us may have moved it."""
+    """Put the rebuilt file in its place. If it is gone, that is an error: no other process moves it."""
     transport = folder.transport
     if isinstance(transport, Moves):
         transport.move(folder.path(_building_path(folder, journal.name)), folder.path(journal.name))

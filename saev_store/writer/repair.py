@@ -47,7 +47,7 @@ class RepairedFile:
     Attributes:
         name: The file.
         examples: The half-open ranges of examples that were recorded again.
-        identical: Whether the file is again what was first written; None where nobody knows (no digests).
+        identical: Whether the file is again what was first written; None without digests.
     """
 
     name: str
