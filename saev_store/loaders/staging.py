@@ -59,7 +59,7 @@ class Lease:
             self._folder.put(self._path, self._document())
         else:
             try:
-                if not self._folder.create(self._path, self._document()):
+                if self._folder.create(self._path, self._document()) == "taken":
                     return False
             except StoreExistsError:  # created, and deleted, by another process meanwhile
                 return False

@@ -199,8 +199,8 @@ class _WrappedSink:
     def read_back(self, start: int, end: int) -> bytes:
         return self._around("sink.read_back", None, lambda: self._inner.read_back(start, end))
 
-    def commit(self) -> None:
-        self._around("sink.commit", 0, self._inner.commit)
+    def commit(self, *, check_size: bool = True) -> None:
+        self._around("sink.commit", 0, lambda: self._inner.commit(check_size=check_size))
 
     def abort(self) -> None:
         self._inner.abort()

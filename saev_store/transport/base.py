@@ -192,8 +192,10 @@ class Sink(Protocol):
         """What a resumed file holds in that range, to verify it; shorter than asked, or empty, where it is not there."""
         ...
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:
         """The file is complete: make it durable under its name, exactly `file_nbytes` long.
+
+        Where files are sent to a service, its size there is compared, unless the caller says that it will do so.
 
         Raises:
             ArgumentError: some of `used_nbytes` were neither written nor kept; a hole would read as zeros.

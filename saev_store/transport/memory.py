@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._counters import RequestCounter
-from saev_store.transport._written import Written
 from saev_store.transport.base import FREE, Buffer, Counters, Entry
 from saev_store.transport.checks import (
+    Written,
     byte_views,
     check_path,
     check_ranges,
@@ -255,7 +255,7 @@ class MemorySink:
         check_ranges(self._where, (start,), (end,))
         return bytes(self._buffer[start : min(end, self._used)])
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:  # noqa: ARG002  # nothing is sent anywhere
         """The file appears under its name."""
         self._written.check_complete(self._used, where=self._where)
         with self._files.lock:

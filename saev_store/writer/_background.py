@@ -6,12 +6,12 @@ import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import ForkError, TransportError
+from saev_store.errors import ForkError, SaevStoreError, TransportError
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Background:
     """Runs jobs one after the other in a thread of its own, and lends a fixed number of buffers.
 
     After the first error no job runs any more, and every later call raises: the first one the error itself, the others
-    one that names it. The caller and the thread share only queues: an interrupt cannot leave one of them locked.
+    one that names it. An `OSError` of a job becomes a `TransportError`. The caller and the thread share only queues: an interrupt cannot leave one of them locked.
 
     Args:
         buffer_nbytes: Length of a buffer.
@@ -42,9 +42,10 @@ class Background:
 
     def __init__(self, *, buffer_nbytes: int, n_buffers: int, where: str) -> None:
         self._buffer_nbytes, self._n_unmade, self._where = buffer_nbytes, n_buffers, where
-        # None in these queues wakes up what waits: for the end of jobs, and for an error.
+        # None in these queues wakes the thread that waits: jobs have ended, or one has failed.
         self._jobs: SimpleQueue[tuple[Callable[[], None], SimpleQueue[None] | None] | None] = SimpleQueue()
         self._free: SimpleQueue[npt.NDArray[np.uint8] | None] = SimpleQueue()
+        self._waited: SimpleQueue[Any] | None = None
         self._stopping = False
         self._error: BaseException | None = None
         self._error_told = False
@@ -53,6 +54,7 @@ class Background:
 
     @property
     def failed(self) -> bool:
+        """Whether a job has failed."""
         return self._error is not None
 
     def borrow(self) -> npt.NDArray[np.uint8]:
@@ -61,10 +63,9 @@ class Background:
         if self._n_unmade:
             self._n_unmade -= 1
             return aligned_buffer(self._buffer_nbytes)
-        while True:
-            buffer = self._wait_for(self._free)
-            if buffer is not None:
-                return buffer
+        while (buffer := self.wait_for(self._free)) is None:
+            pass
+        return buffer
 
     def give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Return a buffer; called in any thread."""
@@ -90,9 +91,9 @@ class Background:
         """Wait until all jobs have run."""
         self._check()
         if self._thread is not None:
-            done: SimpleQueue[None] = SimpleQueue()
+            done = SimpleQueue[None]()
             self._jobs.put((lambda: None, done))
-            self._wait_for(done)
+            self.wait_for(done)
 
     def stop(self) -> None:
         """Drop the jobs that have not begun, wait for the one that has, end the thread. Never raises."""
@@ -121,13 +122,16 @@ class Background:
         if self._stopping:
             raise TransportError("this writer is closed", remedy="Create a new one with resume=True.")
 
-    def _wait_for(self, queue: SimpleQueue[T]) -> T:
+    def wait_for(self, queue: SimpleQueue[T | None]) -> T | None:
+        """Wait for what a job puts into a queue."""
+        self._waited = queue  # before looking for an error: one that comes later is told through it
         while True:
+            self._check()
             try:
                 found = queue.get(timeout=_LOOK_S)
             except Empty:
-                self._check()
                 if self._thread is None or not self._thread.is_alive():
+                    self._check()
                     raise TransportError("the writer's thread has ended", where=self._where) from None
             else:
                 self._check()
@@ -140,11 +144,21 @@ class Background:
                 try:
                     job()
                 except BaseException as error:  # raised again in the thread that waits
-                    self._error = error
-                    self._free.put(None)
+                    self._error = self._explained(error)
+                    if (waited := self._waited) is not None:
+                        waited.put(None)
             del job, taken
             if done is not None:
                 done.put(None)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, SaevStoreError) or not isinstance(error, OSError):
+            return error
+        explained = TransportError(
+            f"writing failed: {error}", where=self._where, remedy="Remove the cause, then resume."
+        )
+        explained.__cause__ = error
+        return explained
 
 
 def no_threads(error: RuntimeError, *, where: str) -> TransportError:

@@ -1,8 +1,8 @@
-"""Claims and owners: one claim for a store's folder, one owner for each part of it.
+"""The claim of a store's folder, the parts of a store, and the attempt that owns each of them.
 
-The claim is created once and never changes: it ties the hidden files to exact metadata and to the options that shape
-bytes. An owner document says which attempt writes a part; resuming replaces it, and an older attempt that is still
-alive somewhere finds at its next checkpoint that the part is no longer its own.
+The claim ties the hidden files to exact metadata and to the options that shape bytes. Every attempt has an identity. The
+owner of a store with one part is named by the claim itself; with several parts each has an owner document. Resuming replaces
+the owner's document, so an older attempt that is still alive finds at its next checkpoint that it has lost the part.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from saev_store.core.layout import Layout
 from saev_store.errors import IncompleteStoreError, ResumeError, WriterConflictError
-from saev_store.writer.folder import CLAIM, HIDDEN, Folder, owner_path
+from saev_store.writer.folder import CLAIM, HIDDEN, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -27,6 +28,21 @@ VERSION = 1
 def new_attempt() -> str:
     """An identity that no other attempt has."""
     return secrets.token_hex(8)
+
+
+def part_shards(n_shards: int, rank: int, world: int) -> range:
+    """The shards that one of `world` parts writes: contiguous, disjoint, together all, sizes at most one apart.
+
+    >>> [list(part_shards(5, rank, 3)) for rank in range(3)]
+    [[0], [1, 2], [3, 4]]
+    """
+    return range(n_shards * rank // world, n_shards * (rank + 1) // world)
+
+
+def part_examples(layout: Layout, shards: range) -> tuple[int, int]:
+    """The half-open range of examples that some consecutive shards hold."""
+    start = min(shards.start * layout.examples_per_shard, layout.n_examples)
+    return start, max(start, min(shards.stop * layout.examples_per_shard, layout.n_examples))
 
 
 @dataclass(frozen=True)
@@ -46,18 +62,14 @@ class ShapingOptions:
 
 @dataclass(frozen=True)
 class Claim:
-    """The document that makes a folder ours until it is published."""
+    """What an unfinished store will be; two claims that differ are two stores."""
 
     metadata: str
     options: ShapingOptions
-    attempt: str = field(default_factory=new_attempt, compare=False)
 
     @classmethod
     def of(cls, metadata: Metadata, options: ShapingOptions) -> Claim:
         return cls(metadata.to_bytes().decode("utf-8", "surrogateescape"), options)
-
-    def to_bytes(self) -> bytes:
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode()
 
 
 def read_claim(folder: Folder) -> Claim | None:
@@ -82,13 +94,12 @@ def parse_claim(raw: bytes, folder: Folder) -> Claim:
             raise ValueError(f"its version is {document['version']!r}, this package knows {VERSION}")
         options = cast("dict[str, object]", document["options"])
         pad, block_bytes, world = options["pad"], options["block_bytes"], options["world"]
-        metadata, attempt = document["metadata"], document["attempt"]
+        metadata = document["metadata"]
         if not (
             isinstance(pad, bool)
             and isinstance(block_bytes, int)
             and isinstance(world, int)
             and isinstance(metadata, str)
-            and isinstance(attempt, str)
             and block_bytes > 0
             and world > 0
         ):
@@ -99,7 +110,7 @@ def parse_claim(raw: bytes, folder: Folder) -> Claim:
             where=folder.where(CLAIM),
             remedy="If no process is writing there, delete the folder and start again.",
         ) from error
-    return Claim(metadata, ShapingOptions(pad, block_bytes, world), attempt)
+    return Claim(metadata, ShapingOptions(pad, block_bytes, world))
 
 
 def differences(there: Claim, here: Claim) -> list[str]:
@@ -136,57 +147,8 @@ def _shown(mapping: Mapping[str, object], key: str) -> str:
     return repr(mapping[key])[:200] if key in mapping else "absent"
 
 
-@dataclass(frozen=True)
-class Owner:
-    """One attempt's hold on one part of a store."""
-
-    folder: Folder
-    rank: int
-    attempt: str
-
-    def _document(self) -> bytes:
-        who = {"version": VERSION, "attempt": self.attempt, "pid": os.getpid(), "host": socket.gethostname()}
-        return json.dumps(who).encode()
-
-    def create(self) -> bool:
-        """Take a part that was not begun; False where it was."""
-        return self.folder.create(owner_path(self.rank), self._document())
-
-    def take_over(self) -> None:
-        """Take a part from an attempt that has crashed."""
-        self.folder.put(owner_path(self.rank), self._document())
-
-    def check(self) -> None:
-        """Check that no other attempt has taken this part.
-
-        Raises:
-            WriterConflictError: a later attempt has resumed it, or the store was published or discarded meanwhile.
-        """
-        raw = self.folder.document(owner_path(self.rank))
-        try:
-            document = cast("dict[str, object]", json.loads(raw)) if raw is not None else None
-        except ValueError:
-            document = {}
-        if document is None:
-            raise self.superseded()
-        if document.get("attempt") != self.attempt:
-            raise WriterConflictError(
-                f"process {document.get('pid')} on {document.get('host')} has resumed this part and owns it now",
-                where=self.folder.where(owner_path(self.rank)),
-                remedy="Let only one writer live.",
-            )
-
-    def superseded(self) -> WriterConflictError:
-        """The error for a store that was published or discarded meanwhile."""
-        return WriterConflictError(
-            "the store was published or discarded while this writer was at work",
-            where=self.folder.where(HIDDEN),
-            remedy="Open the store to see what is there; nothing of this writer was added since its last checkpoint.",
-        )
-
-
 def check_claim(folder: Folder, there: Claim, here: Claim) -> None:
-    """A claim that was found is the one this call would make.
+    """Check that a claim that was found is the one this call would make.
 
     Raises:
         ResumeError: it is not; every field that differs is named.
@@ -196,4 +158,67 @@ def check_claim(folder: Folder, there: Claim, here: Claim) -> None:
             f"the unfinished store there is another one: {'; '.join(found)}",
             where=folder.url,
             remedy="Use the same metadata and options, or throw it away with `discard_unfinished`.",
+        )
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A document that names the attempt that owns something: a store, one of its parts, or its publication.
+
+    Attributes:
+        path: The document.
+        attempt: The identity of this attempt.
+        about: Further keys of the document.
+    """
+
+    folder: Folder
+    path: str
+    attempt: str
+    about: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def create(self) -> bool:
+        """Take what has no owner; False where it has one."""
+        return self.folder.create(self.path, self._document()) != "taken"
+
+    def take_over(self) -> None:
+        """Take it from an attempt that has crashed."""
+        self.folder.put(self.path, self._document(has_overtaken=True))
+
+    def _document(self, **more: object) -> bytes:
+        attempt = {"attempt": self.attempt, "pid": os.getpid(), "host": socket.gethostname()}
+        return json.dumps({"version": VERSION, **self.about, **attempt, **more}, indent=1).encode()
+
+    def holder(self) -> Mapping[str, object] | None:
+        """The document that is there; None where there is none, and an empty one where it is damaged."""
+        raw = self.folder.document(self.path)
+        try:
+            document = cast("object", json.loads(raw)) if raw is not None else None
+        except (ValueError, RecursionError):
+            document = {}
+        if document is None or not isinstance(document, dict):
+            return None if raw is None else {}
+        return cast("dict[str, object]", document)
+
+    def check(self) -> None:
+        """Check that this attempt is still the owner.
+
+        Raises:
+            WriterConflictError: a later attempt has resumed it, or the store was published or discarded meanwhile.
+        """
+        holder = self.holder()
+        if holder is None:
+            raise self.superseded()
+        if holder.get("attempt") != self.attempt:
+            raise WriterConflictError(
+                f"process {holder.get('pid')} on {holder.get('host')} has resumed this part and owns it now",
+                where=self.folder.where(self.path),
+                remedy="Let only one writer live.",
+            )
+
+    def superseded(self) -> WriterConflictError:
+        """The error for a store that was published or discarded meanwhile."""
+        return WriterConflictError(
+            "the store was published or discarded while this writer was at work",
+            where=self.folder.where(HIDDEN),
+            remedy="Open the store to see what is there; nothing of this writer was added since its last checkpoint.",
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.core.layout import Layout
@@ -18,24 +18,22 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.transport import Transport
-from saev_store.writer._blocks import part_shards
 from saev_store.writer._claim import (
     Claim,
     Owner,
     ShapingOptions,
     check_claim,
-    differences,
     metadata_differences,
     new_attempt,
     parse_claim,
+    part_shards,
     read_claim,
 )
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
+from saev_store.writer._leftovers import check_no_foreigner, unfinished
 from saev_store.writer._publish import publish, published_already, remove_hidden
-from saev_store.writer._receipts import Receipt
 from saev_store.writer._resume import Kept, kept_of
-from saev_store.writer._shard_file import ShardPlan
-from saev_store.writer._unfinished import check_no_foreigner, n_durable, unfinished
+from saev_store.writer._shard_file import ShardPlan, leading_receipts
 from saev_store.writer.folder import (
     CLAIM,
     HIDDEN,
@@ -46,7 +44,7 @@ from saev_store.writer.folder import (
     Folder,
     owner_path,
 )
-from saev_store.writer.shard_writer import Publish, ShardWriter, Verify
+from saev_store.writer.shard_writer import Publish, ShardWriter, Verify, Written
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -100,7 +98,9 @@ def create_store(
     folder = Folder(root_transport, metadata.hash)
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
-    owner = Owner(folder, rank, new_attempt())
+    here = Claim.of(metadata, options)
+    claim = Owner(folder, CLAIM, new_attempt(), asdict(here))
+    owner = claim if world == 1 else Owner(folder, owner_path(rank), claim.attempt)
     plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
 
     def writer(kept: Kept, held: ExitStack, *, publish: Publish | None, complete: bool = False) -> ShardWriter:
@@ -121,7 +121,6 @@ def create_store(
     def nothing_to_do() -> ShardWriter:
         return writer(Kept(shards.start), ExitStack(), publish=None, complete=True)
 
-    here = Claim.of(metadata, options)
     found = folder.together(lambda: published_already(folder, metadata), lambda: folder.document(CLAIM), folder.names)
     is_complete, claimed, names = cast("tuple[bool, bytes | None, Sequence[str] | None]", tuple(found))
     if is_complete:
@@ -135,13 +134,12 @@ def create_store(
             if resume is True:
                 _check_siblings(folder.transport, metadata)
         else:
-            _check_resumable(folder, metadata, there, here, rank, resume=resume)
+            _check_resumable(folder, metadata.layout, there, here, owner, resume=resume)
         held.enter_context(folder.lock(f"part{rank:05d}"))
-        claim, is_new = _claim(folder, here, resume=resume)
         # A crash while a store was discarded or published can leave hidden files without a claim.
-        is_new = is_new and names is not None and HIDDEN not in names
+        is_new = _claim(claim, here, resume=resume) and names is not None and HIDDEN not in names
         _, is_published = folder.together(
-            lambda: _own(owner, metadata.layout, claim, resume=resume),
+            lambda: _own(owner, metadata.layout, here, resume=resume) if owner is not claim else None,
             lambda: is_new and folder.document(METADATA) is not None,
         )
         kept = Kept(shards.start)
@@ -155,18 +153,13 @@ def create_store(
             kept = kept if kept.labelled is not None else replace(kept, labelled=declared)
         if not is_published:
 
-            def publish_now(verify: Verify, finish: Callable[[], list[Receipt]]) -> None:
+            def publish_now(verify: Verify, written: Written) -> None:
                 with folder.lock("publish"):
+                    takeover, locked = resume is not False, folder.lock_is_real("publish")
                     publish(
-                        folder,
-                        metadata,
-                        claim,
-                        verify=verify,
-                        takeover=resume is not False,
-                        locked=folder.lock_is_real("publish"),
-                        progress=progress,
-                        finish=finish,
-                    )
+                        folder, metadata, here, verify=verify, takeover=takeover, locked=locked, progress=progress,
+                        written=written,
+                    )  # fmt: skip
 
             return writer(kept, held, publish=publish_now)
     except BaseException as error:
@@ -238,12 +231,11 @@ def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> No
 
 
 def _check_resumable(
-    folder: Folder, metadata: Metadata, there: Claim, here: Claim, rank: int, *, resume: bool | str
+    folder: Folder, layout: Layout, there: Claim, here: Claim, owner: Owner, *, resume: bool | str
 ) -> None:
     """Refuse, before anything is created, what lies there and may not be continued."""
-    begun = folder.exists(owner_path(rank))
-    if resume is False and (begun or (here.options.world == 1 and differences(there, here))):
-        raise _unfinished(folder, metadata.layout, there)
+    if resume is False and (here.options.world == 1 or folder.exists(owner.path)):
+        raise _unfinished(folder, layout, there)
     check_claim(folder, there, here)
 
 
@@ -264,10 +256,11 @@ def _check_siblings(root: Transport, metadata: Metadata) -> None:
         )
 
 
-def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> tuple[Claim, bool]:
-    """The claim of this store, and whether this call has created it; else it is an equal one of another part or attempt."""
-    if folder.create(CLAIM, here.to_bytes()):
-        return here, True
+def _claim(claim: Owner, here: Claim, *, resume: bool | str) -> bool:
+    """Claim the store; True if this call has created the claim, else it is an equal one of another part or attempt."""
+    folder, is_shared = claim.folder, here.options.world > 1
+    if claim.create():
+        return True
     there = read_claim(folder)
     if there is None:
         raise WriterConflictError(
@@ -275,23 +268,31 @@ def _claim(folder: Folder, here: Claim, *, resume: bool | str) -> tuple[Claim, b
             where=folder.url,
             remedy="Look, then try again.",
         )
-    if resume is False and here.options.world == 1 and differences(there, here):
+    if resume is False and not is_shared:
         raise IncompleteStoreError(
             "another process has just begun this store", where=folder.url, remedy="Let only one writer live."
         )
     check_claim(folder, there, here)
-    return there, False
+    if not is_shared:
+        claim.take_over()
+    return False
 
 
-def _own(owner: Owner, layout: Layout, claim: Claim, *, resume: bool | str) -> None:
+def _own(owner: Owner, layout: Layout, here: Claim, *, resume: bool | str) -> None:
+    """Take one of several parts."""
     if resume is not False:
         owner.take_over()
     elif not owner.create():
-        raise _unfinished(owner.folder, layout, claim)
+        raise _unfinished(owner.folder, layout, here)
 
 
 def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
-    there = n_durable(folder, layout, claim.options)
+    block_bytes, world = claim.options.block_bytes, claim.options.world
+    there = sum(
+        receipt.used_nbytes // layout.example_nbytes
+        for rank in range(world)
+        for receipt in leading_receipts(folder, layout, part_shards(layout.n_shards, rank, world), block_bytes)
+    )
     return IncompleteStoreError(
         f"an unfinished store lies there, with {there} of {layout.n_examples} examples",
         where=folder.url,
@@ -303,7 +304,7 @@ def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStore
 
 
 def _declare_labelled(folder: Folder, labelled: bool) -> None:
-    if not folder.create(LABELLED, b"true" if labelled else b"false"):
+    if folder.create(LABELLED, b"true" if labelled else b"false") == "taken":
         raise ArgumentError(
             f"this part has {'labels' if labelled else 'no labels'}, another one has {'none' if labelled else 'some'}",
             where="labels",

@@ -1,21 +1,110 @@
-"""digests.json: one digest per block of every large file of a published store."""
+"""Block digests: taken from bytes in memory, and kept in digests.json for every large file of a published store."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import xxhash
+
 from saev_store.errors import DocumentError, NotFoundError
+from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem
 from saev_store.transport import Transport
-from saev_store.writer._blocks import ALGORITHM, DIGEST_DIGITS, n_blocks
-from saev_store.writer.folder import DIGESTS, MAX_DOCUMENT_BYTES
+
+#: Documents of this package are never longer: a replaced one cannot make us load more.
+MAX_DOCUMENT_BYTES = 256 << 20
+ALGORITHM = "xxh3_128"
+#: Length of a digest in hexadecimal digits.
+DIGEST_DIGITS = 32
+_DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """The xxh3_128 of some bytes, in hexadecimal.
+
+    >>> digest(b"")
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def is_digest(value: object) -> bool:
+    """Whether a value from a document has the form of a digest."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def n_blocks(nbytes: int, block_bytes: int) -> int:
+    """How many blocks some bytes are cut into; the last one may be short.
+
+    >>> n_blocks(17, 8), n_blocks(16, 8), n_blocks(0, 8)
+    (3, 2, 0)
+    """
+    return -(-nbytes // block_bytes)
+
+
+def block_ranges(nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """The half-open byte range of every block.
+
+    >>> list(block_ranges(17, 8))
+    [(0, 8), (8, 16), (16, 17)]
+    """
+    for start in range(0, nbytes, block_bytes):
+        yield start, min(start + block_bytes, nbytes)
+
+
+class BlockDigester:
+    """The digests of a stream's consecutive blocks, fed in pieces of any size.
+
+    Args:
+        block_bytes: Length of a block.
+        done: Digests of whole blocks that were fed before, by an earlier process.
+
+    >>> digester = BlockDigester(4)
+    >>> digester.update(b"abcde")
+    >>> digester.nbytes, digester.digests() == [digest(b"abcd"), digest(b"e")]
+    (5, True)
+    """
+
+    def __init__(self, block_bytes: int, done: Iterable[str] = ()) -> None:
+        self.block_bytes = block_bytes
+        self._done = list(done)
+        self._state = xxhash.xxh3_128()
+        self._fill = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the digests stand for."""
+        return len(self._done) * self.block_bytes + self._fill
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B") if not isinstance(data, memoryview) else data
+        while len(view) > 0:
+            piece = view[: self.block_bytes - self._fill]
+            if self._fill == 0 and len(piece) == self.block_bytes:
+                self._done.append(digest(piece))
+            else:
+                self._state.update(piece)
+                self._fill += len(piece)
+                if self._fill == self.block_bytes:
+                    self._done.append(self._state.hexdigest())
+                    self._state.reset()
+                    self._fill = 0
+            view = view[len(piece) :]
+
+    def digests(self) -> list[str]:
+        """One digest per block so far; the last one stands for the part of a block that has arrived."""
+        return [*self._done, self._state.hexdigest()] if self._fill else list(self._done)
+
+    def whole(self) -> list[str]:
+        """The digests of the whole blocks only."""
+        return list(self._done)
+
 
 VERSION = 1
-_DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +155,7 @@ def parse_digests(raw: bytes, *, where: str) -> Digests:
     problems: list[Problem] = []
 
     def bad(message: str, *loc: str | int) -> None:
-        problems.append(Problem("digests", message, where=DIGESTS, loc=loc))
+        problems.append(Problem("digests", message, where=DIGESTS_NAME, loc=loc))
 
     try:
         document = cast("object", json.loads(raw))
@@ -91,9 +180,7 @@ def parse_digests(raw: bytes, *, where: str) -> Digests:
             nbytes, digests = fields.get("nbytes"), fields.get("digests")
             if not _is_count(nbytes):
                 bad(f"nbytes is {nbytes!r}; it must be an integer of 0 or more", "files", name, "nbytes")
-            elif not isinstance(digests, list) or not all(
-                isinstance(item, str) and _DIGEST.fullmatch(item) for item in cast("list[object]", digests)
-            ):
+            elif not isinstance(digests, list) or not all(is_digest(item) for item in cast("list[object]", digests)):
                 bad(f"digests must be a list of strings of {DIGEST_DIGITS} hexadecimal digits", "files", name)
             elif len(found := cast("list[str]", digests)) != (
                 expected := n_blocks(cast("int", nbytes), cast("int", block_bytes))
@@ -122,7 +209,7 @@ def load_digests(store_transport: Transport) -> Digests | None:
         DocumentError: there is a digests.json, but it breaks a rule.
     """
     try:
-        raw = store_transport.read(DIGESTS, max_bytes=MAX_DOCUMENT_BYTES)
+        raw = store_transport.read(DIGESTS_NAME, max_bytes=MAX_DOCUMENT_BYTES)
     except NotFoundError:
         return None
-    return parse_digests(bytes(raw), where=f"{store_transport.url}/{DIGESTS}")
+    return parse_digests(bytes(raw), where=f"{store_transport.url}/{DIGESTS_NAME}")

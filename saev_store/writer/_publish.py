@@ -7,11 +7,9 @@ document that only one attempt can create decides before which one may write.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import socket
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
@@ -24,11 +22,10 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.transport import Moves, Transport
-from saev_store.writer._blocks import BlockDigester, block_ranges, part_examples, part_shards
-from saev_store.writer._claim import Claim, check_claim, new_attempt, read_claim
-from saev_store.writer._digests import Digests, FileDigests
-from saev_store.writer._receipts import Receipt, read_label_part, read_receipts
+from saev_store.writer._claim import Claim, Owner, check_claim, new_attempt, part_examples, part_shards, read_claim
+from saev_store.writer._digests import BlockDigester, Digests, FileDigests, block_ranges
 from saev_store.writer._replace import JOURNAL
+from saev_store.writer._shard_file import Receipt, read_label_part, read_receipts
 from saev_store.writer.folder import (
     BUILDING_LABELS,
     CLAIM,
@@ -49,6 +46,19 @@ if TYPE_CHECKING:
 
 #: How often the hidden folder is deleted if others make it again each time.
 _MOST_REMOVALS = 8
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a writer has written itself, and does not read again to publish it.
+
+    Attributes:
+        receipts: Waits until all shards are committed, and checks that the store still belongs to this writer.
+        settle: Waits until their receipts are recorded.
+    """
+
+    receipts: Callable[[], list[Receipt]]
+    settle: Callable[[], None]
 
 
 def finalize_store(
@@ -118,63 +128,55 @@ def publish(
     takeover: bool,
     locked: bool,
     progress: bool | None,
-    finish: Callable[[], list[Receipt]] | None = None,
+    written: Written | None = None,
 ) -> bool:
     """Publish what all receipts together say is whole. See `finalize_store`.
 
-    With `locked`, a lock keeps all other publishers out. `finish` ends the writing, checks that the store still belongs to
-    this writer and gives its receipts; None reads the receipts of all parts.
+    With `locked`, a lock keeps all other publishers out. Without `written` the receipts of all parts are read.
     """
-    attempt = new_attempt()
+    layout, publisher = metadata.layout, Owner(folder, PUBLISHER, new_attempt())
     entered = alone = False
     try:
-        receipts = _receipts(folder, metadata.layout, claim) if finish is None else []
-        alone = _enter(folder, attempt, takeover=takeover or locked) or locked
+        receipts = _receipts(folder, layout, claim) if written is None else []
+        alone = _enter(publisher, takeover=takeover or locked) or locked
         entered = True
-        if finish is not None:
-            receipts = finish()
+        if written is not None:
+            receipts = written.receipts()
         # Another publisher that was done before the line above has deleted its hidden files: ours must go as well.
         elif published_already(folder, metadata):
             remove_hidden(folder)
             return False
         if verify == "digests":  # takes long: before the documents, not beside them
-            _check_shards(folder, metadata.layout, claim, receipts, verify=verify, progress=progress)
+            _check_digests(folder, layout, claim, receipts, progress=progress)
+        if written is not None and (receipts[0].labels is not None or not folder.is_far):
+            written.settle()  # labels.bin is made of what lies beside the receipts
         folder.together(
-            lambda: _check_shards(folder, metadata.layout, claim, receipts, verify="sizes", progress=progress),
-            lambda: folder.put(SHARDS, shards_bytes(metadata.layout, metadata.count_key)),
-            lambda: _write_digests(folder, metadata, claim, receipts),
-            lambda: _check_still_ours(folder, attempt),
+            lambda: _check_sizes(folder, layout, claim, receipts),
+            lambda: folder.put(SHARDS, shards_bytes(layout, metadata.count_key)),
+            lambda: _write_digests(folder, layout, claim, receipts),
+            lambda: _check_not_overtaken(publisher),
+            written.settle if written is not None else lambda: None,
         )
     except SaevStoreError:
         if published_already(folder, metadata):
             remove_hidden(folder)
             raise _lost(folder) from None
         with contextlib.suppress(SaevStoreError):
-            if entered and _is_ours(folder, attempt):  # not that of a publisher that has taken over
+            if entered and _is_holder(publisher):  # not that of a publisher that has taken over
                 folder.delete(PUBLISHER)
         raise
-    found = folder.creation(METADATA, metadata.to_bytes())
-    if found == "taken" or (found == "same" and not (alone and _is_ours(folder, attempt))):
+    found = folder.create(METADATA, metadata.to_bytes())
+    if found == "taken" or (found == "same" and not (alone and _is_holder(publisher))):
         # Equal bytes may be those of a publisher that was overtaken and went on.
         raise _lost(folder)
-    entered_too, is_repaired = folder.together(
-        lambda: found == "ours" and _has_entered_too(folder, attempt), lambda: folder.is_far and _is_repaired(folder)
-    )
-    if entered_too:
-        raise _overtaken(folder)
     if not folder.is_far:
+        _check_alone(publisher, found)
         remove_hidden(folder)
-    elif not is_repaired:
+        return True
+    _, is_repaired = folder.together(lambda: _check_alone(publisher, found), lambda: _is_repaired(folder))
+    if not is_repaired:
         _delete_hidden(folder)
     return True
-
-
-def _write_digests(folder: Folder, metadata: Metadata, claim: Claim, receipts: list[Receipt]) -> None:
-    """Write digests.json, and before it labels.bin; the same bytes whichever publisher writes them."""
-    files = {shard_name(i): FileDigests(receipt.used_nbytes, receipt.digests) for i, receipt in enumerate(receipts)}
-    if receipts[0].labels is not None:
-        files[LABELS] = _write_labels(folder, metadata.layout, claim, receipts)
-    folder.put(DIGESTS, Digests(claim.options.block_bytes, files).to_bytes())
 
 
 def _lost(folder: Folder) -> WriterConflictError:
@@ -183,53 +185,55 @@ def _lost(folder: Folder) -> WriterConflictError:
     )
 
 
-def _enter(folder: Folder, attempt: str, *, takeover: bool) -> bool:
+# -- one publisher -----------------------------------------------------------------------------------------------------
+
+
+def _enter(publisher: Owner, *, takeover: bool) -> bool:
     """Become the publisher; False if another one was overtaken, which may still be at work."""
-    about = {"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}
-    if folder.create(PUBLISHER, json.dumps(about).encode()):
+    if publisher.create():
         return True
     if not takeover:
         raise WriterConflictError(
             "another process has begun to publish this store",
-            where=folder.where(PUBLISHER),
+            where=publisher.folder.where(PUBLISHER),
             remedy="Wait for it; if it has crashed, finalize with takeover=True.",
         )
-    folder.put(PUBLISHER, json.dumps({**about, "has_overtaken": True}).encode())
+    publisher.take_over()
     return False
 
 
-def _publisher(folder: Folder) -> dict[str, object]:
-    """The publisher's document; empty where there is none."""
-    raw = folder.document(PUBLISHER)
-    try:
-        document = cast("object", json.loads(raw)) if raw is not None else None
-    except ValueError:
-        document = None
-    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
+def _is_holder(publisher: Owner) -> bool:
+    return (publisher.holder() or {}).get("attempt") == publisher.attempt
 
 
-def _is_ours(folder: Folder, attempt: str) -> bool:
-    return _publisher(folder).get("attempt") == attempt
+def _check_not_overtaken(publisher: Owner) -> None:
+    if not _is_holder(publisher):
+        raise _overtaken(publisher)
 
 
-def _has_entered_too(folder: Folder, attempt: str) -> bool:
-    """Whether the service let two publishers create their document (its create is not atomic), and the other one goes on."""
-    document = _publisher(folder)
-    return document.get("attempt", attempt) != attempt and not document.get("has_overtaken")
+def _check_alone(publisher: Owner, found: str) -> None:
+    """Find whether the service let two publishers create their document (its create is not atomic), and the other goes on."""
+    holder = publisher.holder() or {}
+    is_other = holder.get("attempt", publisher.attempt) != publisher.attempt
+    if found == "ours" and is_other and not holder.get("has_overtaken"):
+        raise _overtaken(publisher)
 
 
-def _overtaken(folder: Folder) -> WriterConflictError:
+def _overtaken(publisher: Owner) -> WriterConflictError:
     return WriterConflictError(
-        "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
+        "another publisher has taken over", where=publisher.folder.url, remedy="Open the store when that one is done."
     )
 
 
-def _check_still_ours(folder: Folder, attempt: str) -> None:
-    if not _is_ours(folder, attempt):
-        raise _overtaken(folder)
+# -- what is published -------------------------------------------------------------------------------------------------
 
 
 def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
+    """The receipts of all shards, in order.
+
+    Raises:
+        IncompleteStoreError: shards are missing, or only some have labels.
+    """
     receipts: list[Receipt] = []
     missing: list[str] = []
     labelled: dict[bool, int] = {}
@@ -264,47 +268,62 @@ def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
     return receipts
 
 
-def _check_shards(
-    folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt], *, verify: str, progress: bool | None
-) -> None:
+def _check_sizes(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> None:
     folder.transport.close()  # a map of an earlier, shorter file must not answer for the finished one
-    reading = verify == "digests"
-    with (
-        Progress(layout.nbytes, "checking", shown=progress if reading else False) as bar,
-        contextlib.closing(folder.each(folder.size, [shard_name(i) for i in range(len(receipts))])) as sizes,
-    ):
-        for shard_idx, (receipt, size) in enumerate(zip(receipts, sizes, strict=True)):
-            name = shard_name(shard_idx)
+    names = [shard_name(shard_idx) for shard_idx in range(len(receipts))]
+    with contextlib.closing(folder.each(folder.size, names)) as sizes:
+        for name, receipt, size in zip(names, receipts, sizes, strict=True):
             expected = layout.shard_nbytes if claim.options.pad else receipt.used_nbytes
             if size != expected:
-                raise CorruptShardError(
-                    f"{'it is gone' if size is None else f'it has {size} bytes'}; its receipt says {expected} bytes",
-                    where=folder.where(name),
-                    remedy="Resume the part that wrote it, then finalize.",
-                )
-            if not reading:
-                continue
-            blocks = list(block_ranges(receipt.used_nbytes, claim.options.block_bytes))
+                there = "it is gone" if size is None else f"it has {size} bytes"
+                raise _not_as_written(folder, name, f"{there}; its receipt says {expected} bytes")
+
+
+def _check_digests(
+    folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt], *, progress: bool | None
+) -> None:
+    """Read every shard once more."""
+    _check_sizes(folder, layout, claim, receipts)
+    with Progress(layout.nbytes, "checking", shown=progress) as bar:
+        for shard_idx, receipt in enumerate(receipts):
+            name, blocks = shard_name(shard_idx), list(block_ranges(receipt.used_nbytes, claim.options.block_bytes))
             with contextlib.closing(folder.digests(name, blocks)) as found:
                 for (start, end), is_there, was_written in zip(blocks, found, receipt.digests, strict=True):
                     if is_there != was_written:
-                        raise CorruptShardError(
-                            f"bytes {start}:{end} are not what was written",
-                            where=folder.where(name),
-                            remedy="Resume the part that wrote it, then finalize.",
-                        )
+                        raise _not_as_written(folder, name, f"bytes {start}:{end} are not what was written")
                     bar.advance(end - start)
 
 
+def _not_as_written(folder: Folder, name: str, message: str) -> CorruptShardError:
+    return CorruptShardError(message, where=folder.where(name), remedy="Resume the part that wrote it, then finalize.")
+
+
+def _write_digests(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> None:
+    """Write digests.json, and before it labels.bin; the same bytes whichever publisher writes them."""
+    files = {shard_name(i): FileDigests(receipt.used_nbytes, receipt.digests) for i, receipt in enumerate(receipts)}
+    if receipts[0].labels is not None:
+        files[LABELS] = _write_labels(folder, layout, claim, receipts)
+    folder.put(DIGESTS, Digests(claim.options.block_bytes, files).to_bytes())
+
+
 def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
+    """Write labels.bin from the labels that lie beside the receipts."""
+
+    def read(shard_idx: int) -> bytes | None:
+        return read_label_part(folder, layout, shard_idx, receipts[shard_idx])
+
     nbytes = layout.n_examples * layout.content_tokens_per_example
+    longest = layout.examples_per_shard * layout.content_tokens_per_example
     # Replaced in one step: a publisher that took over may have published with it, and a link is replaced, not followed.
     building = LABELS if folder.is_far else BUILDING_LABELS
-    sink = folder.new_sink(building, used_nbytes=nbytes, file_nbytes=nbytes)
+    sink = folder.open_sink(building, used_nbytes=nbytes, file_nbytes=nbytes)
     try:
         digester = BlockDigester(claim.options.block_bytes)
-        with contextlib.closing(_label_parts(folder, layout, receipts)) as parts:
-            for rows in parts:
+        with contextlib.closing(folder.each(read, range(len(receipts)), most_nbytes=longest)) as parts:
+            for shard_idx, rows in enumerate(parts):
+                if rows is None:
+                    message = "the labels of a shard are gone, or are not what was written"
+                    raise _not_as_written(folder, label_part_path(shard_idx), message)
                 sink.write(digester.nbytes, [memoryview(rows)])
                 digester.update(rows)
         sink.commit()
@@ -316,21 +335,7 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
     return FileDigests(nbytes, tuple(digester.digests()))
 
 
-def _label_parts(folder: Folder, layout: Layout, receipts: list[Receipt]) -> Generator[bytes]:
-    def read(shard_idx: int) -> bytes | None:
-        return read_label_part(folder, layout, shard_idx, receipts[shard_idx])
-
-    longest = layout.examples_per_shard * layout.content_tokens_per_example
-    with contextlib.closing(folder.each(read, range(len(receipts)), most_nbytes=longest)) as found:
-        for shard_idx, rows in enumerate(found):
-            if rows is None:
-                raise CorruptShardError(
-                    "the labels of a shard are gone, or are not what was written",
-                    where=folder.where(label_part_path(shard_idx)),
-                    remedy="Resume the part that wrote it, then finalize.",
-                )
-            if rows:
-                yield rows
+# -- hidden files ------------------------------------------------------------------------------------------------------
 
 
 def remove_hidden(folder: Folder) -> None:
@@ -342,7 +347,18 @@ def remove_hidden(folder: Folder) -> None:
     names = folder.names()
     # Another process may make the folder again while it is deleted; the one that holds the lock then looks once more.
     for _ in range(_MOST_REMOVALS):
-        if not _remove_hidden(folder, names):
+        # Taking the lock makes the folder: not where there is nothing to delete, and perhaps no permission to write.
+        there = names is None or HIDDEN in names
+        try:
+            with folder.lock("repair") if there else contextlib.nullcontext():
+                if there and _is_repaired(folder):
+                    return
+                with contextlib.suppress(SaevStoreError):
+                    for name in names or ():
+                        if name.startswith(TEMPORARY):
+                            folder.delete(name)
+                _delete_hidden(folder)
+        except SaevStoreError:  # another process is deleting them
             return
         names = folder.names()
         if not (folder.exists(CLAIM) if names is None else HIDDEN in names):
@@ -357,29 +373,7 @@ def _delete_hidden(folder: Folder) -> None:
 def _is_repaired(folder: Folder) -> bool:
     """Whether a repair may be at work; also where that cannot be found out."""
     try:
-        return _has_repair_files(folder)
+        names = Folder(folder.transport, folder.path(HIDDEN)).names()
+        return folder.exists(JOURNAL) if names is None else REPAIR.rsplit("/", 1)[-1] in names
     except SaevStoreError:
         return True
-
-
-def _remove_hidden(folder: Folder, names: Sequence[str] | None) -> bool:
-    """Delete them once; False if they have to stay, for a repair or for another process that is deleting them."""
-    # Taking the lock makes the folder: not where there is nothing to delete, and perhaps no permission to write.
-    there = names is None or HIDDEN in names
-    try:
-        with folder.lock("repair") if there else contextlib.nullcontext():
-            if there and _has_repair_files(folder):
-                return False
-            with contextlib.suppress(SaevStoreError):
-                for name in names or ():
-                    if name.startswith(TEMPORARY):
-                        folder.delete(name)
-                folder.delete(HIDDEN)
-    except SaevStoreError:
-        return False
-    return True
-
-
-def _has_repair_files(folder: Folder) -> bool:
-    names = Folder(folder.transport, folder.path(HIDDEN)).names()
-    return folder.exists(JOURNAL) if names is None else REPAIR.rsplit("/", 1)[-1] in names

@@ -18,11 +18,29 @@ from saev_store.errors import (
     SaevStoreError,
     TransportError,
 )
-from saev_store.writer._blocks import block_ranges, digest, lost_examples
-from saev_store.writer._digests import Digests, FileDigests
+from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, n_blocks
 from saev_store.writer.folder import LABELS, Folder
 
 Ranges = list[tuple[int, int]]
+
+
+def lost_examples(bad: Sequence[tuple[int, int]], layout: Layout, shard_idx: int) -> list[tuple[int, int]]:
+    """The half-open ranges of examples, merged and ascending, that damaged byte ranges of one shard touch.
+
+    >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)                    # 480 bytes an example
+    >>> lost_examples([(0, 8), (470, 481)], layout, 1)
+    [(3, 5)]
+    """
+    first, _ = layout.example_range(shard_idx)
+    ranges: list[tuple[int, int]] = []
+    for start, end in sorted(bad):
+        low = first + start // layout.example_nbytes
+        high = first + n_blocks(end, layout.example_nbytes)
+        if ranges and low <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
+        elif low < high:
+            ranges.append((low, high))
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -119,7 +137,7 @@ def _mismatches(
 
 
 def labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str:
-    """`"whole"`, `"absent"` (none were ever recorded, as far as anybody knows) or `"lost"`."""
+    """`"whole"`, `"absent"` (none were ever recorded, as far as is known) or `"lost"`."""
     expected = layout.n_examples * layout.content_tokens_per_example
     promised = digests.files.get(LABELS) if digests is not None else None
     size = folder.size(LABELS)

@@ -9,8 +9,7 @@ from typing import cast
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import SaevStoreError
 from saev_store.transport import Moves, Sink
-from saev_store.writer._blocks import block_ranges, digest, n_blocks
-from saev_store.writer._digests import Digests, FileDigests, load_digests
+from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks
 from saev_store.writer.folder import DIGESTS, LABELS, REPAIR, Folder
 
 JOURNAL = f"{REPAIR}/journal.json"
@@ -47,7 +46,7 @@ def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: i
     path = _building_path(folder, name)
     if path == name:
         folder.put(BEGUN, b"")  # where there are no locks, this tells others that a repair is at work
-    return folder.new_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+    return folder.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
 
 def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
@@ -65,7 +64,7 @@ def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
 
 
 def _move(folder: Folder, journal: Journal) -> None:
-    """Put the rebuilt file in its place. That it is gone is an error: nobody but us may have moved it."""
+    """Put the rebuilt file in its place. If it is gone, that is an error: no other process moves it."""
     transport = folder.transport
     if isinstance(transport, Moves):
         transport.move(folder.path(_building_path(folder, journal.name)), folder.path(journal.name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -11,9 +10,8 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
 from saev_store.errors import SaevStoreError, SaevStoreWarning
 from saev_store.transport import Sink
-from saev_store.writer._blocks import BlockDigester, block_ranges, digest
-from saev_store.writer._receipts import Receipt, leading_receipts, read_label_part, write_receipt
-from saev_store.writer._shard_file import ShardFile, ShardPlan
+from saev_store.writer._digests import BlockDigester, block_ranges, digest
+from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_label_part
 from saev_store.writer.folder import METADATA, receipt_path
 
 
@@ -59,16 +57,22 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
             whole = receipts[: shard_idx - shards.start]
             _check_unpublished(plan)
             file = _continued(plan, shard_idx, receipt, verify, bar)
-            _drop_receipts(plan, range(shard_idx + 1, shards.start + len(receipts)))
+            # From the last one down: a crash in between leaves no gap that a later resume could not see.
+            for dropped in reversed(range(shard_idx + 1, shards.start + len(receipts))):
+                plan.folder.delete(receipt_path(dropped))
             kept_nbytes = file.nbytes if file is not None else 0
-            if receipt.complete or kept_nbytes < _whole_examples(plan, receipt):
+            if (
+                receipt.complete
+                or kept_nbytes < receipt.used_nbytes // plan.layout.example_nbytes * plan.layout.example_nbytes
+            ):
                 _warn(plan, shard_idx, kept_nbytes, n_dropped=len(receipts) - (shard_idx - shards.start) - 1)
             if file is None:
                 plan.folder.delete(receipt_path(shard_idx))
                 nothing = kept_nbytes == 0 and shard_idx == shards.start
                 return Kept(shard_idx, None, None if nothing else labelled, whole)
             if file.nbytes == plan.layout.used_nbytes(shard_idx):  # killed between its last byte and its completion
-                return Kept(shard_idx + 1, None, labelled, [*whole, file.complete()])
+                file.record(committed := file.commit())
+                return Kept(shard_idx + 1, None, labelled, [*whole, committed])
             return Kept(shard_idx, file, labelled, whole)
     return Kept(shards.start + len(receipts), None, labelled, receipts)
 
@@ -84,18 +88,11 @@ def _check_unpublished(plan: ShardPlan) -> None:
         raise plan.owner.superseded()
 
 
-def _whole_examples(plan: ShardPlan, receipt: Receipt) -> int:
-    return receipt.used_nbytes // plan.layout.example_nbytes * plan.layout.example_nbytes
-
-
-def _labels_are_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
-    return receipt.labels is None or read_label_part(plan.folder, plan.layout, shard_idx, receipt) is not None
-
-
 def _is_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
     """Whether a complete shard has its size, and its labels."""
-    size = plan.folder.size(shard_name(shard_idx))
-    return size == plan.file_nbytes(shard_idx) and _labels_are_there(plan, shard_idx, receipt)
+    if plan.folder.size(shard_name(shard_idx)) != plan.file_nbytes(shard_idx):
+        return False
+    return receipt.labels is None or read_label_part(plan.folder, plan.layout, shard_idx, receipt) is not None
 
 
 def _is_as_written(plan: ShardPlan, shard_idx: int, receipt: Receipt, bar: Progress) -> bool:
@@ -121,7 +118,7 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
             return None
     if plan.folder.is_far:  # a whole file or none
         return None
-    sink = plan.resumed_sink(shard_idx)
+    sink = plan.open_sink(shard_idx, resume=True)
     try:
         digester = _kept_digests(plan, sink, receipt, verify, bar)
         if digester.nbytes == 0:
@@ -140,9 +137,10 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
         digests=tuple(digester.digests()),
         labels=digest(labels) if labels is not None else None,
     )
+    file = ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
     if kept != receipt:
-        write_receipt(plan.folder, shard_idx, kept, labels)
-    return ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
+        file.record(kept)
+    return file
 
 
 def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, bar: Progress) -> BlockDigester:
@@ -164,12 +162,6 @@ def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, ba
     if rest:
         digester.update(sink.read_back(good - rest, good))
     return digester if digester.nbytes == good else BlockDigester(plan.block_bytes)
-
-
-def _drop_receipts(plan: ShardPlan, shards: Sequence[int]) -> None:
-    # From the last one down: a crash in between leaves no gap that a later resume could not see.
-    for shard_idx in reversed(shards):
-        plan.folder.delete(receipt_path(shard_idx))
 
 
 def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) -> None:

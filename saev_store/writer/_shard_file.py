@@ -1,17 +1,103 @@
-"""One shard while it is written: its sink, digests, labels and receipt. Used by the writer's thread."""
+"""One shard while it is written, and the receipt that records what of it is durable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import cast
 
 from saev_store.core.layout import Layout, shard_name
-from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
+from saev_store.errors import CorruptShardError
 from saev_store.transport import Sink
-from saev_store.writer._blocks import BlockDigester, digest
 from saev_store.writer._claim import Owner
-from saev_store.writer._receipts import Receipt, write_receipt
-from saev_store.writer.folder import Folder
+from saev_store.writer._digests import BlockDigester, digest, is_digest, n_blocks
+from saev_store.writer.folder import Folder, label_part_path, receipt_path
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What of one shard is durable.
+
+    Attributes:
+        used_nbytes: This many leading bytes of the file; they need not end with a whole example.
+        complete: The file is committed: these are all the bytes it will ever have.
+        digests: One for every block of those bytes, the last one perhaps of a short block.
+        labels: The digest of the labels of the whole examples among those bytes; None where none are recorded.
+    """
+
+    used_nbytes: int
+    complete: bool
+    digests: tuple[str, ...]
+    labels: str | None
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"version": VERSION, **asdict(self)}).encode()
+
+
+def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) -> Receipt | None:
+    """A receipt that agrees with the layout; None for one that does not, which is as good as none."""
+    try:
+        document = cast("dict[str, object]", json.loads(raw))
+        used, complete, labels = document["used_nbytes"], document["complete"], document["labels"]
+        digests = cast("list[object]", document["digests"])
+        limit = layout.used_nbytes(shard_idx)
+        if (
+            document["version"] == VERSION
+            and isinstance(used, int)
+            and 0 <= used <= limit
+            and isinstance(complete, bool)
+            and (used == limit or not complete)
+            and len(digests) == n_blocks(used, block_bytes)
+            and (labels is None or is_digest(labels))
+            and all(is_digest(item) for item in digests)
+        ):
+            found = tuple(cast("list[str]", digests))
+            return Receipt(used, complete, found, cast("str | None", labels))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def read_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> Generator[Receipt | None]:
+    """The receipts of some shards, in order; None where there is none, or one that is as good as none."""
+
+    def read(shard_idx: int) -> Receipt | None:
+        raw = folder.read_or_none(receipt_path(shard_idx))
+        return parse_receipt(raw, layout, shard_idx, block_bytes) if raw is not None else None
+
+    return folder.each(read, shards)
+
+
+def leading_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> list[Receipt]:
+    """The receipts up to the first shard that is not complete, its own included."""
+    receipts: list[Receipt] = []
+    # Most often nothing has been written yet, and one request tells.
+    for some in (shards[:1], shards[1:]):
+        with closing(read_receipts(folder, layout, some, block_bytes)) as found:
+            for receipt in found:
+                if receipt is None:
+                    return receipts
+                receipts.append(receipt)
+                if not receipt.complete:
+                    return receipts
+    return receipts
+
+
+def read_label_part(folder: Folder, layout: Layout, shard_idx: int, receipt: Receipt) -> bytes | None:
+    """The labels that a receipt stands for; None where they are not there, or are others.
+
+    A crash between labels and receipt leaves more of them than the receipt knows: only its own are returned.
+    """
+    nbytes = receipt.used_nbytes // layout.example_nbytes * layout.content_tokens_per_example
+    longest = layout.examples_in(shard_idx) * layout.content_tokens_per_example
+    raw = folder.read_or_none(label_part_path(shard_idx), max_bytes=longest)
+    if raw is None or len(raw) < nbytes or digest(raw[:nbytes]) != receipt.labels:
+        return None
+    return bytes(raw[:nbytes])
 
 
 @dataclass(frozen=True)
@@ -29,18 +115,13 @@ class ShardPlan:
         """How long the finished file is: all shards but the last are full anyway."""
         return self.layout.shard_nbytes if self.pad else self.layout.used_nbytes(shard_idx)
 
-    def new_sink(self, shard_idx: int) -> Sink:
-        return self.folder.new_sink(
+    def open_sink(self, shard_idx: int, *, resume: bool = False) -> Sink:
+        """The file of a shard, from scratch unless `resume`."""
+        return self.folder.open_sink(
             shard_name(shard_idx),
             used_nbytes=self.layout.used_nbytes(shard_idx),
             file_nbytes=self.file_nbytes(shard_idx),
-        )
-
-    def resumed_sink(self, shard_idx: int) -> Sink:
-        return self.folder.resumed_sink(
-            shard_name(shard_idx),
-            used_nbytes=self.layout.used_nbytes(shard_idx),
-            file_nbytes=self.file_nbytes(shard_idx),
+            resume=resume,
         )
 
 
@@ -93,7 +174,7 @@ class ShardFile:
                 remedy="Please report this; what was written before is right, resume from it.",
             )
         if self._sink is None:
-            self._sink = self._plan.new_sink(self.shard_idx)
+            self._sink = self._plan.open_sink(self.shard_idx)
         self._digester.update(piece)  # first: after `write` the memory may hold another block
         self._sink.write(offset, [piece], done)
         if self.nbytes - self._durable_nbytes >= self._plan.checkpoint_bytes:
@@ -104,17 +185,16 @@ class ShardFile:
         sink = self._sink
         if sink is None or self.nbytes == self._durable_nbytes or self._plan.folder.is_far:
             return
-        durable = min(sink.sync(), self.nbytes)
-        digests = self._digester.digests()
+        durable, digests = min(sink.sync(), self.nbytes), self._digester.digests()
         if durable < self.nbytes:
-            digests = self._digester.whole()[: durable // self._plan.block_bytes]
+            digests = digests[: durable // self._plan.block_bytes]
             durable = len(digests) * self._plan.block_bytes
         self._plan.owner.check()
-        self._record(durable, digests, complete=False)
+        self.record(self._receipt(durable, digests, complete=False))
         self._durable_nbytes = self.nbytes
 
-    def complete(self) -> Receipt:
-        """Commit the file, which is whole, and record it."""
+    def commit(self) -> Receipt:
+        """Commit the file, which is whole; the receipt that has to be recorded."""
         sink, folder = self._sink, self._plan.folder
         if sink is None or self.nbytes != self._plan.layout.used_nbytes(self.shard_idx):
             raise CorruptShardError(
@@ -123,40 +203,30 @@ class ShardFile:
                 remedy="Please report this; what was written before is right, resume from it.",
             )
         # A writer that another one has replaced must not replace that one's shard.
-        if folder.is_far:
-            folder.together(self._plan.owner.check, sink.sync)
-        else:
-            self._plan.owner.check()
-        sink.commit()
+        folder.together(self._plan.owner.check, *([sink.sync] if folder.is_far else []))
+        sink.commit(check_size=False)  # publication and resuming compare it
         self._sink = None
-        return self._record(self.nbytes, self._digester.digests(), complete=True)
+        return self._receipt(self.nbytes, self._digester.digests(), complete=True)
 
-    def _record(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
-        layout, labels = self._plan.layout, None
-        if self._labels is not None:
-            labels = bytes(self._labels[: nbytes // layout.example_nbytes * layout.content_tokens_per_example])
-        receipt = Receipt(nbytes, complete, tuple(digests), digest(labels) if labels is not None else None)
-        write_receipt(self._plan.folder, self.shard_idx, receipt, labels)
-        return receipt
+    def _receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
+        labels = self._labels_of(nbytes)
+        return Receipt(nbytes, complete, tuple(digests), digest(labels) if labels is not None else None)
+
+    def _labels_of(self, nbytes: int) -> bytes | None:
+        layout = self._plan.layout
+        if self._labels is None:
+            return None
+        return bytes(self._labels[: nbytes // layout.example_nbytes * layout.content_tokens_per_example])
+
+    def record(self, receipt: Receipt) -> None:
+        """Record what is durable; labels first, so that no receipt promises what is not there."""
+        labels = self._labels_of(receipt.used_nbytes)
+        if labels is not None:
+            self._plan.folder.put(label_part_path(self.shard_idx), labels)
+        self._plan.folder.put(receipt_path(self.shard_idx), receipt.to_bytes())
 
     def abort(self) -> None:
         """Let go of the file; what the last checkpoint recorded stays."""
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.abort()
-
-
-def guarded(job: Callable[[], None], *, where: str) -> Callable[[], None]:
-    """A job whose unexpected `OSError` becomes one of our errors."""
-
-    def run() -> None:
-        try:
-            job()
-        except SaevStoreError:
-            raise
-        except OSError as error:
-            raise TransportError(
-                f"writing failed: {error}", where=where, remedy="Remove the cause, then resume."
-            ) from error
-
-    return run

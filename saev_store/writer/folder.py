@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -19,20 +20,18 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Buffer, Lists, Moves, Sink, Transport, Writes
-from saev_store.writer._blocks import digest
+from saev_store.writer._digests import MAX_DOCUMENT_BYTES, digest
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-METADATA = "metadata.json"
-SHARDS = "shards.json"
-LABELS = "labels.bin"
-DIGESTS = "digests.json"
+METADATA, SHARDS, LABELS, DIGESTS = METADATA_NAME, SHARDS_NAME, LABELS_NAME, DIGESTS_NAME
 
 #: Everything a writer needs only until the store is published. Readers ignore it; the last step removes it.
-HIDDEN = ".saev_store"
-CLAIM = f"{HIDDEN}/claim.json"
+HIDDEN = WORK_FOLDER
+CLAIM = CLAIM_PATH
 LABELLED = f"{HIDDEN}/labelled.json"
 PUBLISHER = f"{HIDDEN}/publisher.json"
 REPAIR = f"{HIDDEN}/repair"
@@ -41,9 +40,6 @@ BUILDING_LABELS = f"{HIDDEN}/labels.bin"
 
 #: Files that a crashed process left half-written start with this.
 TEMPORARY = ".saev_store.tmp-"
-
-#: Our own small documents are never longer than this: a replaced one cannot make us load more.
-MAX_DOCUMENT_BYTES = 256 << 20
 
 #: Requests of one kind in flight, and how much memory their answers may take.
 MOST_AHEAD, _AHEAD_BYTES = 32, 64 << 20
@@ -62,11 +58,6 @@ def label_part_path(shard_idx: int) -> str:
 def owner_path(rank: int) -> str:
     """Path of the document that names the writer of a part."""
     return f"{HIDDEN}/owners/part{rank:05d}.json"
-
-
-def lock_path(what: str) -> str:
-    """Path of a lock."""
-    return f"{HIDDEN}/locks/{what}.lock"
 
 
 @dataclass(frozen=True)
@@ -102,12 +93,9 @@ class Folder:
         """The full address of a file, for messages."""
         return f"{self.url}/{path}"
 
-    def read(self, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-        return self.transport.read(self.path(path), max_bytes=max_bytes)
-
     def read_or_none(self, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
         try:
-            return self.read(path, max_bytes=max_bytes)
+            return self.transport.read(self.path(path), max_bytes=max_bytes)
         except NotFoundError:
             return None
 
@@ -131,11 +119,7 @@ class Folder:
     def put(self, path: str, data: Buffer) -> None:
         self.writes.put(self.path(path), data)
 
-    def create(self, path: str, data: Buffer) -> bool:
-        """Create a small file; False if the name is taken by other content. See `creation`."""
-        return self.creation(path, data) != "taken"
-
-    def creation(self, path: str, data: Buffer) -> Literal["ours", "same", "taken"]:
+    def create(self, path: str, data: Buffer) -> Literal["ours", "same", "taken"]:
         """Create a small file, and tell whether it is ours.
 
         The response to a successful request can be lost, so after an error the file is read back. The same bytes are ours
@@ -162,19 +146,14 @@ class Folder:
         """Whether files are sent to a service: each request takes long, and a file appears only when it is complete."""
         return not isinstance(self.transport, Moves)
 
-    def new_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
-        """A large file from scratch. A file of that name is deleted, or (in a bucket) replaced when this one is committed."""
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+        """A large file, from scratch unless `resume`: then an old one is deleted, or (in a bucket) replaced by committing."""
         writes, path = self.writes, self.path(path)
-        if self.is_far:
-            return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
-        try:
-            return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        except StoreExistsError:
+        if not resume and not self.is_far:
+            with contextlib.suppress(StoreExistsError):
+                return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
             writes.delete(path)
-        return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-
-    def resumed_sink(self, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
-        return self.writes.open_sink(self.path(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
+        return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume or self.is_far)
 
     def each(self, ask: Callable[[S], T], items: Sequence[S], *, most_nbytes: int = 0) -> Generator[T]:
         """Read something about each of many items, in order: several at once from a service, one by one from a disk.
@@ -217,7 +196,7 @@ class Folder:
         return self.each(read, ranges, most_nbytes=max((end - start for start, end in ranges), default=0))
 
     def lock(self, what: str) -> AbstractContextManager[object]:
-        return self.writes.lock(self.path(lock_path(what)))
+        return self.writes.lock(self.path(f"{HIDDEN}/locks/{what}.lock"))
 
     def lock_is_real(self, what: str) -> bool:
         """Whether a lock that we hold now keeps others out: taking it once more must fail."""

@@ -21,8 +21,7 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
 from saev_store.transport import Sink, Transport
-from saev_store.writer._blocks import BlockDigester, block_ranges
-from saev_store.writer._digests import Digests, FileDigests, load_digests
+from saev_store.writer._digests import BlockDigester, Digests, FileDigests, block_ranges, load_digests
 from saev_store.writer._inputs import (
     NONFINITE_POLICIES,
     NonfinitePolicy,
@@ -48,7 +47,7 @@ class RepairedFile:
     Attributes:
         name: The file.
         examples: The half-open ranges of examples that were recorded again.
-        identical: Whether the file is again what was first written; None where nobody knows (no digests).
+        identical: Whether the file is again what was first written; None without digests.
     """
 
     name: str

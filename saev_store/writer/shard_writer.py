@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -19,11 +20,11 @@ from saev_store._runtime.abandoned import ABANDONED
 from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.writer._background import Background, no_threads
-from saev_store.writer._blocks import part_examples
+from saev_store.writer._claim import part_examples
 from saev_store.writer._inputs import NonfinitePolicy, as_activations, as_labels, check_finite, rows_as_bytes
-from saev_store.writer._receipts import Receipt
+from saev_store.writer._publish import Written
 from saev_store.writer._resume import Kept
-from saev_store.writer._shard_file import ShardFile, ShardPlan, guarded
+from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan
 
 if TYPE_CHECKING:
     from saev_store.core.layout import Layout
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 _N_BUFFERS, _N_FAR_BUFFERS = 6, 8
 
 Verify = Literal["digests", "sizes"]
-#: Publishes: what to verify, and a call that ends the writing and gives the receipts.
-Publish = Callable[[Verify, Callable[[], list[Receipt]]], None]
+#: Publishes: what to verify, and what was written.
+Publish = Callable[[Verify, Written], None]
 
 
 class ShardWriter:
@@ -82,6 +83,7 @@ class ShardWriter:
         self._complete = already_complete
         self._closed = already_complete
         self._torn = False
+        self._last: SimpleQueue[None] = SimpleQueue()  # holds an item when the last shard is committed
         self._buffer: npt.NDArray[np.uint8] | None = None
         self._fill: int = 0  # bytes of the buffer that hold data
         self._sent: int = 0  # bytes of the buffer that a checkpoint has written already
@@ -198,12 +200,8 @@ class ShardWriter:
         self._check_usable()
         self._send_partial()
         if (file := self._file) is not None:
-            self._submit(file.checkpoint)
+            self._background.submit(file.checkpoint)
         self._background.drain()
-
-    def flush(self) -> None:
-        """The same as `checkpoint`."""
-        self.checkpoint()
 
     def close(self) -> None:
         """Make durable what was appended; publish if that is all; let go of the store. Closing twice is fine.
@@ -222,21 +220,22 @@ class ShardWriter:
                 if not self._torn:  # else the rest of the buffer is given up: what it holds is uncertain
                     self._send_partial()
                 if (file := self._file) is not None:
-                    self._submit(file.checkpoint)
+                    self._background.submit(file.checkpoint)
             is_whole = publish and self.next_example == self._range[1] and not self._torn
             if is_whole and self._publish is not None and not self._background.failed:
-                self._publish(self.verify, self._finish)
+                self._publish(self.verify, Written(self._committed, self._background.drain))
             else:
                 self._background.drain()
             self._complete = is_whole
         finally:
             self._release()
 
-    def _finish(self) -> list[Receipt]:
-        """Wait for the last shard; the receipts of all."""
-        if not self._live:  # else the shard's completion checks it
+    def _committed(self) -> list[Receipt]:
+        """Wait until the last shard is committed; the receipts of all."""
+        if self._live:  # the shard's completion checks the owner
+            self._background.wait_for(self._last)
+        else:
             self._plan.owner.check()
-        self._background.drain()
         return self._receipts
 
     def __enter__(self) -> Self:
@@ -289,9 +288,6 @@ class ShardWriter:
             )
         return rows
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        self._background.submit(guarded(job, where=self.url))
-
     def _take(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
         """Spread checked examples over shards."""
         layout, at = self._layout, 0
@@ -304,7 +300,7 @@ class ShardWriter:
             file = self._file
             if rows is not None:
                 part = rows[at : at + n].tobytes()
-                self._submit(lambda file=file, part=part: file.add_labels(part))
+                self._background.submit(partial(file.add_labels, part))
             # Views of contiguous input; anything else is made contiguous piece by piece, in bounded memory.
             step = max(1, self._plan.block_bytes // layout.example_nbytes)
             for i in range(at, at + n, step):
@@ -336,14 +332,10 @@ class ShardWriter:
                 self._send(buffer, sent, fill, last_use=True)
 
     def _send(self, buffer: npt.NDArray[np.uint8], start: int, end: int, *, last_use: bool) -> None:
-        file, offset, background = self._file, self._offset - (end - start), self._background
-        if file is None:
-            return
-
-        def job() -> None:
-            file.write(buffer[start:end].data, offset, partial(background.give_back, buffer) if last_use else None)
-
-        self._submit(job)
+        if self._file is not None:
+            done = partial(self._background.give_back, buffer) if last_use else None
+            offset = self._offset - (end - start)
+            self._background.submit(partial(self._file.write, buffer[start:end].data, offset, done))
 
     def _send_partial(self) -> None:
         """Write the part of the current block that is there; the block goes on to fill up afterwards."""
@@ -352,13 +344,17 @@ class ShardWriter:
             self._send(self._buffer, start, self._fill, last_use=False)
 
     def _finish_shard(self, file: ShardFile) -> None:
-        live, receipts = self._live, self._receipts
+        live, receipts, last, is_last = self._live, self._receipts, self._last, self._shard_idx == self._shards.stop - 1
 
         def job() -> None:
-            receipts.append(file.complete())
+            receipt = file.commit()
+            receipts.append(receipt)
+            if is_last:
+                last.put(None)
+            file.record(receipt)
             live.remove(file)
 
-        self._submit(job)
+        self._background.submit(job)
         self._file = None
         self._offset = 0
         self._shard_idx += 1

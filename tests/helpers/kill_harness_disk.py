@@ -83,6 +83,9 @@ class Disk:
         if number in self.fails:
             raise self.fails[number]
 
+    def size_asked(self, path: str) -> None:
+        """Called where a committed upload compares its size."""
+
     def rebooted(self, rng: np.random.Generator, *, dies_before: int | None = None) -> Disk:
         disk = Disk(posix=self.posix, dies_before=dies_before)
         for path, file in self.files.items():
@@ -218,7 +221,7 @@ class DiskSink:
     def read_back(self, start: int, end: int) -> bytes:
         return bytes(self.file.seen[start : min(end, self.used)])
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:
         if self.prefix != self.used:
             raise ArgumentError("a hole")
         self.disk.step(f"commit {self.path}")
@@ -255,10 +258,12 @@ class Upload:
     def read_back(self, start: int, end: int) -> bytes:
         return b""
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:
         if self.prefix != self.used:
             raise ArgumentError("a hole")
         self.disk.step(f"commit {self.path}")
+        if check_size:
+            self.disk.size_asked(self.path)
         self.disk._set(self.path, bytes(self.data))
 
     def abort(self) -> None:

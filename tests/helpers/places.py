@@ -216,7 +216,7 @@ class PlacedSink:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:
         self._inner.commit()
         self._transport._fetch(self._path)
 

@@ -202,10 +202,10 @@ def test_bytes_that_are_not_what_the_digests_say_are_not_copied(store, tmp_path)
 
 
 def test_bytes_that_change_on_the_way_are_noticed(store, tmp_path, monkeypatch):
-    new_sink = Folder.new_sink
+    open_sink = Folder.open_sink
 
     def flipping(self, path, **sizes):
-        sink = new_sink(self, path, **sizes)
+        sink = open_sink(self, path, **sizes)
         write = sink.write
 
         def flip(offset, buffers):
@@ -216,7 +216,7 @@ def test_bytes_that_change_on_the_way_are_noticed(store, tmp_path, monkeypatch):
         sink.write = flip
         return sink
 
-    monkeypatch.setattr(Folder, "new_sink", flipping)
+    monkeypatch.setattr(Folder, "open_sink", flipping)
     with pytest.raises(TransportError, match="not what was sent"):
         copy_store(store.path, tmp_path / "to")
 

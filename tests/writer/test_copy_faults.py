@@ -20,7 +20,7 @@ from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
 from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
-from saev_store.transport.local import fd_sink as _fd_sink
+from saev_store.transport.local import sink as _sink
 from saev_store.writer import create_store
 from saev_store.writer.copying import _layers, _whole, copy_store
 
@@ -173,21 +173,66 @@ def test_somebody_elses_recording_is_not_continued_as_a_copy(source, tmp_path):
         copy_store(source.path, tmp_path / "to", layers=[metadata_of(source).layout.layers[1]])
 
 
-@pytest.mark.parametrize("digests", [False, True])
-def test_a_finished_copy_of_other_vectors_is_told_of(source, tmp_path, digests):
+def test_a_finished_copy_of_other_vectors_is_refused_or_replaced(source, tmp_path):
     source.write_digests(256)
     url = copy_store(source.path, tmp_path / "to")
     assert copy_store(source.path, tmp_path / "to") == url
     record_anew(source, digests=True)
-    with pytest.raises(StoreExistsError, match="other vectors"):
+    with pytest.raises(StoreExistsError, match="another recording"):
         copy_store(source.path, tmp_path / "to")
+    assert copy_store(source.path, tmp_path / "to", replace=True) == url
+    check(url, source)
+    assert not list(Path(url).glob(".saev_store*"))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_copy_of_layers_of_an_earlier_recording_is_replaced(source, tmp_path, monkeypatch, finished):
+    source.write_digests(256)
+    layer = metadata_of(source).layout.layers[1]
+    if finished:
+        copy_store(source.path, tmp_path / "to", layers=[layer])
+    else:
+        interrupted_at(1, source, tmp_path / "to", monkeypatch, layers=[layer])
+    record_anew(source, digests=True)
+    with pytest.raises(StoreExistsError if finished else IncompleteStoreError):
+        copy_store(source.path, tmp_path / "to", layers=[layer])
+    url = copy_store(source.path, tmp_path / "to", layers=[layer], replace=True)
+    check(url, source, slice(1, 2))
+    assert not list(Path(url).glob(".saev_store*"))
+
+
+@pytest.mark.parametrize("layers", [None, "one"])
+def test_what_replace_finds_of_this_recording_stays(source, tmp_path, monkeypatch, layers):
+    options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[1]]}
+    source.write_digests(256)
+    url = Path(copy_store(source.path, tmp_path / "to", **options))
+    before = {path.name: path.stat().st_mtime_ns for path in url.iterdir()}
+    assert copy_store(source.path, tmp_path / "to", replace=True, **options) == str(url)
+    assert {path.name: path.stat().st_mtime_ns for path in url.iterdir()} == before
+
+
+def test_progress_counts_each_byte_once(source, tmp_path, monkeypatch):
+    bars: list[list[int]] = []
+
+    class Bar(_whole.Progress):
+        def __init__(self, total_nbytes: int, title: str, *, shown: bool | None, done_nbytes: int = 0) -> None:
+            super().__init__(total_nbytes, title, shown=shown, done_nbytes=done_nbytes)
+            self.counts = [total_nbytes, 0]
+            bars.append(self.counts)
+
+        def advance(self, nbytes: int) -> None:
+            self.counts[1] += nbytes
+
+    monkeypatch.setattr(_whole, "Progress", Bar)
+    copy_store(source.path, tmp_path / "to", progress=False)
+    assert bars == [[source.acts.nbytes, source.acts.nbytes]]
 
 
 @pytest.mark.parametrize("layers", [None, 1])
 def test_a_copy_that_went_wrong_is_not_published(source, tmp_path, monkeypatch, layers):
     source.write_digests(256)
     options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[layers]]}
-    plainly, done = _fd_sink.write_all, []
+    plainly, done = _sink.write_all, []
 
     def wrong(fd: int, views: list[memoryview], offset: int) -> None:
         plainly(fd, list(views), offset)
@@ -195,7 +240,7 @@ def test_a_copy_that_went_wrong_is_not_published(source, tmp_path, monkeypatch, 
             done.append(os.pwrite(fd, b"\xff", offset + 2))
 
     with monkeypatch.context() as changed, pytest.raises(SaevStoreError):
-        changed.setattr(_fd_sink, "write_all", wrong)
+        changed.setattr(_sink, "write_all", wrong)
         copy_store(source.path, tmp_path / "to", **options)
     assert not list((tmp_path / "to").glob("*/metadata.json"))
     with warnings.catch_warnings():

@@ -263,6 +263,7 @@ def test_bad_options(options) -> None:
 def test_a_transport_that_only_reads() -> None:
     class Reading:
         url, name, cost = "read://only", "reading", None
+        is_local, local_path, reads_into = False, None, False
 
         def read(self, path, *, max_bytes=None): ...
         def size(self, path): ...

@@ -30,7 +30,7 @@ from kill_harness_oracle import case
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
 this = case(n=40, per_shard=20, d_model=700, pad=False, labelled=False)
-from saev_store.transport import _parts
+from saev_store.transport.obstore import _parts
 _parts.PART_BYTES = 64 << 10
 url, options, engine = json.loads(sys.argv[1])
 writer = create_store(

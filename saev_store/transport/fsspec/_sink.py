@@ -1,17 +1,19 @@
-"""A large file written through fsspec: collected in a temporary file, then uploaded in one call."""
+"""Uploads through fsspec: a large file is collected in a temporary file, then uploaded in one call."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import cast
 
 from saev_store.errors import ArgumentError, TransportError
+from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.checks import os_errors
 from saev_store.transport.fsspec._client import FsspecClient
 from saev_store.transport.local._libc import preallocate
-from saev_store.transport.local.fd_sink import FdSink
+from saev_store.transport.local.sink import FdSink
 
 #: gcsfs compares no checksum unless it is told to; s3fs adds a CRC32 to every part by itself.
 _CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}
@@ -68,7 +70,7 @@ class SpooledSink(FdSink):
         """Always empty: an upload starts over."""
         return b""
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:
         """Upload the whole file under its name, and check its size there.
 
         Raises:
@@ -87,9 +89,38 @@ class SpooledSink(FdSink):
             options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
             client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
             fs.invalidate_cache(self._full)
-            client.requests.add("size")
-            size = cast("Mapping[str, object]", client.ask("info", self._full)).get("size")
+            size: object = self._file
+            if check_size:
+                client.requests.add("size")
+                size = cast("Mapping[str, object]", client.ask("info", self._full)).get("size")
         self._committed()
         if size != self._file:
             raise TransportError(f"{size} bytes arrived of {self._file:,}", where=self._where, transient=True)
         self.abort()
+
+
+def list_uploads(client: FsspecClient, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
+    """The unfinished uploads of a bucket whose keys lie in the folder `prefix`, all pages of the listing.
+
+    Args:
+        client: A client of an `s3://` address.
+        bucket: The bucket's name.
+        prefix: A folder in it, `""` for all of it.
+        folder: Bucket and folder that the paths of the answer are relative to.
+    """
+    found: list[UnfinishedUpload] = []
+    markers: dict[str, object] = {}
+    while True:
+        # s3fs's own listing gives the first page only.
+        page = client.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+        answer = cast("Mapping[str, object]", page)
+        listed = cast("list[Mapping[str, object]]", answer.get("Uploads") or [])
+        for upload in listed:
+            key, begun = str(upload["Key"]), upload.get("Initiated")
+            if not prefix or key == prefix or key.startswith(f"{prefix}/"):
+                path = f"{bucket}/{key}".removeprefix(folder).lstrip("/")
+                begun_s = begun.timestamp() if isinstance(begun, datetime) else None
+                found.append(UnfinishedUpload(path, str(upload["UploadId"]), begun_s))
+        if not answer.get("IsTruncated") or not listed:
+            return found
+        markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}

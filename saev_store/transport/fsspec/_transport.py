@@ -22,8 +22,7 @@ from saev_store.transport.checks import (
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
 from saev_store.transport.fsspec._ranges import getter, ranges
-from saev_store.transport.fsspec._sink import SpooledSink
-from saev_store.transport.fsspec._uploads import list_uploads
+from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 
 #: A request through fsspec's clients is about a millisecond of Python.
 _FAR = far_cost(cpu_s=1e-3)

@@ -24,8 +24,7 @@ from saev_store.transport.base import Buffer
 from saev_store.transport.checks import check_path, os_errors
 from saev_store.transport.local._libc import rename_exclusive
 from saev_store.transport.local.descriptors import DESCRIPTORS, Identity
-from saev_store.transport.local.fd_sink import write_all
-from saev_store.transport.local.sink import LocalSink, fsync_folder, make_folders
+from saev_store.transport.local.sink import LocalSink, fsync_folder, make_folders, write_all
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"

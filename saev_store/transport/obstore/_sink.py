@@ -1,4 +1,4 @@
-"""A large object written through obstore: a multipart upload that runs while the next parts are filled."""
+"""Writing through obstore: large objects as multipart uploads that run while the next parts are filled, and small ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
-from saev_store.transport._written import Written
-from saev_store.transport.checks import byte_views
-from saev_store.transport.obstore._client import ObstoreClient
+from saev_store.transport.checks import Written, byte_views
+from saev_store.transport.obstore._client import ObstoreClient, is_busy
 from saev_store.transport.obstore._parts import PARTS_IN_FLIGHT, part_bytes_of
 
 if TYPE_CHECKING:
@@ -24,6 +23,9 @@ T = TypeVar("T")
 #: Blocks that are written ahead of a gap are held in memory, up to this much.
 _AHEAD_BYTES = 256 << 20
 _ABORT_TIMEOUT_S = 10
+#: A longer document is sent in parts: two requests more, but what is lost on the way is less.
+_MOST_PUT_AT_ONCE = 32 << 20
+_BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class ObstoreSink:
@@ -115,7 +117,7 @@ class ObstoreSink:
         """Always empty: an upload cannot be read."""
         return b""
 
-    def commit(self) -> None:
+    def commit(self, *, check_size: bool = True) -> None:
         """Send the rest, complete the upload, and check the object's size.
 
         Raises:
@@ -136,14 +138,14 @@ class ObstoreSink:
                 for part in rest:
                     await writer.write(part)
                 await writer.close()
-            return (await obstore.head_async(client.store, self._key))["size"]
+            return (await obstore.head_async(client.store, self._key))["size"] if check_size else self._file_nbytes
 
         size = self._call("upload", finish, nbytes=self._file_nbytes)
         self._writer, self._open = None, False
         for part in rest:
             self._buffers.give_back(part)
         self._committed()
-        client.requests.add("size")
+        client.requests.add("size", requests=int(check_size))
         client.requests.add(
             "sink.write", written=self._file_nbytes, requests=max(1, -(-self._file_nbytes // self._part_bytes))
         )
@@ -247,3 +249,47 @@ async def _abort(writer: AsyncWritableFile) -> None:
             await writer.flush()
     async with asyncio.timeout(_ABORT_TIMEOUT_S):
         await writer.__aexit__(RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
+
+
+async def put(client: ObstoreClient, key: str, content: bytes) -> None:
+    """Create or replace an object."""
+    import obstore
+
+    parted = len(content) > _MOST_PUT_AT_ONCE
+    await client.slot(lambda: obstore.put_async(client.store, key, content, use_multipart=parted))
+    client.requests.add("put", written=len(content))
+
+
+async def create(client: ObstoreClient, key: str, content: bytes) -> None:
+    """Create an object unless its name is taken; asked again where the service is busy with another such request."""
+    import obstore
+
+    async def attempt() -> None:
+        for wait_s in (*_BUSY_WAITS_S, None):
+            client.requests.add("create", written=len(content))
+            try:
+                await obstore.put_async(client.store, key, content, mode="create")
+            except Exception as error:
+                if wait_s is None or not is_busy(error):
+                    raise
+                await asyncio.sleep(wait_s)
+            else:
+                return
+
+    await client.slot(attempt)
+
+
+async def delete(client: ObstoreClient, key: str) -> None:
+    """Delete an object, and everything below a folder of that name; fine if there is nothing."""
+    import obstore
+
+    async def itself() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            await obstore.delete_async(client.store, key)
+
+    client.requests.add("delete")
+    # It goes by whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
+    listed = obstore.list(client.store, prefix=key)  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
+    _, below_it = await asyncio.gather(itself(), listed.collect_async())
+    if found := [meta["path"] for meta in below_it]:
+        await obstore.delete_async(client.store, found)

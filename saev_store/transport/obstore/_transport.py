@@ -11,10 +11,9 @@ from saev_store.transport.base import Buffer, Entry, Transport, far_cost
 from saev_store.transport.checks import check_ranges, joined_runs, too_big
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop
-from saev_store.transport.obstore._documents import create, delete, put
 from saev_store.transport.obstore._options import only_obstore_understands
 from saev_store.transport.obstore._ranges import PIECE_BYTES, RangeReader
-from saev_store.transport.obstore._sink import ObstoreSink
+from saev_store.transport.obstore._sink import ObstoreSink, create, delete, put
 
 if TYPE_CHECKING:
     from saev_store.transport.fsspec._transport import FsspecTransport

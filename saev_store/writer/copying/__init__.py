@@ -29,6 +29,7 @@ def copy_store(
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     resume: bool = True,
+    replace: bool = False,
     max_mb_per_s: float | None = None,
     max_requests_per_s: float | None = None,
     progress: bool | None = None,
@@ -58,6 +59,8 @@ def copy_store(
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
+        replace: Delete a copy of an earlier recording with the same metadata, and copy again; False refuses that. Recordings
+            are told apart by the digests of the source.
         max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
         max_requests_per_s: No more requests than so many in a second, to both places together.
         progress: A bar on standard error; None shows it on a terminal.
@@ -65,7 +68,8 @@ def copy_store(
     Raises:
         NotFoundError, DocumentError, CorruptShardError: the source is no whole store, or does not match its digests.
         LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
-        StoreExistsError: another store, a copy of another recording, or with `resume=False` this one already exists there.
+        StoreExistsError: another store, a copy of another recording (unless `replace`), or with `resume=False` this one already
+            exists there.
         IncompleteStoreError: `resume` is False and an unfinished copy lies there, or something of another program.
         WriterConflictError: another process is copying to there.
         ArgumentError: a limit is not positive.
@@ -86,9 +90,11 @@ def copy_store(
         target = target_of(store, dst, layers, tokens)
         to = opened(target.root, dst_storage_options)
         if target.metadata is None:
-            copy_whole(store, to, resume=resume, progress=progress)
+            copy_whole(store, to, resume=resume, progress=progress, replace=replace)
         else:
-            copy_layers(store, target.metadata, to, tokens=target.tokens, resume=resume, progress=progress)
+            copy_layers(
+                store, target.metadata, to, tokens=target.tokens, resume=resume, progress=progress, replace=replace
+            )
     return target.url
 
 

@@ -14,14 +14,13 @@ from saev_store.core.indexing import Progression
 from saev_store.core.layout import shard_name
 from saev_store.core.rows import row_space
 from saev_store.documents import Metadata
-from saev_store.errors import IncompleteStoreError, NotFoundError, StoreExistsError
+from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.store.opening import open_documents
 from saev_store.transport import Transport
 from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
-from saev_store.writer.copying._space import check_space
-from saev_store.writer.copying._whole import PROVENANCE_NAME
+from saev_store.writer.copying._whole import PROVENANCE_NAME, check_space, delete_copy, other_recording
 from saev_store.writer.folder import Folder
 
 if TYPE_CHECKING:
@@ -63,6 +62,7 @@ def copy_layers(
     tokens: Progression,
     resume: bool,
     progress: bool | None,
+    replace: bool = False,
 ) -> None:
     """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
     from saev_store.store.store import ShardStore
@@ -70,6 +70,10 @@ def copy_layers(
     layout = metadata.layout
     positions = [store.layout.layer_index(layer) for layer in layout.layers]
     folder = Folder(root, metadata.hash)
+    if replace and _is_of_other_recording(folder, store):
+        with folder.lock("copy"):
+            delete_copy(folder)
+            folder.delete(WORK_FOLDER)
     _begin(folder, store)
     writer = create_store(
         root,
@@ -81,7 +85,8 @@ def copy_layers(
     )
     if writer.complete:
         ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
-        _check_source(folder, store)
+        if _is_of_other_recording(folder, store):
+            raise other_recording(folder)
         return
     writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
@@ -108,10 +113,9 @@ def _begin(folder: Folder, store: ShardStore) -> None:
         IncompleteStoreError: an unfinished store lies there that is no copy, or one of another recording: half of it would be
             other vectors.
     """
-    document = {"version": 1, "copy_of": _identity(store)}
-    mark = json.dumps(document, indent=1).encode()
+    mark = _mark(store)
     if not folder.exists(CLAIM_PATH):
-        if folder.exists(METADATA_NAME) or folder.create(_MARK, mark):
+        if folder.exists(METADATA_NAME) or folder.create(_MARK, mark) != "taken":
             return
         if folder.read_or_none(_MARK) != mark and not folder.exists(CLAIM_PATH):
             folder.put(_MARK, mark)  # of an attempt that came no further
@@ -123,27 +127,24 @@ def _begin(folder: Folder, store: ShardStore) -> None:
         )
 
 
-def _check_source(folder: Folder, store: ShardStore) -> None:
-    """Check that a finished copy was made of this recording, as far as both tell.
-
-    Raises:
-        StoreExistsError: it was made of another one.
-    """
+def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
+    """Whether a copy, finished or not, was made of another recording than this one, as far as both tell."""
+    if not folder.exists(METADATA_NAME):
+        mark = folder.read_or_none(_MARK)
+        return mark is not None and mark != _mark(store)
     raw, digests = folder.read_or_none(PROVENANCE_NAME), load_digests(store.transport)
     try:
         was = json.loads(raw)["source_digests"] if raw is not None else None
     except (ValueError, KeyError, TypeError, RecursionError):
         was = None
-    if was is not None and digests is not None and was != hashlib.sha256(digests.to_bytes()).hexdigest():
-        raise StoreExistsError(
-            "a copy of another recording with the same metadata is there already",
-            where=folder.url,
-            remedy="Copy elsewhere; or delete that copy, if it is of an earlier recording.",
-        )
+    return was is not None and digests is not None and was != hashlib.sha256(digests.to_bytes()).hexdigest()
 
 
-def _identity(store: ShardStore) -> str:
-    """Changes when the source is recorded anew: its digests, wherever it lies; else its address and its files' sizes and times."""
+def _mark(store: ShardStore) -> bytes:
+    """The document of an unfinished copy; it changes when the source is recorded anew.
+
+    It holds the source's digests, wherever it lies; without digests its address and the sizes and times of its files.
+    """
     digests = load_digests(store.transport)
     found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
     if digests is None:
@@ -155,7 +156,8 @@ def _identity(store: ShardStore) -> str:
                 with contextlib.suppress(OSError):
                     status = os.stat(store.transport.resolve(name))
                     found.append((status.st_ino, status.st_mtime_ns))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    identity = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return json.dumps({"version": 1, "copy_of": identity}, indent=1).encode()
 
 
 def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> bytes:

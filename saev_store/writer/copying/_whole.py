@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import shard_name
 from saev_store.documents import labels_nbytes
 from saev_store.errors import (
@@ -20,12 +22,12 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Buffer, CopiesWithin, Transport
+from saev_store.store.card import human_bytes
+from saev_store.transport import CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests, load_digests
-from saev_store.writer._blocks import block_ranges, digest
+from saev_store.writer._digests import block_ranges, digest
 from saev_store.writer._publish import remove_hidden
-from saev_store.writer._receipts import Receipt, parse_receipt
-from saev_store.writer.copying._space import check_space
+from saev_store.writer._shard_file import Receipt, parse_receipt
 from saev_store.writer.folder import Folder, receipt_path
 
 if TYPE_CHECKING:
@@ -46,14 +48,19 @@ class _File(NamedTuple):
     file_nbytes: int
 
 
-def copy_whole(store: ShardStore, root: Transport, *, resume: bool, progress: bool | None) -> None:
+def copy_whole(
+    store: ShardStore, root: Transport, *, resume: bool, progress: bool | None, replace: bool = False
+) -> None:
     """Copy into the folder `store.name` below `root`; see `copy_store`."""
     folder = Folder(root, store.name)
-    if _is_published(folder, store, resume=resume):
-        return
-    _check_claim(folder, store, resume=resume)
+    if not replace:
+        if _is_published(folder, store, resume=resume):
+            return
+        _check_claim(folder, store, resume=resume)
     with folder.lock("copy"):
-        # Between that look and this moment somebody may have published it: nothing of it may be touched then.
+        if replace and _is_of_other_recording(folder, store):
+            delete_copy(folder)
+        # Between that look and this moment another process may have published it: nothing of it may be touched then.
         if _is_published(folder, store, resume=resume):
             return
         _claim(folder, store)
@@ -64,7 +71,7 @@ def copy_whole(store: ShardStore, root: Transport, *, resume: bool, progress: bo
         total = sum(file.used_nbytes for file in files)
         check_space(root.url, sum(file.used_nbytes for file in files if folder.size(file.name) is None))
         done: dict[str, FileDigests] = {}
-        with Progress(2 * total, "copying", shown=progress) as bar:
+        with Progress(total, "copying", shown=progress) as bar:
             for file in files:
                 # Where there are no locks another process may have gone on with it, and be done.
                 if _is_published(folder, store, resume=True):
@@ -100,23 +107,42 @@ def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
         what = "the copy" if bytes(there) == store.metadata.raw else "another store of this name"
         raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
     _check_sizes(folder, _files(store, pads=False))
-    _check_digests(folder, store)
+    if _is_of_other_recording(folder, store):
+        raise other_recording(folder)
     remove_hidden(folder)
     return True
 
 
-def _check_digests(folder: Folder, store: ShardStore) -> None:
-    """Equal documents do not make equal vectors: what both say of their files has to agree."""
+def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
+    """Whether digests.json of a copy and of its source differ: equal metadata does not make equal vectors."""
     ours, theirs = load_digests(store.transport), load_digests(folder.transport.at(folder.name))
     if ours is None or theirs is None or ours.block_bytes != theirs.block_bytes:
-        return
-    for name in ours.files.keys() & theirs.files.keys():
-        if ours.files[name] != theirs.files[name]:
-            raise StoreExistsError(
-                f"a copy of other vectors is there already: {name} has other digests",
-                where=folder.url,
-                remedy="Copy elsewhere; or delete that copy, if it is of an earlier recording.",
-            )
+        return False
+    return any(ours.files[name] != theirs.files[name] for name in ours.files.keys() & theirs.files.keys())
+
+
+def other_recording(folder: Folder) -> StoreExistsError:
+    """The error for a finished copy of another recording."""
+    return StoreExistsError(
+        "a copy of another recording with the same metadata is there already",
+        where=folder.url,
+        remedy="Copy elsewhere; or replace that copy with replace=True, if it is of an earlier recording.",
+    )
+
+
+def delete_copy(folder: Folder) -> None:
+    """Delete a copy, metadata.json first: a part of it never opens.
+
+    Raises:
+        StoreExistsError: its files cannot be listed.
+    """
+    names = folder.names()
+    if names is None:
+        raise other_recording(folder)
+    folder.delete(METADATA_NAME)
+    for name in names:
+        if name != WORK_FOLDER:  # which holds the lock
+            folder.delete(name)
 
 
 def _check_sizes(folder: Folder, files: Sequence[_File]) -> None:
@@ -161,9 +187,9 @@ def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
 
 
 def _claim(folder: Folder, store: ShardStore) -> None:
-    """Say that a copy is under way, so that nobody takes the folder for anything else."""
+    """Mark the folder as an unfinished copy."""
     document = {"version": 1, "copy_of": store.url, "metadata": _text(store)}
-    if not folder.exists(CLAIM_PATH) and not folder.create(CLAIM_PATH, json.dumps(document, indent=1).encode()):
+    if not folder.exists(CLAIM_PATH) and folder.create(CLAIM_PATH, json.dumps(document, indent=1).encode()) == "taken":
         raise WriterConflictError("another process has just begun here", where=folder.url, remedy="Wait for it.")
 
 
@@ -172,7 +198,7 @@ def _text(store: ShardStore) -> str:
 
 
 class _Copier:
-    """Copies large files block by block, reading ahead; digests what it reads and reads back what it wrote."""
+    """Copies large files block by block; digests what it reads and reads back what it wrote. Bytes count once for progress."""
 
     def __init__(self, store: ShardStore, folder: Folder, promised: Digests | None, block_bytes: int) -> None:
         self._source = store.transport
@@ -182,33 +208,32 @@ class _Copier:
         self._block_bytes = block_bytes
 
     def copy(self, file: _File, bar: Progress) -> FileDigests:
-        kept = self._kept(file, bar)
-        if kept is not None:
+        digests = self._kept(file)
+        if digests is not None:
             bar.advance(file.used_nbytes)
-            return FileDigests(file.used_nbytes, kept)
-        digests = self._copied_within(file, bar)
-        if digests is None:
+            return FileDigests(file.used_nbytes, digests)
+        if self._is_copied_within(file):
+            digests = self._digests_of_source(file)
+            bar.advance(file.used_nbytes)
+        else:
             digests = self._transfer(file, bar)
-            self._check_source(file, digests)
-        # A map of what lay there before must not answer for what lies there now.
-        self._folder.transport.close()
-        for block_idx, block in enumerate(
-            _blocks(self._folder.transport, self._folder.path(file.name), file, self._block_bytes)
-        ):
-            if digest(block) != digests[block_idx]:
-                self._blame_source(file, block_idx, digests[block_idx])
-                raise TransportError(
-                    f"block {block_idx} of the copy is not what was sent",
-                    where=self._folder.where(file.name),
-                    remedy="Copy again; if it happens twice, suspect the disk or the network.",
-                )
-            bar.advance(len(block))
+        wrong = self._first_difference(file, digests)
+        if wrong is not None:
+            start = wrong * self._block_bytes
+            end = min(start + self._block_bytes, file.used_nbytes)
+            block = self._source.get_ranges(file.name, starts=[start], ends=[end])[0]
+            self._check_block(file, wrong, digest(memoryview(block)), digests[wrong])
+            raise TransportError(
+                f"block {wrong} of the copy is not what was sent",
+                where=self._folder.where(file.name),
+                remedy="Copy again; if it happens twice, suspect the disk or the network.",
+            )
         if file.shard_idx is not None:
-            receipt = Receipt(file.used_nbytes, complete=True, digests=tuple(digests), labels=None)
+            receipt = Receipt(file.used_nbytes, complete=True, digests=digests, labels=None)
             self._folder.put(receipt_path(file.shard_idx), receipt.to_bytes())
-        return FileDigests(file.used_nbytes, tuple(digests))
+        return FileDigests(file.used_nbytes, digests)
 
-    def _kept(self, file: _File, bar: Progress) -> tuple[str, ...] | None:
+    def _kept(self, file: _File) -> tuple[str, ...] | None:
         """The digests of a file that an earlier attempt has finished, after reading it again."""
         if file.shard_idx is None:
             return None
@@ -216,48 +241,49 @@ class _Copier:
         receipt = parse_receipt(raw, self._layout, file.shard_idx, self._block_bytes) if raw is not None else None
         if receipt is None or self._folder.size(file.name) != file.file_nbytes:
             return None
-        if receipt.digests != self._digests_of_source(file):  # of another recording, which lay there then
+        if receipt.digests != self._digests_of_source(file):  # of another recording, which was there then
             return None
-        path = self._folder.path(file.name)
-        for promise, block in zip(
-            receipt.digests, _blocks(self._folder.transport, path, file, self._block_bytes), strict=True
-        ):
-            if digest(block) != promise:
-                return None
-            bar.advance(len(block))
-        return receipt.digests
+        return receipt.digests if self._first_difference(file, receipt.digests) is None else None
+
+    def _promise(self, file: _File) -> tuple[str, ...] | None:
+        """What the source's digests.json says of a file."""
+        promised = self._promised.files.get(file.name) if self._promised else None
+        return promised.digests if promised is not None and promised.nbytes == file.used_nbytes else None
 
     def _digests_of_source(self, file: _File) -> tuple[str, ...]:
         """What the source promises of a file; where it promises nothing, what is read there."""
-        promised = self._promised.files.get(file.name) if self._promised else None
-        if promised is not None and promised.nbytes == file.used_nbytes:
-            return promised.digests
+        promise = self._promise(file)
+        if promise is not None:
+            return promise
         return tuple(digest(block) for block in _blocks(self._source, file.name, file, self._block_bytes))
 
-    def _copied_within(self, file: _File, bar: Progress) -> Sequence[str] | None:
-        """The digests that the copy must have, after the service has made it; None where this machine has to."""
+    def _first_difference(self, file: _File, digests: Sequence[str]) -> int | None:
+        """The first block of the copy, read again, that has another digest."""
+        self._folder.transport.close()  # a map of an earlier file must not answer for this one
+        blocks = _blocks(self._folder.transport, self._folder.path(file.name), file, self._block_bytes)
+        with closing(blocks):
+            for block_idx, (block, expected) in enumerate(zip(blocks, digests, strict=True)):
+                if digest(block) != expected:
+                    return block_idx
+        return None
+
+    def _is_copied_within(self, file: _File) -> bool:
+        """Whether the service has copied the file; else this machine has to."""
         to = self._folder.transport
         if not isinstance(to, CopiesWithin) or self._source.size(file.name) != file.file_nbytes:
-            return None
-        if not to.copy_within(self._source, file.name, self._folder.path(file.name)):
-            return None
-        promised = self._promised.files.get(file.name) if self._promised else None
-        if promised is not None and promised.nbytes == file.used_nbytes:
-            bar.advance(file.used_nbytes)
-            return promised.digests
-        digests: list[str] = []
-        for block in _blocks(self._source, file.name, file, self._block_bytes):
-            digests.append(digest(block))
-            bar.advance(len(block))
-        return digests
+            return False
+        return to.copy_within(self._source, file.name, self._folder.path(file.name))
 
-    def _transfer(self, file: _File, bar: Progress) -> list[str]:
+    def _transfer(self, file: _File, bar: Progress) -> tuple[str, ...]:
         digests: list[str] = []
-        sink = self._folder.new_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
+        promise = self._promise(file)
+        sink = self._folder.open_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
         try:
             offset = 0
             for block in _blocks(self._source, file.name, file, self._block_bytes):
                 digests.append(digest(block))
+                if promise is not None:
+                    self._check_block(file, len(digests) - 1, digests[-1], promise[len(digests) - 1])
                 sink.write(offset, [block])
                 offset += len(block)
                 bar.advance(len(block))
@@ -265,52 +291,24 @@ class _Copier:
         except BaseException:
             sink.abort()
             raise
-        return digests
+        return tuple(digests)
 
-    def _blame_source(self, file: _File, block_idx: int, promise: str) -> None:
-        """Raise if it is the source that is not what it should be."""
-        start = block_idx * self._block_bytes
-        end = min(start + self._block_bytes, file.used_nbytes)
-        block = self._source.get_ranges(file.name, starts=[start], ends=[end])[0]
-        if digest(memoryview(block)) != promise:
+    def _check_block(self, file: _File, block_idx: int, found: str, expected: str) -> None:
+        if found != expected:
             raise CorruptShardError(
                 f"block {block_idx} of the source is not what its digests.json says",
                 where=f"{self._source.url}/{file.name}",
                 remedy="Run `saev-store validate --deep` on the source; repair it first.",
             )
 
-    def _check_source(self, file: _File, digests: Sequence[str]) -> None:
-        promised = self._promised.files.get(file.name) if self._promised else None
-        if promised is None or promised.nbytes != file.used_nbytes:
-            return
-        wrong = [
-            i for i, (found, promise) in enumerate(zip(digests, promised.digests, strict=True)) if found != promise
-        ]
-        if wrong:
-            raise CorruptShardError(
-                f"block {wrong[0]} of the source is not what its digests.json says ({len(wrong)} such blocks)",
-                where=f"{self._source.url}/{file.name}",
-                remedy="Run `saev-store validate --deep` on the source; repair it first.",
-            )
 
-
-def _blocks(transport: Transport, path: str, file: _File, block_bytes: int) -> Iterator[memoryview]:
+def _blocks(transport: Transport, path: str, file: _File, block_bytes: int) -> Generator[memoryview]:
     """The used bytes of a file, block by block, a few of them read ahead."""
 
-    def read(start: int, end: int) -> Buffer:
-        return transport.get_ranges(path, starts=[start], ends=[end])[0]
+    def read(wanted: tuple[int, int]) -> memoryview:
+        return memoryview(transport.get_ranges(path, starts=[wanted[0]], ends=[wanted[1]])[0])
 
-    pool = ThreadPoolExecutor(_N_AHEAD, thread_name_prefix="saev-copy")
-    ahead: deque[Future[Buffer]] = deque()
-    try:
-        for start, end in block_ranges(file.used_nbytes, block_bytes):
-            ahead.append(pool.submit(read, start, end))
-            if len(ahead) >= _N_AHEAD:
-                yield memoryview(ahead.popleft().result())
-        while ahead:
-            yield memoryview(ahead.popleft().result())
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    return ahead(read, list(block_ranges(file.used_nbytes, block_bytes)), _N_AHEAD)
 
 
 def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
@@ -324,6 +322,26 @@ def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
     folder.put(SHARDS_NAME, store.index.raw)
     if store.labels is None and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
         folder.delete(LABELS_NAME)
-    if not folder.create(METADATA_NAME, store.metadata.raw):
+    if folder.create(METADATA_NAME, store.metadata.raw) == "taken":
         raise StoreExistsError("another store of this name was published meanwhile", where=folder.url)
     remove_hidden(folder)
+
+
+def check_space(url: str, nbytes: int) -> None:
+    """Refuse to begin what a local disk cannot hold.
+
+    Raises:
+        TransportError: the disk has less room than `nbytes`.
+    """
+    folder: str = url.removeprefix("file://")
+    if not folder.startswith("/"):
+        return
+    while not os.path.isdir(folder) and folder != "/":
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise TransportError(
+            f"{human_bytes(nbytes)} are to be written, but only {human_bytes(free)} are free",
+            where=url,
+            remedy="Make room, copy fewer layers, or copy elsewhere.",
+        )

@@ -1,17 +1,33 @@
-"""Finds and removes what writers that were killed have left, below one folder."""
+"""What killed writers have left: unfinished stores, hidden files, uploads. Finds and removes them."""
 
 from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from saev_store.errors import AccessError, NotFoundError, ReadOnlyError, SaevStoreError, WriterConflictError
+from saev_store.core.layout import shard_name
+from saev_store.errors import (
+    AccessError,
+    IncompleteStoreError,
+    NotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+    WriterConflictError,
+)
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload
+from saev_store.writer._claim import read_claim
 from saev_store.writer._replace import JOURNAL
 from saev_store.writer.folder import CLAIM, DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
 
 #: What is younger may belong to a writer that is still alive, or be wanted for a resume.
 OLDER_THAN_S = 86_400.0
@@ -19,6 +35,94 @@ _SHARD = re.compile(r"acts\d{6}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {LABELS, SHARDS, DIGESTS, "provenance.json"}
 _MOST_LEVELS = 4
+
+
+def check_no_foreigner(folder: Folder, names: Sequence[str] | None) -> None:
+    """Refuse a folder that another tool has begun; `names` are those in it, None where they cannot be listed."""
+    if names is None:  # look for what a store of any tool begins with
+        names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
+    found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
+    if found:
+        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
+        raise IncompleteStoreError(
+            f"the folder holds {shown}, but neither metadata.json nor a claim of this package: "
+            "most likely another tool's dump that was cut short",
+            where=folder.url,
+            remedy="It cannot be resumed, and is never overwritten: move it away, or write elsewhere.",
+        )
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A store below some root that was begun by this package and never published.
+
+    Attributes:
+        name: Its folder.
+        metadata: The text of the metadata.json that it will have.
+    """
+
+    name: str
+    metadata: str
+
+
+def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
+    """The unfinished stores below a root, by name; empty where the back end cannot list."""
+    if not isinstance(root_transport, Lists):
+        return ()
+    found: list[Unfinished] = []
+    try:
+        entries = root_transport.list()
+    except SaevStoreError:  # no such folder yet
+        return ()
+    for entry in entries:
+        name = entry.path.strip("/")
+        if not entry.is_dir or name.startswith("."):
+            continue
+        folder = Folder(root_transport, name)
+        try:
+            claim = read_claim(folder)
+            if claim is not None and folder.document(METADATA) is None:
+                found.append(Unfinished(name, claim.metadata))
+        except SaevStoreError as error:
+            warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=2)
+    return tuple(found)
+
+
+def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
+    """Delete what was written of a store that is not published. Fine if there is nothing.
+
+    Raises:
+        StoreExistsError: it is published.
+        IncompleteStoreError: what lies there was not begun by this package.
+        WriterConflictError: a process is still writing it.
+    """
+    folder = Folder(root_transport, metadata.hash)
+    if folder.document(METADATA) is not None:
+        raise StoreExistsError(
+            "the store is complete; only unfinished ones are discarded",
+            where=folder.url,
+            remedy="Delete the folder yourself if that is what you want.",
+        )
+    claim, names = read_claim(folder), folder.names()
+    if claim is None:
+        check_no_foreigner(folder, names)
+        folder.delete(HIDDEN)
+        return
+    with ExitStack() as held:
+        for what in (*(f"part{rank:05d}" for rank in range(claim.options.world)), "publish"):
+            held.enter_context(folder.lock(what))
+        if names is None:
+            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), LABELS, SHARDS, DIGESTS]
+        _discard(folder, names)
+    folder.writes.delete(folder.name)
+
+
+def _discard(folder: Folder, names: Sequence[str]) -> None:
+    """Delete files, the hidden ones last: a crash in between leaves something that is still recognised."""
+    for name in names:
+        if name != HIDDEN:
+            folder.delete(name)
+    folder.delete(HIDDEN)
 
 
 @dataclass(frozen=True)
@@ -136,14 +240,10 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
                 locks.add(_name(entry).removesuffix(".lock"))
             for what in sorted(locks):
                 held.enter_context(folder.lock(what))
-            if leftover.kind == "unfinished store":
-                if folder.exists(METADATA):
-                    return "it was published meanwhile"
-                # The hidden files last: a crash in between leaves something that is still recognised.
-                for name in folder.names() or ():
-                    if name != HIDDEN:
-                        folder.delete(name)
-            folder.delete(HIDDEN)
+            is_store = leftover.kind == "unfinished store"
+            if is_store and folder.exists(METADATA):
+                return "it was published meanwhile"
+            _discard(folder, (folder.names() or ()) if is_store else ())
         if leftover.kind == "unfinished store" and folder.name and not folder.names():
             folder.writes.delete(folder.name)
     except WriterConflictError as error:
