@@ -101,7 +101,7 @@ class EnergonDataset:
     def shards(self) -> tuple[str, ...]:
         """The tars of this source, in order."""
         names = self.documents.info.shards
-        return tuple(names[i] for i in self.view.shard_ids.tolist())
+        return tuple(names[int(i)] for i in self.view.shard_ids)
 
     def __len__(self) -> int:
         return len(self.view)
