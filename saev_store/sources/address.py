@@ -23,7 +23,7 @@ def split_address(url: Url) -> tuple[str, str]:
     >>> split_address("zip://a/train.batch::file:///data/all.zip")
     ('zip://a::file:///data/all.zip', 'train.batch')
     """
-    text = cast("object", os.fspath(url)) if isinstance(url, (str, os.PathLike)) else url
+    text = _text(url)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{brief(text)} is not an address: pass a path or a URL as str", where="url")
     links = text.split("::")
@@ -43,7 +43,7 @@ def locate(
 ) -> tuple[Transport, str]:
     """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
     if transport is not None:
-        path = cast("object", os.fspath(url)) if isinstance(url, (str, os.PathLike)) else url
+        path = _text(url)
         if not isinstance(path, str) or not path:
             raise ArgumentError(f"{brief(path)} is no path below the transport", where="url")
         if storage_options is not None:
@@ -64,3 +64,7 @@ def full_url(transport: Transport, path: str) -> str:
     at = next((i for i, link in enumerate(links) if "://" in link), 0)
     links[at] += f"{'' if links[at].endswith('/') else '/'}{path}"
     return "::".join(links)
+
+
+def _text(url: object) -> object:
+    return os.fspath(cast("Url", url)) if isinstance(url, (str, os.PathLike)) else url

@@ -19,6 +19,8 @@ from saev_store.sources._source import DigestScope, check_count, check_index
 from saev_store.sources.sniff import reopen
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
     from saev_store.sources._source import Source
@@ -251,7 +253,7 @@ def _content_token(token_idx: int, layout: Layout) -> int | None:
     """The content token, or None for CLS."""
     if token_idx == -1 and layout.cls_token:
         return None
-    if isinstance(token_idx, (int, np.integer)) and 0 <= token_idx < layout.content_tokens_per_example:
+    if 0 <= token_idx < layout.content_tokens_per_example:
         return int(token_idx)
     cls = "-1 for CLS, or " if layout.cls_token else ""
     raise SelectionError(
@@ -277,18 +279,19 @@ def _place(
     first = _numbers([0 if found is None else found])
     if first is None:
         raise _unusable("content", dict(content), metadata)
-    if not isinstance(sample, np.ndarray) or sample.ndim != 1:
+    if not isinstance(sample, np.ndarray) or cast("np.ndarray", sample).ndim != 1:
         return None  # a sample that is no text: the example is known, the place in it is not
+    ids = cast("npt.NDArray[np.integer]", sample)
     position = first[0] + token
-    if not 0 <= position < len(sample):
+    if not 0 <= position < len(ids):
         raise SelectionError(
-            f"content token {token} is token {position} of a sample that has {len(sample)}: it is padding",
+            f"content token {token} is token {position} of a sample that has {len(ids)}: it is padding",
             where="token_idx",
         )
     reach = check_count(neighbours, name="neighbours", least=0)
-    before = sample[max(0, position - reach) : position].tolist()
-    after = sample[position + 1 : position + 1 + reach].tolist()
-    return TokenPlace(position, sample[position].item(), tuple(before), tuple(after))
+    before = ids[max(0, position - reach) : position].tolist()
+    after = ids[position + 1 : position + 1 + reach].tolist()
+    return TokenPlace(position, ids[position].item(), tuple(before), tuple(after))
 
 
 def _patch(patches: Mapping[str, object], token: int, metadata: Metadata) -> PatchPlace:

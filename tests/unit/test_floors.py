@@ -88,7 +88,7 @@ HEAVY = {
     "skimage": ("record/",),
     "starlette": ("serve/",),
     "tensorstore": ("export/",),
-    "torch": ("torch/", "sources/llmbatch/_torch.py", "record/", "testing/"),
+    "torch": ("torch/", "sources/llmbatch/reader.py", "record/", "testing/"),
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),
     "transformers": ("record/",),
     "typer": ("cli/",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
@@ -46,4 +46,4 @@ def decode_image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
         raise DocumentError(f"it is no image that can be decoded: {str(error) or type(error).__name__}") from None
     if images == "torchrgb":
         return np.ascontiguousarray(rgb.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
-    return cast("np.ndarray", rgb)
+    return rgb

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import IO
 
 from saev_store.errors import SaevStoreError
@@ -37,7 +38,7 @@ def scan_all(
         remote = not transport.is_local
         n_threads = min(num_workers or (16 if remote else 1), MAX_WORKERS, max(1, len(todo)))
         with ThreadPoolExecutor(n_threads) as pool:
-            yield from pool.map(lambda shard: _scan_one(transport, shard), todo)
+            yield from pool.map(partial(_scan_one, transport), todo)
         return
     if num_workers is None:
         # The first tars tell how long the rest takes.

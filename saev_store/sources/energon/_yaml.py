@@ -50,7 +50,7 @@ def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
     made: dict[Hashable, object] = {}
     yield made
-    construct: Callable[..., Any] = loader.construct_object
+    construct = cast("Callable[..., Any]", loader.construct_object)  # pyright: ignore[reportUnknownMemberType]  # the stubs
     for key_node, value_node in node.value:
         key = construct(key_node, deep=True)
         if not isinstance(key, Hashable):
@@ -87,6 +87,18 @@ def loads(raw: bytes, *, where: str) -> object:
         raise _error(f"it holds a value that cannot be read: {error}", where) from None
 
 
+def as_mapping(value: object) -> dict[str, object] | None:
+    """`value` if it is a mapping with keys that are text, else None."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in cast("dict[object, object]", value)):
+        return cast("dict[str, object]", value)
+    return None
+
+
+def as_list(value: object) -> list[object] | None:
+    """`value` if it is a list, else None."""
+    return cast("list[object]", value) if isinstance(value, list) else None
+
+
 def dumps(value: object) -> bytes:
     """A document in block style, keys in the order given, as UTF-8."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=2**20).encode()
@@ -97,7 +109,8 @@ def _measure(text: str, where: str) -> None:
     open_counts: list[int] = [0]
     open_anchors: list[str | None] = [None]
     anchored: dict[str, int] = {}
-    for event in yaml.parse(text, Loader=_BASE):
+    events = cast("Iterator[Any]", yaml.parse(text, Loader=_BASE))  # pyright: ignore[reportUnknownMemberType]  # the stubs
+    for event in events:
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in _PLAIN_TAGS:
             raise UnsafeContentError(

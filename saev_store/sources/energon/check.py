@@ -142,7 +142,7 @@ def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> R
     problems = [*dataset.documents.problems, *_links_outside(dataset)]
     if index is not None and index.has_parts:
         problems += _counts(dataset, whole=True)
-    shards = sorted(set(dataset.view.shard_ids.tolist()))
+    shards = sorted({int(shard) for shard in dataset.view.shard_ids})
     checked = 0
     with Progress(len(shards), "check", shown=progress) as bar:
         for shard in shards:

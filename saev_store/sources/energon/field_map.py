@@ -15,6 +15,7 @@ from saev_store.documents import parse_json
 from saev_store.errors import DocumentError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources.energon._images import FORMATS, Images, decode_image
+from saev_store.sources.energon._yaml import as_list, as_mapping
 
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
 MAX_JSON_NBYTES = 256 << 20
@@ -65,11 +66,10 @@ def parse_field_map(value: object, *, where: str) -> dict[str, FieldPath]:
     Raises:
         DocumentError: it does not map names to paths.
     """
-    if not isinstance(value, dict) or not all(
-        isinstance(name, str) and isinstance(path, str) for name, path in cast("dict[object, object]", value).items()
-    ):
+    mapping = as_mapping(value)
+    if mapping is None or not all(isinstance(path, str) for path in mapping.values()):
         raise DocumentError(f"field_map is {brief(value)}; it must map fields to parts", where=where)
-    return {name: FieldPath.parse(path, where=where) for name, path in cast("dict[str, str]", value).items()}
+    return {name: FieldPath.parse(path, where=where) for name, path in cast("dict[str, str]", mapping).items()}
 
 
 def resolve(path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8") -> object:
@@ -93,10 +93,12 @@ class _Missing:
 
 def _follow(value: object, keys: tuple[str, ...]) -> object:
     for key in keys:
-        if isinstance(value, dict) and key in value:
-            value = cast("dict[str, object]", value)[key]
-        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 19 and int(key) < len(value):
-            value = cast("list[object]", value)[int(key)]
+        items = as_list(value) or []
+        mapping = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+        if key in mapping:
+            value = mapping[key]
+        elif key.isascii() and key.isdigit() and len(key) < 19 and int(key) < len(items):
+            value = items[int(key)]
         else:
             return _Missing()
     return value
@@ -163,13 +165,14 @@ def _msgpack(raw: bytes) -> object:
         raise MissingDependencyError(
             "a MessagePack part needs msgpack", remedy='Run: pip install "saev-store[energon]"'
         ) from error
-    return msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType)
+    return cast("object", msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType))  # pyright: ignore[reportUnknownMemberType]  # the stubs
 
 
 def printable(value: object) -> str:
     """A field as one line of text, for the command line."""
     if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape}"
+        array = cast("np.ndarray", value)
+        return f"{array.dtype} {array.shape}"
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
     return brief(json.dumps(value, ensure_ascii=False, default=str)) if not isinstance(value, str) else brief(value)

@@ -42,7 +42,7 @@ class EnergonFileSystem(AbstractFileSystem):
         dataset: EnergonDataset | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # pyright: ignore[reportUnknownMemberType]  # the stubs
         if dataset is None:
             url = fo if target_protocol in _HERE or "://" in fo else f"{target_protocol}://{fo}"
             options = None if target_protocol in _HERE else dict(target_options or {}) or None
@@ -86,7 +86,7 @@ class _PartFile(AbstractBufferedFile):
     """A part, read in blocks: a long video is not loaded whole."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return cast("EnergonFileSystem", self.fs).cat_file(self.path, start, end)
+        return cast("EnergonFileSystem", self.fs).cat_file(cast("str", self.path), start, end)
 
 
 def _entry(found: Node) -> dict[str, Any]:
@@ -99,4 +99,4 @@ def register() -> None:
     """Make `energon://` known to fsspec, where this package is used without being installed."""
     import fsspec
 
-    fsspec.register_implementation("energon", EnergonFileSystem, clobber=True)
+    fsspec.register_implementation("energon", EnergonFileSystem, clobber=True)  # pyright: ignore[reportUnknownMemberType]  # the stubs

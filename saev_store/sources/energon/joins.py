@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, SupportsIndex, cast
+from typing import Protocol, SupportsIndex
 
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError, brief
 from saev_store.sources.address import Url, full_url
+from saev_store.sources.energon._yaml import as_list
 from saev_store.sources.energon.field_map import FieldPath, resolve
 from saev_store.sources.energon.keys import is_safe_path
 from saev_store.sources.energon.reader import EnergonDataset, RawSample
@@ -141,9 +142,9 @@ class JoinedDataset:
             return []
         if isinstance(value, str):
             return [value.strip()]
-        found = value if isinstance(value, list) else []
-        texts = [item for item in cast("list[object]", found) if isinstance(item, str)]
-        if len(texts) != len(found) or len(texts) > MAX_NAMES or (value is not None and not isinstance(value, list)):
+        found = [] if value is None else as_list(value)
+        texts = [item for item in found or () if isinstance(item, str)]
+        if found is None or len(texts) != len(found) or len(texts) > MAX_NAMES:
             raise DocumentError(f"{brief(value)} is no name of a file, and no list of up to {MAX_NAMES:,}", where=where)
         return texts
 

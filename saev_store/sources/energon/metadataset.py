@@ -11,6 +11,7 @@ from typing import cast
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.sources.address import Url, full_url, locate, split_address
 from saev_store.sources.energon import _yaml
+from saev_store.sources.energon._yaml import as_mapping
 from saev_store.sources.energon.joins import FolderFiles, JoinedDataset, MediaFiles
 from saev_store.sources.energon.nvmeta import MODULE
 from saev_store.sources.energon.reader import EnergonDataset
@@ -71,20 +72,17 @@ def read_metadataset(
     """
     transport, name = locate(url, storage_options, engine=engine, transport=None)
     where = full_url(transport, name)
-    document = _yaml.loads(transport.read(name, max_bytes=_yaml.MAX_NBYTES), where=where)
-    found = cast("dict[str, object]", document) if isinstance(document, dict) else {}
+    found = as_mapping(_yaml.loads(transport.read(name, max_bytes=_yaml.MAX_NBYTES), where=where)) or {}
     if found.get("__class__") != _CLASS or not str(found.get("__module__")).startswith(MODULE):
         raise DocumentError(
             f"it describes {brief(found.get('__module__'))}, {brief(found.get('__class__'))}; {_CLASS} of {MODULE} is read",
             where=where,
         )
-    splits = found.get("splits")
-    if not isinstance(splits, dict) or not all(
-        isinstance(split, str) for split in cast("dict[object, object]", splits)
-    ):
+    splits = as_mapping(found.get("splits"))
+    if splits is None:
         raise DocumentError("it has no mapping 'splits'", where=where)
     addresses = _Addresses(split_address(os.fspath(url))[0], where, outside_ok=outside_ok)
-    return {split: _reference(split, value, addresses) for split, value in cast("dict[str, object]", splits).items()}
+    return {split: _reference(split, value, addresses) for split, value in splits.items()}
 
 
 def open_metadataset(
@@ -158,9 +156,9 @@ class _Addresses:
 
 def _reference(split: str, value: object, addresses: _Addresses) -> Reference:
     what = f"splits[{split!r}]"
-    if not isinstance(value, dict):
+    found = as_mapping(value)
+    if found is None:
         raise DocumentError(f"{what} is {brief(value)}; it must be a mapping", where=addresses.where)
-    found = cast("dict[str, object]", value)
     several = [name for name in ("blend", "blend_epochized", "join") if name in found]
     unread = sorted({"subset", "dataset_config", "split_config"} & found.keys())
     if several or unread or "path" not in found:
@@ -171,23 +169,21 @@ def _reference(split: str, value: object, addresses: _Addresses) -> Reference:
         )  # fmt: skip
     auxiliary: dict[str, str] = {}
     folders: dict[str, str] = {}
-    given = found.get("aux") or {}
-    if not isinstance(given, dict):
-        raise DocumentError(f"{what}['aux'] is {brief(given)}; it must be a mapping", where=addresses.where)
-    for name, address in cast("dict[object, object]", given).items():
+    given = as_mapping(found.get("aux") or {})
+    if given is None:
+        raise DocumentError(
+            f"{what}['aux'] is {brief(found['aux'])}; it must be a mapping from names", where=addresses.where
+        )
+    for name, address in given.items():
         label = f"{what}['aux'][{name!r}]"
         match = _FOLDER.match(address) if isinstance(address, str) else None
-        if not isinstance(name, str):
-            raise DocumentError(f"{label}: {brief(name)} is no name", where=addresses.where)
         if match is None:
             auxiliary[name] = addresses.full(address, label)
         else:
             below = cast("str", address)[match.end() :]
             folders[name] = addresses.full(f"{match[1]}://{below}" if match[1] else below, label)
-    flavors = found.get("subflavors") or {}
+    flavors = as_mapping(found.get("subflavors") or {})
     part = found.get("split_part", split)
-    if not isinstance(flavors, dict) or not isinstance(part, str):
+    if flavors is None or not isinstance(part, str):
         raise DocumentError(f"{what} has subflavors or a split_part of another type", where=addresses.where)
-    return Reference(
-        addresses.full(found["path"], f"{what}['path']"), part, auxiliary, folders, cast("dict[str, object]", flavors)
-    )
+    return Reference(addresses.full(found["path"], f"{what}['path']"), part, auxiliary, folders, flavors)

@@ -81,7 +81,7 @@ class Definition:
 def parse_info(raw: bytes, *, where: str) -> Info:
     """What `.info.json` says, or `.info.yaml` (by the ending of `where`)."""
     document = _load(raw, where)
-    shards = document.get("shard_counts") if isinstance(document, dict) else None
+    shards = document.get("shard_counts")
     if not isinstance(shards, dict):
         raise _error("it has no mapping 'shard_counts' from shards to numbers of samples", where)
     counts = cast("dict[object, object]", shards)
@@ -99,7 +99,7 @@ def parse_info(raw: bytes, *, where: str) -> Info:
     check_shard_names(names, where=where)
     if sum(cast("dict[str, int]", counts).values()) >= _MAX_COUNT * 1024:
         raise _error("its numbers of samples add up to more than any disk holds", where)
-    version = cast("dict[str, object]", document).get("energon_version")
+    version = document.get("energon_version")
     return Info(
         names,
         np.fromiter(cast("dict[str, int]", counts).values(), np.int64, len(names)),
@@ -116,13 +116,13 @@ def info_bytes(shards: Mapping[str, int]) -> bytes:
 def parse_splits(raw: bytes, info: Info, *, where: str) -> Splits:
     """What `split.yaml` (or `split.json`) says about the shards of `info`."""
     document = _load(raw, where)
-    parts = document.get("split_parts") if isinstance(document, dict) else None
-    if not isinstance(parts, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", parts)):
+    parts = _yaml.as_mapping(document.get("split_parts"))
+    if parts is None:
         raise _error("it has no mapping 'split_parts' from names of splits to lists of shards", where)
-    exclude = cast("dict[str, object]", document).get("exclude")
+    exclude = document.get("exclude")
     budget = MAX_EXPANDED_CHARACTERS
     expanded: dict[str, list[str]] = {}
-    for name, patterns in {**cast("dict[str, object]", parts), "": exclude}.items():
+    for name, patterns in {**parts, "": exclude}.items():
         what = f"split_parts[{name!r}]" if name else "exclude"
         found: list[str] = []
         for pattern in _strings(patterns, what, where):
@@ -203,12 +203,10 @@ def parse_definition(raw: bytes, *, where: str) -> Definition:
 
 
 def _sample_type(mapping: dict[str, object], where: str) -> tuple[str | None, Problem | None]:
-    nested = mapping.get("sample_type")
-    module, name = (
-        (nested.get("__module__"), nested.get("__class__"))
-        if isinstance(nested, dict)
-        else (mapping.get("__module__"), type_of_factory(mapping.get("__class__")))
-    )
+    nested = _yaml.as_mapping(mapping.get("sample_type"))
+    module, name = mapping.get("__module__"), type_of_factory(mapping.get("__class__"))
+    if nested is not None:
+        module, name = nested.get("__module__"), nested.get("__class__")
     ours = isinstance(module, str) and (module == MODULE or module.startswith(f"{MODULE}."))
     if ours and isinstance(name, str) and (name in SAMPLE_TYPES or name == CRUDE):
         return name, None
@@ -226,10 +224,12 @@ def definition_bytes(sample_type: str, field_map: Mapping[str, str]) -> bytes:
     return _yaml.dumps({"sample_type": {"__module__": module, "__class__": sample_type}, "field_map": dict(field_map)})
 
 
-def _load(raw: bytes, where: str) -> object:
+def _load(raw: bytes, where: str) -> dict[object, object]:
     if where.endswith(".json"):
-        return parse_json(raw, where=where, max_nbytes=MAX_DOCUMENT_NBYTES)
-    return _yaml.loads(raw, where=where)
+        document = parse_json(raw, where=where, max_nbytes=MAX_DOCUMENT_NBYTES)
+    else:
+        document = _yaml.loads(raw, where=where)
+    return cast("dict[object, object]", document) if isinstance(document, dict) else {}
 
 
 def _strings(value: object, what: str, where: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -177,10 +177,8 @@ def prepare(
             there.delete(INFO_YAML)
             publish()
             with ThreadPoolExecutor(_N_THREADS) as pool:
-                for _ in pool.map(
-                    lambda item: there.put(idx_path(item[0]), tar_idx_bytes(item[1])), facts.offsets.items()
-                ):
-                    pass
+                paths = map(idx_path, facts.offsets)
+                list(pool.map(there.put, paths, map(tar_idx_bytes, facts.offsets.values())))
             there.put(INDEX_UUID, uuid.encode())
             if not plan.is_empty:
                 there.delete(SPLIT_JSON)
@@ -313,7 +311,7 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
 
 
 @contextlib.contextmanager
-def _built_index(there: Writes, shards: Iterable[ScannedShard]) -> Iterator[tuple[Callable[[], None], str]]:
+def _built_index(there: Writes, shards: Iterable[ScannedShard]) -> Generator[tuple[Callable[[], None], str]]:
     """A function that publishes the database, which is moved or uploaded, and the database's UUID."""
     root = there.local_path if isinstance(there, Transport) and isinstance(there, Moves) else None
     if root is not None and isinstance(there, Moves):

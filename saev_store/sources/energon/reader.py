@@ -101,7 +101,7 @@ class EnergonDataset:
     def shards(self) -> tuple[str, ...]:
         """The tars of this source, in order."""
         names = self.documents.info.shards
-        return tuple(names[i] for i in self.view.shard_ids.tolist())
+        return tuple(names[int(i)] for i in self.view.shard_ids)
 
     def __len__(self) -> int:
         return len(self.view)
@@ -251,17 +251,18 @@ class EnergonDataset:
             SelectionError: there is no split of that name.
         """
         parts, info = self.documents.splits.parts, self.documents.info
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        chosen: str | None = None
         if name in parts:
             ids = [self._by_name[shard] for shard in parts[name]]
-            other._chosen_split, other.view = name, View(ids, info.counts[ids], self._left_out(set(parts[name])))
+            chosen, view = name, View(ids, info.counts[ids], self._left_out(set(parts[name])))
         elif name == "all":
-            other._chosen_split, other.view = None, View(range(len(info.shards)), info.counts)
+            view = View(range(len(info.shards)), info.counts)
         else:
             raise SelectionError(
                 f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
             )
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, view=view, _chosen_split=chosen)
         return other
 
     def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:

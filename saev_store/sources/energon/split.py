@@ -144,7 +144,7 @@ def deal(n_shards: int, shares: Sequence[Fraction]) -> list[tuple[int, int]]:
     by_remainder = sorted(range(len(due)), key=lambda i: (counts[i] - due[i], i))
     for i in by_remainder[: n_shards - sum(counts)]:
         counts[i] += 1
-    runs, start = [], 0
+    runs, start = list[tuple[int, int]](), 0
     for count in counts:
         runs.append((start, start + count))
         start += count

@@ -47,7 +47,7 @@ class ScannedSample:
     key: str
     offset: int
     nbytes: int
-    parts: list[tuple[str, int, int]] = field(default_factory=list)
+    parts: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Scan:
     nbytes: int
     where: str
     end: int = 0
-    oddities: list[str] = field(default_factory=list)
+    oddities: list[str] = field(default_factory=list[str])
 
     @classmethod
     def of(cls, transport: Transport, path: str, *, where: str) -> Scan:

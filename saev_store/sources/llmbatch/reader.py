@@ -246,7 +246,7 @@ def as_tensor(tokens: TokenArray) -> torch.Tensor:
         raise MissingDependencyError(
             "tensors need torch", remedy="pip install 'saev-store[torch]', or read NumPy arrays."
         ) from None
-    return torch.from_numpy(tokens.astype(np.int64))
+    return torch.from_numpy(tokens.astype(np.int64))  # pyright: ignore[reportUnknownMemberType]  # the stubs
 
 
 def _as_batches(buffer: Buffer, header: Header, n_batches: int, offset: int) -> TokenArray:

@@ -161,7 +161,7 @@ def check_header(
         DocumentError: this is no index, or the file is not as long as it says.
     """
     view = memoryview(head)
-    if view[: len(MAGIC)] != MAGIC[: len(view)] or not view:
+    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not view:
         raise DocumentError(
             f"it begins with {bytes(view[:9])!r}; an MMIDIDX index begins with {MAGIC!r}"
             if view

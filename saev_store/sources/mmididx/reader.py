@@ -323,10 +323,9 @@ def _is_same_index(a: Index, b: Index) -> bool:
     facts = ((each.dtype, each.variant, each.bin_nbytes, each.modes is None) for each in (a, b))
     if next(facts) != next(facts):
         return False
-    pairs = [(a.sizes, b.sizes), (a.pointers, b.pointers), (a.doc_idx, b.doc_idx)]
-    if a.modes is not None and b.modes is not None:
-        pairs.append((a.modes, b.modes))
-    return all(np.array_equal(left, right) for left, right in pairs)
+    same_modes = a.modes is None or b.modes is None or np.array_equal(a.modes, b.modes)
+    pairs = ((a.sizes, b.sizes), (a.pointers, b.pointers), (a.doc_idx, b.doc_idx))
+    return same_modes and all(np.array_equal(left, right) for left, right in pairs)
 
 
 def _read_whole(transport: Transport, path: str, nbytes: int) -> Buffer:

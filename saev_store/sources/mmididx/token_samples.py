@@ -179,13 +179,10 @@ def from_description(source: Source[object], samples: object) -> TokenSamples:
         raise DocumentError(f"{brief(samples)} describes no samples of an MMIDIDX data set", where="description")
     given = cast("dict[str, object]", samples)
     documents = given.get("documents")
-    if documents == "all":
-        chosen: range | None = None
-    elif isinstance(documents, list) and len(documents) == 2 and all(type(bound) is int for bound in documents):
-        chosen = range(*cast("list[int]", documents))
-    else:
+    bounds = cast("list[object]", documents) if isinstance(documents, list) else []
+    if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
         raise DocumentError(
-            f"the samples are of documents {brief(documents)}, which only the program that chose them knows",
+            f"the samples are of documents {brief(given.get('documents'))}, which only the program that chose them knows",
             where="description",
             remedy="Make TokenSamples with documents= as then.",
         )
@@ -195,7 +192,7 @@ def from_description(source: Source[object], samples: object) -> TokenSamples:
             cast("int", given.get("seq_length")),
             num_samples=cast("int | None", given.get("num_samples")),
             seed=cast("int", given.get("seed")),
-            documents=chosen,
+            documents=range(*cast("list[int]", bounds)),
             separate_below=cast("float", given.get("separate_below")),
         )
     except (ArgumentError, TypeError) as error:
@@ -215,7 +212,7 @@ def _as_documents(documents: npt.ArrayLike | range | None, n: int) -> IntArray:
 
 def _describe_documents(documents: IntArray) -> object:
     """Bounds of a run of documents, or a digest of another choice."""
-    if not len(documents) or np.array_equal(documents, np.arange(documents[0], documents[0] + len(documents))):
+    if not len(documents) or np.array_equal(documents, documents[0] + np.arange(len(documents))):
         first = int(documents[0]) if len(documents) else 0
         return [first, first + len(documents)]
     return {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(documents, "<i8"))}
