@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from saev_store._runtime.optional import need
 from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
 from saev_store.cli._output import emit, emit_json
 from saev_store.cli.export import parse_chunks
-from saev_store.errors import MissingDependencyError, SaevStoreWarning
+from saev_store.errors import SaevStoreWarning
 
 
 def serve(
@@ -41,12 +42,9 @@ def serve(
     option: Pairs = None,
 ) -> None:
     """Serve a store as Zarr over plain HTTP, read-only, for other languages and browsers, until Ctrl-C."""
-    try:
-        from saev_store import serve as server
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name} is not installed", where="serve", remedy="pip install 'saev_store[serve]'"
-        ) from error
+    for library in ("starlette", "uvicorn"):
+        need(library, install="saev-store[serve]", where="serve")
+    from saev_store import serve as server
     from saev_store.store.store import ShardStore
 
     shape = "auto" if chunks is None else parse_chunks(chunks)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from saev_store._runtime.optional import need
 from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
 from saev_store.cli._output import emit, emit_json
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     DocumentError,
-    MissingDependencyError,
     NotFoundError,
     SaevStoreError,
     UnsafeContentError,
@@ -165,12 +165,9 @@ def _tokenizer(name: str | None) -> Tokenizer:
         )
     if name == "bytes":
         return lambda text: list(text.encode())
-    try:
-        from tokenizers import Tokenizer as Loaded
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a tokenizer.json needs tokenizers", where=name, remedy="""Run: pip install "saev-store[energon]"."""
-        ) from error
+    need("tokenizers", install="saev-store[energon]", where=name)
+    from tokenizers import Tokenizer as Loaded
+
     try:
         loaded = Loaded.from_file(name)
     except Exception as error:  # the library raises nothing narrower

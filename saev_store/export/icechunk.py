@@ -7,7 +7,8 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, MissingDependencyError, StoreExistsError
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError, StoreExistsError
 from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
 from saev_store.zarr.documents import array_document
 
@@ -43,13 +44,10 @@ def write_icechunk(
         MissingDependencyError: icechunk or virtualizarr is not installed.
         StoreExistsError: a repository is there already.
     """
-    try:
-        import icechunk
-        import virtualizarr  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fails early if it is not installed
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name} is not installed", where="to_icechunk", remedy="pip install 'saev_store[icechunk]'"
-        ) from error
+    for library in ("icechunk", "virtualizarr"):
+        need(library, install="saev-store[icechunk]", where="to_icechunk")
+    import icechunk
+
     found = references(store, chunks=chunks, base=base)
     if quote(found.base, safe=":/") != found.base:
         raise ArgumentError(

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.core.layout import IntArray
-from saev_store.errors import AccessError, ArgumentError, MissingDependencyError, NotFoundError, StoreExistsError
+from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
 from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
 from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
 
@@ -67,7 +68,7 @@ def write_kerchunk(
     if format not in {"json", "parquet"}:
         raise ArgumentError(f'{format!r} is not one of "json" and "parquet"', where="format")
     if format == "parquet":
-        _check_fastparquet()
+        need("fastparquet", install="saev-store[kerchunk]", where="format")
     elif base == "":
         raise ArgumentError("a JSON document names the store's folder once, in its template", where="base")
     found = references(store, chunks=chunks, base=base)
@@ -78,17 +79,6 @@ def write_kerchunk(
     else:
         warn_if_many(found, what="a set of Parquet files", remedy="larger chunks make fewer")
         _write_parquet(found, path, storage_options)
-
-
-def _check_fastparquet() -> None:
-    try:
-        import fastparquet  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the only engine that fsspec reads these files with
-    except ImportError as error:
-        raise MissingDependencyError(
-            "fastparquet is not installed, which Parquet references are written and read with",
-            where="format",
-            remedy="pip install 'saev_store[kerchunk]'",
-        ) from error
 
 
 def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.record._need import need
+from saev_store._runtime.optional import need
 from saev_store.record._photos import GRID
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def draw(
     Raises:
         MissingDependencyError: Pillow is not installed.
     """
-    need("PIL", package="Pillow", extra="demo")
+    need("PIL", install="saev-store[demo]")
     from PIL import Image, ImageDraw, ImageFont
 
     n_rows = min(n_rows, len(photographs.pixels))

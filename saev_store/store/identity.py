@@ -142,7 +142,12 @@ def _size_and_version(transport: Transport, name: str) -> tuple[int, str | None]
         if folder is not None:
             status = os.stat(os.path.join(folder, name))
             return status.st_size, str(status.st_mtime_ns)
-        return transport.size(name), transport.version(name) if isinstance(transport, TellsVersions) else None
+        size = transport.size(name)
+        if not isinstance(transport, TellsVersions):
+            return size, None
+        if size and transport.version(name) is None:
+            transport.get_ranges(name, starts=[0], ends=[1])  # remote files have a version once a range was read
+        return size, transport.version(name)
     except (FileNotFoundError, NotADirectoryError):  # NotFoundError of a transport is a FileNotFoundError
         return -1, "missing"
     except SaevStoreError:
