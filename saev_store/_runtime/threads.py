@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 #: More threads do not copy faster within one memory.
 _MAX_THREADS = 8
+_SLICE_S = 0.2
 
 
 def n_threads(nbytes: int, *, part_bytes: int) -> int:
@@ -48,18 +49,25 @@ def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
     try:
         for item in items:
             if len(begun) == n:
-                yield begun.popleft().result()
+                yield _awaited(begun.popleft())
             try:
                 begun.append(pool.submit(work, item))
             except RuntimeError:  # no more threads
                 while begun:
-                    yield begun.popleft().result()
+                    yield _awaited(begun.popleft())
                 yield work(item)
         while begun:
-            yield begun.popleft().result()
+            yield _awaited(begun.popleft())
         finished = True
     finally:
         pool.shutdown(wait=finished, cancel_futures=True)
+
+
+def _awaited(future: Future[T]) -> T:
+    """The result of a future. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
+    while not future.done():
+        wait([future], timeout=_SLICE_S)
+    return future.result()
 
 
 def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
