@@ -1,8 +1,7 @@
 """Kerchunk references: Zarr v2 documents and byte ranges, as one JSON document or as a folder of Parquet files.
 
-Read by fsspec's `reference://` file system, and so by zarr, xarray and everything above them. In JSON all ranges name the
-template `u`, so that a store that moves needs one line changed, or `template_overrides={"u": …}`. The Parquet layout has
-no templates.
+fsspec's `reference://` file system reads them, and so do zarr and xarray. In JSON all ranges name the template `u`: if the store
+moves, one line changes, or `template_overrides={"u": …}` is passed. The Parquet layout has no templates.
 """
 
 from __future__ import annotations
@@ -44,23 +43,22 @@ def write_kerchunk(
     base: str | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> None:
-    """Write references that fsspec's `reference://` reads, and so zarr and xarray without this package.
+    """Write references for fsspec's `reference://`, so for zarr and xarray without this package.
 
     Args:
         store: The opened store.
         path: The JSON document, or the folder of Parquet files (new, or an earlier export); any fsspec URL.
         format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
-        chunks: As in `saev_store.zarr.open_view`; `"auto"` cuts as for remote stores, with no chunk larger than is worth
-            a request.
-        base: Where readers will find the store's folder; default: its address here. With `""` Parquet files name only
-            the shards, for readers that bring a file system of their own.
+        chunks: As in `saev_store.zarr.open_view`; `"auto"` as for remote stores.
+        base: Address of the store's folder for readers; default: its address here. With `""` Parquet files contain only the
+            names of the shards, for readers with a file system of their own.
         storage_options: For writing to `path`.
 
     Raises:
-        ArgumentError: `chunks` is no legal shape, or the store has no address that others could use.
+        ArgumentError: `chunks` is not a legal shape, or the store has no address for other processes.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: `"parquet"` without fastparquet.
-        StoreExistsError: the folder holds something else.
+        StoreExistsError: the folder contains other files.
 
     Warns:
         SaevStoreWarning: there are a million references or more.
@@ -84,7 +82,7 @@ def write_kerchunk(
 def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writes:
     transport: Transport = open_transport(folder, storage_options)
     if not isinstance(transport, Writes):
-        raise AccessError("nothing can be written there", where=transport.url)
+        raise AccessError("this storage cannot be written", where=transport.url)
     return transport
 
 
@@ -163,7 +161,7 @@ def _write_parquet(found: References, path: str, storage_options: Mapping[str, o
     names = {entry.path for entry in _listed(target)}
     if names and _ROOT not in names:
         raise StoreExistsError(
-            "the folder holds something that is no export",
+            "the folder contains files that are not an export",
             where=path,
             remedy="Name a folder that is new, or one that an export may replace.",
         )
