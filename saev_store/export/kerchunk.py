@@ -4,6 +4,9 @@ fsspec's `reference://` file system reads them, and so do zarr and xarray. In JS
 moves, one line changes, or `template_overrides={"u": …}` is passed. The Parquet layout has no templates.
 """
 
+# pandas and fastparquet have no stubs.
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import base64
