@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 #: More threads do not copy faster within one memory.
 _MAX_THREADS = 8
+_SLICE_S = 0.2
 
 
 def n_threads(nbytes: int, *, part_bytes: int) -> int:
@@ -30,31 +31,43 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ahead(work: Callable[[S], T], items: Sequence[S], n: int) -> Generator[T]:
-    """Map `work` over `items` in up to `n` threads and yield results in order; for work that waits for a network.
+def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
+    """Map `work` over `items` in up to `n` threads and yield results in order; at most `n` are computed in advance.
 
     An error is raised at the position of its item. After an error, or when the iterator is closed, no further item is started;
-    running ones end by themselves. With `n` of 1 there are no threads.
+    running ones end by themselves. With `n` of 1, or where the system refuses a thread, the caller's thread does the work.
 
     >>> list(ahead(abs, [-3, 1, -2], 2))
     [3, 1, 2]
     """
-    if min(n, len(items)) < 2:
+    if n < 2 or (isinstance(items, Sequence) and len(items) < 2):
         yield from map(work, items)
         return
-    pool = ThreadPoolExecutor(min(n, len(items)), thread_name_prefix="saev-store-ahead")
+    pool = ThreadPoolExecutor(n, thread_name_prefix="saev-store-ahead")
     begun: deque[Future[T]] = deque()
     finished = False
     try:
         for item in items:
             if len(begun) == n:
-                yield begun.popleft().result()
-            begun.append(pool.submit(work, item))
+                yield _awaited(begun.popleft())
+            try:
+                begun.append(pool.submit(work, item))
+            except RuntimeError:  # no more threads
+                while begun:
+                    yield _awaited(begun.popleft())
+                yield work(item)
         while begun:
-            yield begun.popleft().result()
+            yield _awaited(begun.popleft())
         finished = True
     finally:
         pool.shutdown(wait=finished, cancel_futures=True)
+
+
+def _awaited(future: Future[T]) -> T:
+    """The result of a future. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
+    while not future.done():
+        wait([future], timeout=_SLICE_S)
+    return future.result()
 
 
 def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:

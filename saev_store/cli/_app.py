@@ -10,6 +10,7 @@ import typer
 from saev_store._version import __version__
 from saev_store.cli._output import UsageText, emit
 from saev_store.cli.clean import clean
+from saev_store.cli.convert import convert
 from saev_store.cli.copy import copy
 from saev_store.cli.demo import demo
 from saev_store.cli.export import export
@@ -18,7 +19,6 @@ from saev_store.cli.info import info
 from saev_store.cli.ls import ls
 from saev_store.cli.prepare import prepare
 from saev_store.cli.serve import serve
-from saev_store.cli.sources import convert
 from saev_store.cli.stats import stats
 from saev_store.cli.validate import validate
 

@@ -18,10 +18,19 @@ StorageOptions = Annotated[
 Pairs = Annotated[
     list[str] | None, typer.Option("-o", "--option", metavar="KEY=VALUE", help="One storage option; may be repeated.")
 ]
+DstOptions = Annotated[
+    str | None, typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system.")
+]
+DstPairs = Annotated[
+    list[str] | None,
+    typer.Option("--dst-option", metavar="KEY=VALUE", help="One option of the destination; may be repeated."),
+]
+Chunks = Annotated[
+    str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
+]
 Progress = Annotated[
     bool | None, typer.Option("--progress/--no-progress", help="Show a bar on standard error [default: on a terminal].")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def storage_options(
@@ -59,3 +68,20 @@ def storage_options(
         except (ValueError, RecursionError):
             options[key] = value
     return options or None
+
+
+def integers(text: str, *, where: str) -> list[int]:
+    """Integers from a comma-separated list.
+
+    Raises:
+        ArgumentError: the text is something else.
+
+    >>> integers("2,-1", where="--layers")
+    [2, -1]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(
+            f"{text!r} is not a list of integers", where=where, remedy=f"Separate them by commas: {where} 2,5."
+        ) from None

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
+from saev_store.cli._options import (
+    AsJson,
+    DstOptions,
+    DstPairs,
+    Pairs,
+    Progress,
+    StorageOptions,
+    integers,
+    storage_options,
+)
 from saev_store.cli._output import emit, emit_json
 from saev_store.errors import ArgumentError
 
@@ -29,16 +38,8 @@ def copy(
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
-    dst_options: Annotated[
-        str | None,
-        typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system."),
-    ] = None,
-    dst_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
-        ),
-    ] = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
     progress: Progress = None,
 ) -> None:
     """Copy a store and verify every byte; an interrupted copy continues where it stopped."""
@@ -50,7 +51,7 @@ def copy(
     url = copy_store(
         src,
         dst,
-        layers=None if layers is None else parse_layers(layers),
+        layers=None if layers is None else integers(layers, where="--layers"),
         tokens=tokens,
         storage_options=storage_options(options, option),
         dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
@@ -60,17 +61,3 @@ def copy(
         progress=progress,
     )
     emit_json({"url": url}) if as_json else emit(url)
-
-
-def parse_layers(text: str) -> list[int]:
-    """Layer labels from a comma-separated list.
-
-    >>> parse_layers("2,-1")
-    [2, -1]
-    """
-    try:
-        return [int(label) for label in text.split(",")]
-    except ValueError:
-        raise ArgumentError(
-            f"{text!r} is not a list of layers", where="--layers", remedy="Separate labels by commas: --layers 2,5."
-        ) from None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
+from saev_store.cli._options import AsJson, Chunks, Pairs, StorageOptions, Url, integers, storage_options
 from saev_store.cli._output import emit, emit_json
 from saev_store.errors import ArgumentError
 
@@ -20,9 +20,7 @@ def export(
     format: Annotated[
         str, typer.Option("--format", metavar="|".join(_FORMATS), help="Format of the references.")
     ] = "kerchunk",
-    chunks: Annotated[
-        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
-    ] = None,
+    chunks: Chunks = None,
     template: Annotated[
         str | None, typer.Option(metavar="BASE", help="Address of the store's folder for readers [default: URL].")
     ] = None,
@@ -43,7 +41,7 @@ def export(
         raise ArgumentError(f"{format!r} is not one of {', '.join(_FORMATS)}", where="--format")
     if format == "tensorstore" and chunks is not None:
         raise ArgumentError("TensorStore reads whole shards", where="--chunks")
-    shape = "auto" if chunks is None else parse_chunks(chunks)
+    shape = "auto" if chunks is None else integers(chunks, where="--chunks")
     with ShardStore.open(url, storage_options(options, option)) as store:
         match format:
             case "tensorstore":
@@ -63,19 +61,3 @@ def export(
                     storage_options=storage_options(out_options, None, name="--out-storage-options"),
                 )
     emit_json({"out": out, "format": format}) if as_json else emit(out)
-
-
-def parse_chunks(text: str) -> list[int]:
-    """A chunk shape from a comma-separated list.
-
-    >>> parse_chunks("1,1,197,768")
-    [1, 1, 197, 768]
-    """
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ArgumentError(
-            f"{text!r} is no chunk shape",
-            where="--chunks",
-            remedy="Write four lengths with commas: --chunks 1,1,197,768.",
-        ) from None

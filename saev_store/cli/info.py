@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
 from saev_store.cli._output import emit, emit_json
-from saev_store.errors import DocumentError
+from saev_store.errors import CorruptShardError, DocumentError, NotFoundError, SaevStoreError
 
 if TYPE_CHECKING:
+    from saev_store.sources.sniff import Found
     from saev_store.store.store import ShardStore
+
+
+_FILES = (".batch", ".batch.json", ".idx", ".bin")
 
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
     """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
-    from saev_store.cli.sources import source_at, source_info
     from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
@@ -60,3 +64,41 @@ def _has_labels(store: ShardStore) -> bool:
         return store.has_labels
     except DocumentError:
         return False
+
+
+def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
+    """The data set at an address, not opened; None for a store and for unknown formats.
+
+    Raises:
+        NotFoundError, DocumentError: the name is that of a data set's file, but the file is missing or invalid.
+    """
+    from saev_store.names import METADATA_NAME
+    from saev_store.sources.sniff import find_source, sniff
+    from saev_store.transport import open_transport
+
+    if url.endswith(_FILES):
+        return find_source(url, options)
+    try:
+        open_transport(url, options).size(METADATA_NAME)
+        return None
+    except NotFoundError:
+        return sniff(url, options)
+    except SaevStoreError:
+        return None
+
+
+def source_info(found: Found, *, as_json: bool) -> None:
+    """Describe a data set."""
+    from saev_store.sources.sniff import open_found
+    from saev_store.validation import problem_to_dict
+
+    with open_found(found, damaged_ok=True) as source:
+        if not as_json:
+            emit(repr(source))
+            return
+        problems = [problem_to_dict(problem) for problem in source.problems]
+        try:
+            described = source.describe()
+        except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
+            described = {"format": source.format, "url": source.url, "n_samples": len(source)}
+        emit_json({**described, "problems": problems})

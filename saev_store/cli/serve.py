@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from saev_store.cli._options import AsJson, Pairs, StorageOptions, Url, storage_options
+from saev_store._runtime.optional import need
+from saev_store.cli._options import AsJson, Chunks, Pairs, StorageOptions, Url, integers, storage_options
 from saev_store.cli._output import emit, emit_json
-from saev_store.cli.export import parse_chunks
-from saev_store.errors import MissingDependencyError, SaevStoreWarning
+from saev_store.errors import SaevStoreWarning
 
 
 def serve(
@@ -19,9 +19,7 @@ def serve(
         str, typer.Option(help="Address to listen on; only this machine reaches the default.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
-    chunks: Annotated[
-        str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
-    ] = None,
+    chunks: Chunks = None,
     sharded: Annotated[bool, typer.Option("--sharded", help="One key per shard, read by ranges.")] = False,
     origin: Annotated[
         list[str] | None,
@@ -41,15 +39,12 @@ def serve(
     option: Pairs = None,
 ) -> None:
     """Serve a store as Zarr over plain HTTP, read-only, for other languages and browsers, until Ctrl-C."""
-    try:
-        from saev_store import serve as server
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name} is not installed", where="serve", remedy="pip install 'saev_store[serve]'"
-        ) from error
+    for library in ("starlette", "uvicorn"):
+        need(library, install="saev-store[serve]", where="serve")
+    from saev_store import serve as server
     from saev_store.store.store import ShardStore
 
-    shape = "auto" if chunks is None else parse_chunks(chunks)
+    shape = "auto" if chunks is None else integers(chunks, where="--chunks")
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
         app = server.application(
             store, chunks=shape, sharded=sharded, origins=origin or (), hosts=[host, *(allow_host or ())]

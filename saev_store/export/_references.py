@@ -1,7 +1,7 @@
-"""What all exports say: for each array its shape, its cutting, and which bytes of which file each chunk is.
+"""The content of all exports: shape and chunks of each array, and the byte range of each chunk.
 
-Readers elsewhere know nothing of padding: a chunk that goes beyond the end of a file has to be given to them as bytes.
-Short chunks are few (the last of a shard that is cut, the last of the labels) and small by default.
+Other readers do not pad: a chunk that ends after its file is exported as bytes. Such chunks are few (the last one of a shard that is
+cut, and of the labels) and small by default.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 Chunks = Literal["auto"] | Sequence[int]
 
-#: Readers elsewhere pay a request for each chunk, so exports are cut as if everything were far away.
+#: Readers of exports make a request for each chunk, so chunks suit remote stores.
 _MAX_GAP_BYTES = 1 << 20
 _LABEL_CHUNK_BYTES = 1 << 20
-#: Bytes that an export may hold instead of pointing at.
+#: Upper bound on a chunk that is exported as bytes.
 _INLINE_MAX_BYTES = 32 << 20
 #: About 100 MB of JSON.
 MANY_REFERENCES = 1_000_000
@@ -38,7 +38,7 @@ MANY_REFERENCES = 1_000_000
 
 @dataclass(frozen=True)
 class ArrayReferences:
-    """One array that lies in files.
+    """An array and the byte ranges of its chunks.
 
     Attributes:
         name: Its name in the group.
@@ -46,10 +46,10 @@ class ArrayReferences:
         shape: Its shape.
         chunk: Shape of a chunk.
         dims: Names of its axes.
-        chunk_nbytes: Bytes of a chunk; all chunks have as many.
+        chunk_nbytes: Bytes of each chunk.
         files: Names of the files, relative to the store.
-        locate: From numbers of chunks, counted in C order, to (numbers of files, first bytes).
-        inline: Chunks that are given as bytes, by their number.
+        locate: Maps numbers of chunks, in C order, to (numbers of files, first bytes).
+        inline: Chunks that are exported as bytes, by number.
     """
 
     name: str
@@ -74,11 +74,11 @@ class ArrayReferences:
 
 @dataclass(frozen=True)
 class References:
-    """Everything an export needs: arrays in files, coordinates as values, attributes, and where the store lies.
+    """The content of an export: arrays in files, coordinates as values, attributes, and the address of the store.
 
     Attributes:
-        base: Address of the store's folder, as its readers will find it.
-        arrays: `activations`, and `labels` where there are some.
+        base: Address of the store's folder for readers.
+        arrays: `activations`, and `labels` if the store has labels.
         coordinates: (name of array and axis, values).
         attributes: The group's.
     """
@@ -94,24 +94,24 @@ class References:
 
 
 def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None = None) -> References:
-    """What an export of a store says.
+    """The content of an export of a store.
 
     Args:
         store: An opened store without damage.
         chunks: As in `ShardStore.as_zarr`.
-        base: Where readers will find the store's folder; default: where it is.
+        base: Address of the store's folder for readers; default: its address here.
 
     Raises:
-        ArgumentError: `chunks` is no legal shape, more than 32 MiB would have to be copied, or the store has no address
-            that others could use and `base` is missing.
-        CorruptShardError: shards are missing or short; others would read them as fill values.
+        ArgumentError: `chunks` is not a legal shape, more than 32 MiB would have to be copied, or the store has no address
+            for other processes and `base` is missing.
+        CorruptShardError: shards are missing or short; other readers would return fill values.
     """
     store.validate(progress=False).raise_if_bad()
     layout = store.layout
     address = usable_base(store, base)
     shape = default_chunk(layout, max_gap_bytes=_MAX_GAP_BYTES) if isinstance(chunks, str) else _as_shape(chunks)
     if isinstance(chunks, str) and chunks != "auto":
-        raise ArgumentError(f'{chunks!r} is no chunk shape: pass four integers or "auto"', where="chunks")
+        raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks")
     grid = ChunkGrid(layout, shape)
     coordinates = [
         ("layer", np.array(layout.layers, dtype=np.int64)),
@@ -126,7 +126,7 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
 
 
 def warn_if_many(found: References, *, what: str, remedy: str) -> None:
-    """Say so before an export becomes large."""
+    """Warn before an export becomes large."""
     if found.n_references >= MANY_REFERENCES:
         warnings.warn(
             f"{found.n_references:,} references make {what} of more than 100 bytes each; {remedy}",
@@ -139,16 +139,16 @@ def usable_base(store: ShardStore, base: str | None) -> str:
     """The address that an export names, without a slash at its end."""
     if base is not None:
         if base and ("{{" in base or not base.strip("/")):
-            raise ArgumentError(f"{base!r} is no address of a store's folder", where="base")
+            raise ArgumentError(f"{base!r} is not an address of a store's folder", where="base")
         return base.rstrip("/")
     url = store.url
     if url.startswith("/"):
         return f"file://{url}"
     if url.startswith("memory://") or "::" in url or "{{" in url:
         raise ArgumentError(
-            f"{url!r} is an address that other processes cannot use",
+            f"{url!r} has no meaning for other processes",
             where="base",
-            remedy="Pass where readers will find the store's folder, such as base='s3://bucket/shards/<HASH>'.",
+            remedy="Pass the address for readers, such as base='s3://bucket/shards/<HASH>'.",
         )
     return url
 
@@ -157,7 +157,7 @@ def _as_shape(chunks: Sequence[int]) -> Shape:
     try:
         example, layer, token, d_model = (int(n) for n in chunks)
     except (TypeError, ValueError):
-        raise ArgumentError(f'{chunks!r} is no chunk shape: pass four integers or "auto"', where="chunks") from None
+        raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks") from None
     return example, layer, token, d_model
 
 
@@ -165,7 +165,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     layout = grid.layout
 
     def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
-        # The pivot rule leaves one axis that is cut, those left of it with length 1: chunks lie one after the other.
+        # One axis is cut, and those left of it have length 1 (pivot rule): chunks are consecutive.
         example, layer, token, column = np.unravel_index(numbers, grid.counts)
         k, layers, tokens, columns = grid.chunk
         files, offsets = layout.locate_many(example * k, layer * layers, token * tokens)
@@ -174,7 +174,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     inline: dict[int, bytes] = {}
     n_examples_left = layout.examples_in(layout.n_shards - 1) % grid.chunk[0]
     if n_examples_left:
-        # Only chunks of whole examples can be short, and only the very last one.
+        # Only the last chunk can be short, and only if chunks are whole examples.
         end = layout.used_nbytes(layout.n_shards - 1)
         path, start = shard_name(layout.n_shards - 1), end - n_examples_left * layout.example_nbytes
         if store.transport.size(path) < start + grid.chunk_nbytes:
@@ -205,8 +205,8 @@ def _labels(store: ShardStore) -> ArrayReferences:
 def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, where: str) -> bytes:
     if nbytes > _INLINE_MAX_BYTES:
         raise ArgumentError(
-            f"the last chunk of {path} has {end - start:,} of {nbytes:,} bytes, and the file ends there: an export would "
-            "have to hold the whole chunk",
+            f"the last chunk of {path} has {end - start:,} of {nbytes:,} bytes, and the file ends there: the export would "
+            "have to contain the whole chunk",
             where=where,
             remedy=f"Take chunks of at most {_INLINE_MAX_BYTES:,} bytes.",
         )

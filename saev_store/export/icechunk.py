@@ -7,7 +7,8 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, MissingDependencyError, StoreExistsError
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError, StoreExistsError
 from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
 from saev_store.zarr.documents import array_document
 
@@ -35,25 +36,22 @@ def write_icechunk(
         target: A new folder, an `s3://` or `gs://` URL (credentials from the environment), or an `icechunk.Storage`.
         chunks: As in `write_kerchunk`.
         base: As in `write_kerchunk`.
-        container: What lets Icechunk read the shards; default: what suits `base`.
+        container: How Icechunk reads the shards; default: by the scheme of `base`.
 
     Raises:
-        ArgumentError: `chunks` is no legal shape, or Icechunk cannot read `base` or write to `target`.
+        ArgumentError: `chunks` is not a legal shape, or Icechunk cannot read `base` or write to `target`.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: icechunk or virtualizarr is not installed.
-        StoreExistsError: a repository is there already.
+        StoreExistsError: the repository exists.
     """
-    try:
-        import icechunk
-        import virtualizarr  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fails early if it is not installed
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name} is not installed", where="to_icechunk", remedy="pip install 'saev_store[icechunk]'"
-        ) from error
+    for library in ("icechunk", "virtualizarr"):
+        need(library, install="saev-store[icechunk]", where="to_icechunk")
+    import icechunk
+
     found = references(store, chunks=chunks, base=base)
     if quote(found.base, safe=":/") != found.base:
         raise ArgumentError(
-            f"{found.base!r} has characters that a URL escapes, and below such a folder Icechunk finds no chunk",
+            f"{found.base!r} has characters that URLs escape; Icechunk finds no chunk in such a folder",
             where="base",
             remedy="Name the store by another path, such as a symbolic link.",
         )
@@ -63,7 +61,7 @@ def write_icechunk(
     config.set_virtual_chunk_container(container)
     storage = _storage(target) if isinstance(target, str) else target
     if icechunk.Repository.exists(storage):
-        raise StoreExistsError("a repository is there already", where=str(target), remedy="Name a new folder.")
+        raise StoreExistsError("the repository already exists", where=str(target), remedy="Name a new folder.")
     dataset = _dataset(found)
     repository = icechunk.Repository.create(storage, config=config)
     repository.save_config()

@@ -1,9 +1,11 @@
 """Kerchunk references: Zarr v2 documents and byte ranges, as one JSON document or as a folder of Parquet files.
 
-Read by fsspec's `reference://` file system, and so by zarr, xarray and everything above them. In JSON all ranges name the
-template `u`, so that a store that moves needs one line changed, or `template_overrides={"u": …}`. The Parquet layout has
-no templates.
+fsspec's `reference://` file system reads them, and so do zarr and xarray. In JSON all ranges name the template `u`: if the store
+moves, one line changes, or `template_overrides={"u": …}` is passed. The Parquet layout has no templates.
 """
+
+# pandas and fastparquet have no stubs.
+# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.core.layout import IntArray
-from saev_store.errors import AccessError, ArgumentError, MissingDependencyError, NotFoundError, StoreExistsError
+from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
 from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
 from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
 
@@ -43,23 +46,22 @@ def write_kerchunk(
     base: str | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> None:
-    """Write references that fsspec's `reference://` reads, and so zarr and xarray without this package.
+    """Write references for fsspec's `reference://`, so for zarr and xarray without this package.
 
     Args:
         store: The opened store.
         path: The JSON document, or the folder of Parquet files (new, or an earlier export); any fsspec URL.
         format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
-        chunks: As in `saev_store.zarr.open_view`; `"auto"` cuts as for remote stores, with no chunk larger than is worth
-            a request.
-        base: Where readers will find the store's folder; default: its address here. With `""` Parquet files name only
-            the shards, for readers that bring a file system of their own.
+        chunks: As in `saev_store.zarr.open_view`; `"auto"` as for remote stores.
+        base: Address of the store's folder for readers; default: its address here. With `""` Parquet files contain only the
+            names of the shards, for readers with a file system of their own.
         storage_options: For writing to `path`.
 
     Raises:
-        ArgumentError: `chunks` is no legal shape, or the store has no address that others could use.
+        ArgumentError: `chunks` is not a legal shape, or the store has no address for other processes.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: `"parquet"` without fastparquet.
-        StoreExistsError: the folder holds something else.
+        StoreExistsError: the folder contains other files.
 
     Warns:
         SaevStoreWarning: there are a million references or more.
@@ -67,7 +69,7 @@ def write_kerchunk(
     if format not in {"json", "parquet"}:
         raise ArgumentError(f'{format!r} is not one of "json" and "parquet"', where="format")
     if format == "parquet":
-        _check_fastparquet()
+        need("fastparquet", install="saev-store[kerchunk]", where="format")
     elif base == "":
         raise ArgumentError("a JSON document names the store's folder once, in its template", where="base")
     found = references(store, chunks=chunks, base=base)
@@ -80,21 +82,10 @@ def write_kerchunk(
         _write_parquet(found, path, storage_options)
 
 
-def _check_fastparquet() -> None:
-    try:
-        import fastparquet  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the only engine that fsspec reads these files with
-    except ImportError as error:
-        raise MissingDependencyError(
-            "fastparquet is not installed, which Parquet references are written and read with",
-            where="format",
-            remedy="pip install 'saev_store[kerchunk]'",
-        ) from error
-
-
 def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writes:
     transport: Transport = open_transport(folder, storage_options)
     if not isinstance(transport, Writes):
-        raise AccessError("nothing can be written there", where=transport.url)
+        raise AccessError("this storage cannot be written", where=transport.url)
     return transport
 
 
@@ -173,7 +164,7 @@ def _write_parquet(found: References, path: str, storage_options: Mapping[str, o
     names = {entry.path for entry in _listed(target)}
     if names and _ROOT not in names:
         raise StoreExistsError(
-            "the folder holds something that is no export",
+            "the folder contains files that are not an export",
             where=path,
             remedy="Name a folder that is new, or one that an export may replace.",
         )

@@ -1,8 +1,8 @@
-"""TensorStore specs: plain JSON that `tensorstore.open` takes, without any library of ours.
+"""TensorStore specs: plain JSON for `tensorstore.open`, without this package.
 
-TensorStore has no driver for ranges of files, so each shard is one chunk: right for scans of whole shards, too much for
-single vectors. The pieces are its `zarr3` driver with the array's metadata in the spec, over its `kvstack`, which gives
-each chunk's key the file it lies in. A last shard that is cut short is an array of its own, joined by `stack`.
+TensorStore has no driver for ranges of files, so each shard is one chunk: suited to scans of whole shards, not to single vectors. A
+spec uses the `zarr3` driver with the array's metadata, over `kvstack`, which maps the key of each chunk to a file. A last shard that
+is cut is an array of its own, joined by `stack`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 Spec = dict[str, object]
 
-#: What TensorStore's metadata check does not want to see; names of axes are kept.
+#: Keys that TensorStore's metadata check refuses.
 _NOT_IN_SPECS = ("attributes", "storage_transformers")
 
 
 def array_names(store: ShardStore) -> tuple[str, ...]:
-    """The arrays that there is a spec for."""
+    """Names of the arrays that have a spec."""
     return (ARRAY, "layer", "token", *((LABELS, CONTENT) if store.has_labels else ()))
 
 
 def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
-    """What `tensorstore.open` takes to read one array: plain JSON types, each shard as one chunk.
+    """The spec of one array for `tensorstore.open`: plain JSON types, each shard as one chunk.
 
     Args:
         store: The opened store.
-        array: `"activations"`, `"layer"`, `"token"`, and where there are labels `"labels"` and `"content_token"`.
-        base: Where readers will find the store's folder: an address, or TensorStore's own JSON for it (a kvstore).
+        array: `"activations"`, `"layer"`, `"token"`, and if the store has labels `"labels"` and `"content_token"`.
+        base: The store's folder for readers: an address, or TensorStore's JSON for it (a kvstore).
 
     Raises:
-        ArgumentError: there is no such array, or TensorStore has no driver for the address.
+        ArgumentError: the store has no such array, or TensorStore has no driver for the address.
         CorruptShardError: shards are missing or short.
 
     >>> from saev_store import ShardStore

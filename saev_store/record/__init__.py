@@ -1,4 +1,4 @@
-"""Recording: a vision transformer's activations into a store, each block's output under its own label.
+"""Recording: writes activations of a vision transformer into a store, each block's output under its own label.
 
 ```python
 from saev_store.record import Batches, record_to_store
@@ -7,7 +7,7 @@ store = record_to_store(model, Batches(images, batch_size=32), "/scratch/shards"
                         max_tokens_per_shard=2_400_000, data={"__class__": "ImageFolder"}, dataset="/data/birds")
 ```
 
-Needs the extra `record` (torch and transformers). Importing this room does not import them: only calling it does.
+Needs the extra `record` (torch and transformers), which is imported by calls only.
 """
 
 from saev_store.record._batches import Batches

@@ -1,4 +1,4 @@
-"""`record_to_store`: a model and its images in, a published store out; a crash in between costs a batch or so."""
+"""`record_to_store`: records a model's activations of images into a published store."""
 
 from __future__ import annotations
 
@@ -56,45 +56,44 @@ def record_to_store(
     exist_ok: bool = False,
     progress: bool | None = None,
 ) -> ShardStore:
-    """The store of a model's activations over some images, recorded, published and opened.
+    """Record a model's activations of some images, publish the store and open it.
 
-    Examples are filed in the order they come. With `resume=True` an interrupted call goes on after the last example that
-    is safely on disk; its result has the same bytes as an uninterrupted one, because a batch that was half written runs
-    through the model whole again. `Batches` are resumed without loading what is there; any other iterable has to start
-    from its beginning and is read past, without a forward pass.
+    Examples are numbered in the order of the batches. With `resume=True` an interrupted call continues after the last durable
+    example. The result has the same bytes as an uninterrupted one: a batch that was written in part runs through the model as a
+    whole again. `Batches` are resumed without loading recorded images; any other iterable has to start from its beginning.
 
     Args:
         model: See `Recorder`. Put into evaluation mode while recording.
         batches: `Batches(images, batch_size)`, or any iterable of (batch, channels, height, width) pixels.
-        root: Directory or URL below which the store's own folder is made.
+        root: Directory or URL in which the store's folder is created.
         layers: Labels of the blocks to record, see `Recorder`; written into the metadata as they are given.
         data: Description of the data set for the metadata; any JSON object.
-        dataset: Where the original images lie, for the metadata; None in protocol 1.0.0, which does not say it.
-        max_tokens_per_shard: How many vectors (tokens x layers x examples) a shard may hold.
-        n_examples: How many examples come; needed unless `batches` is a `Batches`.
+        dataset: Address of the original images, for the metadata; None in protocol 1.0.0, which has no such key.
+        max_tokens_per_shard: Upper bound on the vectors (tokens x layers x examples) of a shard.
+        n_examples: Number of examples; required unless `batches` is a `Batches`.
         cls_token: Whether to record the CLS token; None: if the model has one.
-        family: Name of the architecture's family for the metadata; None: what the configuration says.
-        ckpt: Name of the weights for the metadata; None: what the configuration says.
+        family: Name of the architecture's family for the metadata; None: from the configuration.
+        ckpt: Name of the weights for the metadata; None: from the configuration.
         protocol: Version of the documents, `"1.0.0"`, `"2.0"` or `"2.1"`.
-        labels: (n_examples, content tokens) uint8 for `labels.bin`; a memory map will do.
-        device: Where to compute, such as `"cuda"`; None: where the model lies.
-        storage_options: For `root`, as `fsspec` wants them.
+        labels: (n_examples, content tokens) uint8 for `labels.bin`; may be a memory map.
+        device: Device of the computation, such as `"cuda"`; None: that of the model.
+        storage_options: Options of the file system of `root`.
         resume: True continues an unfinished store of the same metadata, `"auto"` continues one or starts anew.
         exist_ok: Open a complete store of the same metadata instead of refusing it.
         progress: Show a bar on standard error; None: when it is a terminal.
 
     Raises:
-        ArgumentError: something above is not so, or another number of examples came.
-        LayerNotFoundError: a label is no block of the model.
+        ArgumentError: an argument breaks a rule, or the batches have another number of examples.
+        LayerNotFoundError: a label is not a block of the model.
         StoreExistsError, ResumeError, WriterConflictError: see `ShardStore.create`.
         MissingDependencyError: torch is not installed.
     """
     if n_examples is None:
         if not isinstance(batches, Batches):
             raise ArgumentError(
-                "n_examples is None; it can only be left out when batches is a Batches",
+                "n_examples is None; it is required unless batches is a Batches",
                 where="n_examples",
-                remedy="Say how many examples the iterable yields; the metadata needs it before the first.",
+                remedy="Pass the number of examples that the iterable yields: the metadata is written first.",
             )
         n_examples = batches.n_examples
     recorder = Recorder(place(model, device), layers, cls_token=cls_token)
@@ -130,7 +129,7 @@ def describe(
     ckpt: str | None = None,
     protocol: str = "2.0",
 ) -> Metadata:
-    """The metadata of what a recorder makes of batches of this shape. Refer to `record_to_store` for the arguments.
+    """The metadata of a recording of batches of this shape; arguments as of `record_to_store`.
 
     Raises:
         ArgumentError: neither the argument nor the model's configuration names the family or the weights.
@@ -144,7 +143,7 @@ def describe(
     for name, value in (("family", family), ("ckpt", ckpt)):
         if not value:
             raise ArgumentError(
-                f"{name} is not given, and the model's configuration does not say it",
+                f"{name} is not given, and the model's configuration does not have it",
                 where=name,
                 remedy=f"Pass {name}=….",
             )
@@ -165,12 +164,12 @@ def describe(
 
 @dataclass(frozen=True)
 class Filled:
-    """Where the time of a recording went.
+    """Counts and times of a recording.
 
     Attributes:
-        n_recorded: Examples that ran through the model now; the others were there already.
+        n_recorded: Examples that this call recorded; the others were recorded before.
         forward_s: Seconds in forward passes.
-        append_s: Seconds that the loop waited for the writer to take the activations.
+        append_s: Seconds in `ShardWriter.append`.
     """
 
     n_recorded: int
@@ -185,10 +184,10 @@ def fill(
     *,
     labels: npt.NDArray[np.uint8] | None = None,
 ) -> Filled:
-    """Append what `writer` still lacks, batch by batch.
+    """Append the missing examples to `writer`, batch by batch.
 
     Raises:
-        ArgumentError: the batches do not hold as many examples as the metadata says, or `labels` has another shape.
+        ArgumentError: the number of examples differs from the metadata, or `labels` has another shape.
     """
     layout = writer.metadata.layout
     if labels is not None and labels.shape != (layout.n_examples, layout.content_tokens_per_example):
@@ -206,7 +205,7 @@ def fill(
             end = first + len(pixels)
             if end > layout.n_examples:
                 raise ArgumentError(
-                    f"more than n_examples = {layout.n_examples} examples came (at least {end})", where="batches"
+                    f"there are at least {end} examples, but n_examples is {layout.n_examples}", where="batches"
                 )
             if end <= start:
                 continue
@@ -219,7 +218,7 @@ def fill(
             append_s += time.perf_counter() - computed_s
     if end < layout.n_examples:
         raise ArgumentError(
-            f"only {end} of n_examples = {layout.n_examples} examples came",
+            f"there are only {end} examples, but n_examples is {layout.n_examples}",
             where="batches",
             remedy="The store is unfinished; call again with resume=True and all of them.",
         )
@@ -229,17 +228,17 @@ def fill(
 def first_shape(
     batches: Batches | Iterable[PixelBatch],
 ) -> tuple[tuple[int, ...], Batches | Iterable[PixelBatch]]:
-    """The shape of the first batch, and the batches with it still in front.
+    """The shape of the first batch, and all batches including it.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is no batch.
     """
     if isinstance(batches, Batches):
         return (1, *np.shape(batches.images[0])), batches
     iterator = iter(batches)
     for pixels in iterator:
         return tuple(np.shape(pixels)), itertools.chain([pixels], iterator)
-    raise ArgumentError("batches is empty; at least one must come", where="batches")
+    raise ArgumentError("batches is empty; there must be at least one", where="batches")
 
 
 def numbered(batches: Batches | Iterable[PixelBatch], start: int) -> Iterator[tuple[int, PixelBatch]]:

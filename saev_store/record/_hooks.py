@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, LayerNotFoundError
-from saev_store.record._need import need
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +62,7 @@ class Recorder:
     """
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], *, cls_token: bool | None = None) -> None:
-        need("torch", package="torch", extra="record")
+        need("torch", install="saev-store[record]")
         self.model = model
         self._blocks = find_blocks(model)
         self.n_blocks = len(self._blocks)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.errors import NotFoundError
-from saev_store.record._need import need
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -79,8 +79,8 @@ def load_photographs(*, n: int = len(PHOTOGRAPHS), tile_px: int = 224) -> Photog
         MissingDependencyError: scikit-image or Pillow is not installed.
         NotFoundError: a photograph is not part of the installed scikit-image.
     """
-    need("skimage", package="scikit-image", extra="demo")
-    need("PIL", package="Pillow", extra="demo")
+    need("skimage", install="saev-store[demo]")
+    need("PIL", install="saev-store[demo]")
     from PIL import Image, ImageOps
 
     size = (GRID[1] * tile_px, GRID[0] * tile_px)

@@ -1,4 +1,4 @@
-"""The demo's picture: what the patch tokens of each layer agree on, as colours beside the photograph."""
+"""The demo's picture: principal components of the patch tokens of each layer, as colours beside the photograph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.record._need import need
+from saev_store._runtime.optional import need
 from saev_store.record._photos import GRID
 
 if TYPE_CHECKING:
@@ -28,14 +28,13 @@ PAPER = (252, 251, 248)
 def principal_colours(tokens: npt.NDArray[np.float32], colours: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """(example, patch, 3) in 0 to 1: the first three principal components of patch tokens, as red, green and blue.
 
-    The mean of each position over the examples is taken off first. Untrained position embeddings are strong, the same in
-    every image and say nothing about it; without them the components follow what is in the photograph. The sign of a
-    component is arbitrary: it is chosen so that the component grows with the same channel of the photograph, which keeps
-    the layers comparable.
+    The mean of each position over the examples is subtracted first: untrained position embeddings are large and the same in every
+    image. The sign of a component is arbitrary; it is chosen so that the component grows with the same channel of the photograph,
+    which keeps the layers comparable.
 
     Args:
         tokens: (example, patch, d_model) of one layer.
-        colours: (example, patch, 3) mean colour of each patch, for the signs only.
+        colours: (example, patch, 3) mean colour of each patch, used for the signs.
     """
     centred = tokens - tokens.mean(axis=0, keepdims=True, dtype=np.float64)
     flat = centred.reshape(-1, tokens.shape[-1])
@@ -49,7 +48,7 @@ def principal_colours(tokens: npt.NDArray[np.float32], colours: npt.NDArray[np.f
 
 
 def stitch(maps: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """(photograph, rows, columns, 3) from (example, patch, 3): the tiles of a photograph put together again."""
+    """(photograph, rows, columns, 3) from (example, patch, 3): the tiles of each photograph assembled."""
     rows, columns = GRID
     side = round(maps.shape[1] ** 0.5)
     tiles = maps.reshape(-1, rows, columns, side, side, 3).transpose(0, 1, 3, 2, 4, 5)
@@ -75,19 +74,19 @@ def draw(
     captions: Sequence[str],
     n_rows: int = 4,
 ) -> bytes:
-    """A PNG: a photograph a row, its map of each layer beside it.
+    """A PNG with one row per photograph: the photograph and its map of each layer.
 
     Args:
-        photographs: What was recorded.
+        photographs: The recorded photographs.
         maps: By layer, (photograph, rows, columns, 3) in 0 to 1, see `stitch`.
         title: One line above.
         captions: Lines below.
-        n_rows: How many photographs to show.
+        n_rows: Number of photographs to show.
 
     Raises:
         MissingDependencyError: Pillow is not installed.
     """
-    need("PIL", package="Pillow", extra="demo")
+    need("PIL", install="saev-store[demo]")
     from PIL import Image, ImageDraw, ImageFont
 
     n_rows = min(n_rows, len(photographs.pixels))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from saev_store.record._need import need
+from saev_store._runtime.optional import need
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,8 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
     Raises:
         MissingDependencyError: torch or transformers is not installed.
     """
-    need("torch", package="torch", extra="demo")
-    need("transformers", package="transformers", extra="demo")
+    need("torch", install="saev-store[demo]")
+    need("transformers", install="saev-store[demo]")
     from transformers import Dinov2Config, Dinov2Model
     from transformers.utils import logging
 

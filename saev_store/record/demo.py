@@ -1,6 +1,6 @@
-"""The demo: photographs through a vision transformer into a store, and the store back into a picture, checked on the way.
+"""The demo: records photographs through a vision transformer, validates and reads the store, and draws a picture of it.
 
-Everything it claims it has measured on the spot: see `DemoResult`.
+`DemoResult` has what was measured.
 """
 
 from __future__ import annotations
@@ -34,37 +34,36 @@ if TYPE_CHECKING:
     from saev_store.record._weights import DemoModel
 
 BATCH_SIZE = 8
-#: The store gets about this many shards, the last one shorter.
+#: Number of shards; the last one is shorter.
 N_SHARDS = 4
 DEFAULT_OUT = Path("saev-demo")
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo made and measured.
+    """Result and measurements of the demo.
 
     Attributes:
         store: Folder of the store.
         picture: The PNG.
         ckpt: Name of the weights in the metadata.
         pretrained: Whether the weights were trained.
-        weights: Where the weights come from, in words.
-        n_photographs, n_examples, n_shards, nbytes: How much there is.
+        weights: Origin of the weights, one sentence.
+        n_photographs, n_examples, n_shards, nbytes: Sizes of the store.
         layers: The recorded blocks.
         shape: (example, layer, token, d_model).
-        n_recorded: Examples that this run recorded; fewer than n_examples when an earlier run had done the rest.
+        n_recorded: Examples that this run recorded; fewer than n_examples if an earlier run was interrupted.
         forward_s: Seconds in the model.
-        wait_s: Seconds that recording waited for the writer, publication included; it writes while the model computes.
-        write_bytes_per_s: Writing the same store once more with no model in between, until all is durable and
-            published; that second store is removed again.
-        validate_s: Seconds of reading every byte against its digest.
-        problems: What validation found; empty is good.
-        read_bytes_per_s: By engine; from the page cache, as the files have just been written.
-        engines_equal: Whether every byte is the same through all engines.
-        n_checked: Vectors compared with a fresh forward pass.
-        max_abs: The largest absolute number among them.
-        max_abs_diff: The largest absolute difference; 0.0 means bit for bit.
-        seconds: All of it, imports included.
+        wait_s: Seconds that recording waited for the writer, publication included.
+        write_bytes_per_s: Speed of writing a second store without a model, publication included; it is removed.
+        validate_s: Seconds of the deep validation.
+        problems: Problems that validation found.
+        read_bytes_per_s: Speed of reading from the page cache, by engine.
+        engines_equal: Whether all engines read the same bytes.
+        n_checked: Number of vectors compared with a fresh forward pass.
+        max_abs: Largest absolute number in these vectors.
+        max_abs_diff: Largest absolute difference; 0.0 means bit for bit.
+        seconds: Seconds of the whole demo, imports included.
     """
 
     store: str
@@ -93,7 +92,7 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the store is sound and reads back as it was computed.
+        """Whether the store has no problem and equals a fresh forward pass.
 
         A store of an earlier run may differ from today's forward pass in the last bits (another device, number of
         threads, release of torch); a difference above a hundredth of the largest number is an error.
@@ -101,7 +100,7 @@ class DemoResult:
         return not self.problems and self.engines_equal and self.max_abs_diff <= 0.01 * self.max_abs
 
     def to_dict(self) -> dict[str, object]:
-        """The fields and `ok`, of types that JSON knows."""
+        """The fields and `ok`, as plain JSON types."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -116,7 +115,7 @@ def run_demo(
     progress: bool | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> DemoResult:
-    """The whole way once: record, publish, validate, read back, compare, draw.
+    """Record, publish, validate, read, compare and draw.
 
     Running it again with the same `out` reuses a finished store and continues an unfinished one.
 
@@ -125,15 +124,15 @@ def run_demo(
         device: Where the model runs, such as `"cuda"`; the CPU by default.
         model: A model to use instead of the demo's own.
         layers: Labels of the blocks to record.
-        n_photographs: How many of the photographs to use.
+        n_photographs: Number of photographs.
         tile_px: Side of an example in pixels.
         progress: Show bars on standard error; None: when it is a terminal.
-        say: Is told each step, in a line or several.
+        say: Called with a line of text after each step.
 
     Raises:
         MissingDependencyError: a library of the extra `demo` is not installed.
-        AccessError: `out` cannot be made or written.
-        SaevStoreError: anything that recording and reading may raise.
+        AccessError: `out` cannot be created or written.
+        SaevStoreError: recording or reading failed.
     """
     begun_s = time.perf_counter()
     out = writable_folder(Path(DEFAULT_OUT if out is None else out))
@@ -200,10 +199,10 @@ def run_demo(
 
 
 def writable_folder(folder: Path) -> Path:
-    """The folder, made if need be.
+    """The folder, created if it does not exist.
 
     Raises:
-        AccessError: it cannot be made or written.
+        AccessError: it cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +210,9 @@ def writable_folder(folder: Path) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise AccessError(
-            f"this folder cannot be made or written: {error.strerror}", where=str(folder), remedy="Choose another one."
+            f"the folder cannot be created or written: {error.strerror}",
+            where=str(folder),
+            remedy="Choose another one.",
         ) from error
     return folder
 
@@ -224,7 +225,7 @@ class _Recorded:
 
     def sentence(self, store: ShardStore) -> str:
         if not self.n_recorded:
-            return "recorded   nothing: an earlier run finished this store, which is used again"
+            return "recorded   nothing: an earlier run finished this store"
         there = len(store) - self.n_recorded
         after = f" after the {there} that an interrupted run had left" if there else ""
         return (
@@ -246,7 +247,7 @@ def _record(
     examples = photographs.examples()
     patch_px = patch_size(network)[0]
     vectors_per_example = (recorder.content_tokens((1, *examples.shape[1:])) + int(recorder.cls_token)) * len(layers)
-    # One example more than a shard's share makes the last shard a short one, as in real stores.
+    # One example more than a quarter: the last shard is short, as in real stores.
     examples_per_shard = len(examples) // N_SHARDS + 1
     metadata = describe(
         recorder,
@@ -273,7 +274,7 @@ def _record(
 
 
 def _write_again(store: ShardStore, out: Path) -> float:
-    """Bytes per second of writing the store's activations a second time, to a folder that is removed again."""
+    """Bytes per second of writing the store's activations a second time, to a temporary folder."""
     acts, labels = store[:], store.labels
     with tempfile.TemporaryDirectory(prefix=".write-again-", dir=out) as scratch:
         begun_s = time.perf_counter()
@@ -304,9 +305,9 @@ def _read_back(store: ShardStore) -> tuple[dict[str, float], bool]:
 def _compare(
     store: ShardStore, network: torch.nn.Module, examples: npt.NDArray[np.float32]
 ) -> tuple[int, float, float]:
-    """How many vectors were compared with a fresh forward pass, the largest number in them, and the largest difference.
+    """Compare the first and last batch with a fresh forward pass: number of vectors, largest number, largest difference.
 
-    The numbers are absolute; the vectors are those of the first and the last batch. The batches have the shape they were recorded with: another one lets the matrix product add up in another order.
+    Batches have the shape of the recording: with another shape the matrix product adds in another order.
     """
     n_checked, largest, worst = 0, 0.0, 0.0
     batches = Batches(examples, BATCH_SIZE)
@@ -322,7 +323,7 @@ def _compare(
 
 
 def _draw(store: ShardStore, photographs: Photographs, model: DemoModel, patch_px: int) -> bytes:
-    """The PNG, from what the store holds."""
+    """The PNG of the vectors in the store."""
     colours = patch_colours(photographs, patch_px)
     maps: dict[int, npt.NDArray[np.float32]] = {}
     for layer in store.layers:

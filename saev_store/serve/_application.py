@@ -61,6 +61,7 @@ def application(
         ArgumentError: `chunks` is not a legal shape.
     """
     shape = default_chunk(store.layout, max_gap_bytes=_MAX_GAP_BYTES) if chunks == "auto" else chunks
+    store = store.unmapped()  # a file that is cut while a client reads it must not end the server
     answers = _Answers(store.as_zarr(chunks=shape, sharded=sharded), store, frozenset(map(str.lower, hosts)))
     cors = Middleware(
         CORSMiddleware,

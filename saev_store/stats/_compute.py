@@ -1,27 +1,31 @@
-"""Statistics as a dask graph: a task reads some examples piece by piece, and results are merged in a tree.
+"""Statistics in tasks that read some examples piece by piece, run by threads of this process or by a dask cluster.
 
-The partition into tasks depends on the layout alone, so results do not depend on the number of workers.
+The partition into tasks depends on the layout alone, and their results are merged in order, so the result does not depend on the
+number of threads or workers.
 """
 
-# dask and distributed have partial types: delayed objects and futures are unknown to the type checker.
+# distributed has partial types: futures and clients are unknown to the type checker.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import sys
-import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
+from saev_store._runtime.optional import need
+from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.layout import IntArray, Layout, shard_name
-from saev_store.errors import ArgumentError, CorruptShardError, MissingDependencyError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, TransportError
 from saev_store.stats._moments import Moments, merge, merge_all, moments_of
 from saev_store.validation import Promised
-from saev_store.writer import Progress
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -30,13 +34,14 @@ if TYPE_CHECKING:
 
 #: Examples of one task: a half-open range, or their positions.
 Work: TypeAlias = "tuple[int, int] | IntArray"
+#: Examples of one task, and the digests to compare their bytes with.
+Task: TypeAlias = "tuple[Work, Promised | None]"
 
 #: Bytes of activations in memory per task; at least one layer of one example.
 _READ_BYTES = 16 << 20
 _TASK_BYTES = 128 << 20
 #: Upper bound on tasks: a scheduler spends about a millisecond on each.
 _MAX_TASKS = 4096
-_MERGE_WIDTH = 8
 _CONNECT_TIMEOUT_S = 10
 
 
@@ -59,40 +64,28 @@ def compute(
 
     Raises:
         ArgumentError: the client is asynchronous.
-        MissingDependencyError: dask, or distributed for a cluster, is not installed.
+        MissingDependencyError: a scheduler's address is given, and distributed is not installed.
         TransportError: no scheduler answers at the address.
         CorruptShardError: a shard that is needed is missing, short, or differs from its digests.
     """
-    try:
-        from dask.delayed import delayed
-    except ImportError as error:
-        raise MissingDependencyError(
-            "dask is not installed", where="stats", remedy="pip install 'saev_store[xarray]'"
-        ) from error
-    layout = store.layout
+    layout, found = store.layout, Moments.empty(store.shape[1:3])
     works = plan(layout, chosen)
-    n_examples = layout.n_examples if chosen is None else len(chosen)
-    # Task names are global on a shared cluster.
-    run = f"saev-stats-{uuid.uuid4().hex}"
-    # Dask must neither traverse nor hash the store, which looks like an array.
-    shared = delayed((store, digests), traverse=False, name=f"{run}-store")
-    names = [f"{run}-{number}" for number in range(len(works))]
-    task = delayed(_task, pure=False)
-    parts = [task(shared, work, dask_key_name=name) for name, work in zip(names, works, strict=True)]
-    with _connected(client) as cluster, Progress(n_examples * layout.example_nbytes, "stats", shown=progress) as bar:
-        sizes = dict(zip(names, (nbytes(layout, work) for work in works), strict=True))
-        if cluster is not None:
-            return _on_cluster(cluster, parts, sizes, bar)
-        # By default dask would compute on the cluster: in a task, it would wait for the very worker that runs this.
-        on_cluster = _in_cluster_task() or _active_client() is not None
-        scheduler = {"scheduler": "threads"} if on_cluster else {}
-        with _counting(sizes, bar):
-            return cast("Moments", _tree(parts, run).compute(**scheduler))
+    total = sum(nbytes(layout, work) for work in works)
+    call = partial(work_on, store.unmapped())
+    tasks = [(work, _digests_of(digests, layout, work)) for work in works]
+    with _connected(client) as cluster, Progress(total, "stats", shown=progress) as bar:
+        parts = ahead(call, tasks, n_cores()) if cluster is None else _on_cluster(cluster, call, tasks)
+        with closing(parts):
+            for work, part in zip(works, parts, strict=True):
+                found = merge(found, part)
+                bar.advance(nbytes(layout, work))
+    return found
 
 
 def compute_here(store: ShardStore, chosen: IntArray | None, *, digests: Promised | None) -> Moments:
-    """The same as `compute` in this thread, without dask."""
-    return merge_all([work_on(store, work, digests) for work in plan(store.layout, chosen)])
+    """The same as `compute`, in this thread."""
+    unmapped = store.unmapped()
+    return merge_all(work_on(unmapped, (work, digests)) for work in plan(store.layout, chosen))
 
 
 def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
@@ -115,26 +108,33 @@ def nbytes(layout: Layout, work: Work) -> int:
     return int(n_examples) * layout.example_nbytes
 
 
-def _task(shared: tuple[ShardStore, Promised | None], work: Work) -> Moments:
-    return work_on(shared[0], work, shared[1])
-
-
-def work_on(store: ShardStore, work: Work, digests: Promised | None) -> Moments:
+def work_on(store: ShardStore, task: Task) -> Moments:
     """The moments of a task's examples; holds one piece of them at a time.
 
     Raises:
         CorruptShardError: a shard is missing, short, or differs from its digests.
     """
-    layout = store.layout
+    (work, digests), layout = task, store.layout
     if digests is not None and isinstance(work, tuple):
         _compare(store, work, digests)
     found = Moments.empty(layout.shape[1:3])
     by_layer = layout.example_nbytes > _READ_BYTES
     for examples in _pieces(layout, work):
         for layers in [slice(n, n + 1) for n in range(layout.n_layers)] if by_layer else [slice(None)]:
-            block = moments_of(store.read((examples, layers)))
-            found.put(layers, merge(found.at(layers), block))
+            found.put(layers, merge(found.at(layers), moments_of(store.read((examples, layers)))))
     return found
+
+
+def _shards_of(layout: Layout, work: tuple[int, int]) -> range:
+    return range(work[0] // layout.examples_per_shard, -(-work[1] // layout.examples_per_shard))
+
+
+def _digests_of(digests: Promised | None, layout: Layout, work: Work) -> Promised | None:
+    """The digests of the shards of a task: those of all shards would be sent with every task."""
+    if digests is None or not isinstance(work, tuple):
+        return None
+    names = [shard_name(shard_idx) for shard_idx in _shards_of(layout, work)]
+    return Promised(digests.block_bytes, {name: digests.files[name] for name in names}, ())
 
 
 def _compare(store: ShardStore, work: tuple[int, int], digests: Promised) -> None:
@@ -142,7 +142,7 @@ def _compare(store: ShardStore, work: tuple[int, int], digests: Promised) -> Non
     from xxhash import xxh3_128_hexdigest
 
     layout, size = store.layout, digests.block_bytes
-    for shard_idx in range(work[0] // layout.examples_per_shard, -(-work[1] // layout.examples_per_shard)):
+    for shard_idx in _shards_of(layout, work):
         name = shard_name(shard_idx)
         start, end = layout.example_range(shard_idx)
         first, last = max(work[0], start) - start, min(work[1], end) - start
@@ -159,54 +159,22 @@ def _compare(store: ShardStore, work: tuple[int, int], digests: Promised) -> Non
 
 
 def _pieces(layout: Layout, work: Work) -> Iterator[slice | IntArray]:
-    """Parts of a task that fit into memory; none spans two shards, so that each is a view of a mapped file."""
+    """Parts of a task that fit into memory."""
     step = max(1, _READ_BYTES // layout.example_nbytes)
-    if not isinstance(work, tuple):
+    if isinstance(work, tuple):
+        yield from (slice(at, min(at + step, work[1])) for at in range(*work, step))
+    else:
         yield from (work[at : at + step] for at in range(0, len(work), step))
-        return
-    start, stop = work
-    while start < stop:
-        end_of_shard = (start // layout.examples_per_shard + 1) * layout.examples_per_shard
-        end = min(start + step, end_of_shard, stop)
-        yield slice(start, end)
-        start = end
 
 
-# -- dask --------------------------------------------------------------------------------------------------------------
+# -- clusters ----------------------------------------------------------------------------------------------------------
 
 
-def _merge_these(*parts: Moments) -> Moments:
-    return merge_all(parts)
-
-
-def _tree(parts: Sequence[Any], name: str) -> Any:  # noqa: ANN401  # dask's Delayed has no type stubs
-    from dask.delayed import delayed
-
-    level = 0
-    while len(parts) > 1:
-        parts = [
-            delayed(_merge_these, pure=False)(*group, dask_key_name=f"{name}-merge-{level}-{number}")
-            for number, group in enumerate(_groups(parts))
-        ]
-        level += 1
-    return parts[0]
-
-
-def _groups(parts: Sequence[Any]) -> list[Sequence[Any]]:
-    return [parts[at : at + _MERGE_WIDTH] for at in range(0, len(parts), _MERGE_WIDTH)]
-
-
-@contextmanager
-def _counting(sizes: Mapping[str, int], bar: Progress) -> Generator[None]:
-    """Advance the bar whenever one of our tasks ends; for schedulers of this machine."""
-    from dask.callbacks import Callback
-
-    def ended(key: object, *_: object) -> None:
-        if str(key) in sizes:
-            bar.advance(sizes[str(key)])
-
-    with Callback(posttask=ended):
-        yield
+def _on_cluster(client: Client, call: partial[Moments], tasks: Iterable[Task]) -> Generator[Moments]:
+    """The result of each task in order. A future that is released, also by an error, cancels its task."""
+    futures = deque([client.submit(call, task, pure=False) for task in tasks])
+    while futures:
+        yield futures.popleft().result()
 
 
 def _in_cluster_task() -> bool:
@@ -234,19 +202,6 @@ def _active_client() -> Client | None:
         return None
 
 
-def _on_cluster(client: Client, parts: Sequence[Any], sizes: Mapping[str, int], bar: Progress) -> Moments:
-    """Compute in groups, whose ends advance the bar."""
-    groups = _groups(parts)
-    # Releasing a future cancels its task, so a failure needs no clean-up.
-    merged: Any = client.compute([_tree(group, f"{group[0].key}-group") for group in groups])
-    for future, group in zip(merged, groups, strict=True):
-        future.result()  # raises what a task raised
-        bar.advance(sum(sizes[part.key] for part in group))
-    while len(merged) > 1:
-        merged = [client.submit(_merge_these, *group, pure=False) for group in _groups(merged)]
-    return merged[0].result()
-
-
 @contextmanager
 def _connected(client: Client | str | None) -> Generator[Client | None]:
     """The client to use: the given one, one for the given address, the active one, or None for threads of this process.
@@ -266,12 +221,9 @@ def _connected(client: Client | str | None) -> Generator[Client | None]:
             )
         yield client
         return
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise MissingDependencyError(
-            "distributed is not installed", where="client", remedy="pip install distributed"
-        ) from error
+    need("distributed", install="distributed", where="client")
+    from distributed import Client
+
     try:
         opened = Client(client, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
@@ -391,6 +392,12 @@ class ShardStore(OpenedStore):
         if source is None:
             source = self._source = self._source or self.source()
         return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours)
+
+    def unmapped(self) -> ShardStore:
+        """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""
+        if self.transport.name != "mmap":
+            return self
+        return ShardStore(replace(self._opened, transport=open_transport(self.url, engine="pread")))
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""

@@ -1,4 +1,4 @@
-"""What every transport has to do, as test classes: subclass them for a new back end.
+"""The contract of transports, as test classes: subclass them for a new back end.
 
 ```python
 from saev_store.testing.transport import FILES, WriteContract
@@ -12,7 +12,7 @@ class TestMine(WriteContract):
         return transport
 ```
 
-A back end that only reads takes `ReadContract` and brings `FILES` there by its own means. Needs pytest.
+For a read-only back end subclass `ReadContract` and put `FILES` there by other means. Needs pytest.
 """
 
 # ruff: noqa: S101
@@ -43,7 +43,7 @@ __all__ = ["FILES", "ReadContract", "WriteContract"]
 class WriteContract(ReadContract):
     """Writing: replacing, exclusive creation, deletion, large files, locks."""
 
-    #: How many of 16 threads that create the same name at once may win; more than 1 where a back end cannot decide.
+    #: How many of 16 threads that create the same name at once may win; more than 1 if creation is not atomic.
     max_winners = 1
     #: Whether an unfinished file can be continued.
     resumes = True
@@ -52,7 +52,7 @@ class WriteContract(ReadContract):
 
     @pytest.fixture
     def writes(self, transport: Transport) -> Writes:
-        """The same transport, as one that writes."""
+        """The transport, as `Writes`."""
         assert isinstance(transport, Writes)
         return transport
 
@@ -64,7 +64,7 @@ class WriteContract(ReadContract):
         if isinstance(transport, Lists):
             assert [entry.path for entry in transport.list("new/folder")] == ["new/folder/document.json"]
 
-    def test_put_is_seen_by_those_who_have_read_before(self, transport: Transport, writes: Writes) -> None:
+    def test_put_is_seen_by_earlier_readers(self, transport: Transport, writes: Writes) -> None:
         assert bytes(transport.get_ranges("acts000001.bin", starts=[0], ends=[4])[0]) == FILES["acts000001.bin"][:4]
         writes.put("acts000001.bin", b"0123456789")
         assert bytes(transport.get_ranges("acts000001.bin", starts=[2], ends=[6])[0]) == b"2345"
@@ -118,7 +118,7 @@ class WriteContract(ReadContract):
 
     def test_moves_over_other_files(self, transport: Transport) -> None:
         if not isinstance(transport, Moves):
-            return  # nothing is promised
+            return  # moving is optional
         assert bytes(transport.get_ranges("acts000000.bin", starts=[0], ends=[4])[0]) == FILES["acts000000.bin"][:4]
         transport.move("acts000001.bin", "acts000000.bin")
         assert bytes(transport.get_ranges("acts000000.bin", starts=[0], ends=[4096])[0]) == FILES["acts000001.bin"]

@@ -1,4 +1,4 @@
-"""Reads every byte of a store once, in bounded memory, and summarises each shard.
+"""The deep check: reads every byte of a store once, in bounded memory, and summarises each shard.
 
 Threads read pieces that fit a core's cache and scan them there, so each byte crosses memory once. The caller's thread combines
 the results in order. `_judge` derives problems from the summaries.
@@ -7,29 +7,26 @@ the results in order. `_judge` derives problems from the summaries.
 from __future__ import annotations
 
 import math
-import threading
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import ITEMSIZE, IntArray, Layout, shard_name
-from saev_store.errors import CorruptShardError, SaevStoreError
-from saev_store.names import LABELS_NAME
+from saev_store.documents import labels_nbytes
+from saev_store.errors import CorruptShardError, DocumentError, SaevStoreError
+from saev_store.names import DIGESTS_NAME, LABELS_NAME
+from saev_store.problems import Problem
 from saev_store.transport import Transport
-from saev_store.validation._scan import is_zero, merge_runs, scan_piece
-from saev_store.validation._survey import local_folder
+from saev_store.validation._scan import NO_RUNS, is_zero, merge_runs, scan_piece
 
 #: Local pieces fit into a core's cache; a remote piece is one request.
 _LOCAL_PIECE_BYTES = 1 << 20
 _LOCAL_THREADS = 2
 _REMOTE_THREADS = 8
-_SLICE_S = 0.2
 
 
 class _Job(NamedTuple):
@@ -70,7 +67,7 @@ class ShardSummary:
     shard_idx: int
     n_bytes: int = 0
     digests: list[str] = field(default_factory=list[str])
-    zero_runs: IntArray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    zero_runs: IntArray = field(default_factory=lambda: NO_RUNS)
     n_nonfinite: int = 0
     padding_is_zero: bool = True
     bad: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -83,21 +80,14 @@ def read_labels_digests(transport: Transport, nbytes: int, block_bytes: int) -> 
     Raises:
         CorruptShardError: a block cannot be read.
     """
-    reader = _Reader(transport, 1, _piece_bytes(transport, block_bytes))
-    jobs = _blocks(-1, LABELS_NAME, 0, nbytes, block_bytes, padding=False)
-    seen = [reader.block(job, scan=False) for job in jobs]
-    for block in seen:
+    read = _BlockReader(transport, 1, block_bytes)
+    digests: list[str] = []
+    for job in _blocks(-1, LABELS_NAME, 0, nbytes, block_bytes, padding=False):
+        _, block = read(job)
         if block.error:
             raise CorruptShardError(block.error, where=LABELS_NAME)
-    return [block.digest for block in seen]
-
-
-def _is_local(transport: Transport) -> bool:
-    return local_folder(transport) is not None or transport.cost.max_gap_bytes == math.inf
-
-
-def _piece_bytes(transport: Transport, block_bytes: int) -> int:
-    return min(block_bytes, _LOCAL_PIECE_BYTES) if _is_local(transport) else block_bytes
+        digests.append(block.digest)
+    return digests
 
 
 def read_shards(
@@ -114,11 +104,10 @@ def read_shards(
     Yields:
         The number of bytes read since the last item, and the summary of a shard after its last block (None otherwise).
     """
-    reader = _Reader(transport, layout.d_model, _piece_bytes(transport, block_bytes))
-    n_threads = _LOCAL_THREADS if _is_local(transport) else _REMOTE_THREADS
+    read = _BlockReader(transport, layout.d_model, block_bytes)
     jobs = (job for shard_idx, size in sizes for job in _shard_jobs(layout, shard_idx, size, block_bytes))
     summary, runs = ShardSummary(-1), list[IntArray]()
-    with closing(_in_order(reader, jobs, n_threads)) as results:
+    with closing(read), closing(ahead(read, jobs, 2 * read.n_threads)) as results:
         for job, seen in results:
             if job.shard_idx != summary.shard_idx:
                 if summary.shard_idx >= 0:
@@ -160,101 +149,106 @@ def _blocks(shard_idx: int, path: str, first: int, last: int, block_bytes: int, 
         yield _Job(shard_idx, path, start, min(start + block_bytes, last), padding)
 
 
-class _Reader:
-    """Reads blocks piece by piece into one buffer per thread, until it is stopped."""
+class _BlockReader:
+    """Reads and scans a block in pieces, until it is closed."""
 
-    def __init__(self, transport: Transport, d_model: int, piece_bytes: int) -> None:
+    def __init__(self, transport: Transport, d_model: int, block_bytes: int) -> None:
+        is_near = transport.is_local or transport.cost.max_gap_bytes == math.inf
+        self.n_threads = _LOCAL_THREADS if is_near else _REMOTE_THREADS
         self._transport = transport
         self._d_model = d_model
-        self._piece_bytes = piece_bytes
-        self._local = threading.local()
-        self._stopped = False
+        self._piece_bytes = min(block_bytes, _LOCAL_PIECE_BYTES) if is_near else block_bytes
+        self._closed = False
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End reading after the current piece of each thread; results of these blocks are worthless."""
-        self._stopped = True
+        self._closed = True
 
-    def block(self, job: _Job, *, scan: bool = True) -> _Seen:
+    def __call__(self, job: _Job) -> tuple[_Job, _Seen]:
         from xxhash import xxh3_128
 
-        digest, runs, n_nonfinite, zero = xxh3_128(), list[IntArray](), 0, True
+        digest, runs, n_nonfinite, zero = xxh3_128(), [NO_RUNS], 0, True
+        buffer = memoryview(bytearray(min(self._piece_bytes, job.end - job.start)))
         try:
             for start in range(job.start, job.end, self._piece_bytes):
-                if self._stopped:
+                if self._closed:
                     break
-                piece = self._piece(job.path, start, min(start + self._piece_bytes, job.end))
+                piece = buffer[: job.end - start]
+                self._transport.readinto(job.path, starts=[start], buffers=[piece])
                 if job.padding:
                     zero = zero and is_zero(piece)
                     continue
                 digest.update(piece)
-                if scan:
-                    found = scan_piece(piece, start=start // ITEMSIZE, d_model=self._d_model)
-                    n_nonfinite += found.n_nonfinite
-                    if len(found.zero_runs):
-                        runs.append(found.zero_runs)
+                found = scan_piece(piece, start=start // ITEMSIZE, d_model=self._d_model)
+                n_nonfinite += found.n_nonfinite
+                runs.append(found.zero_runs)
         except SaevStoreError as error:
-            return _Seen("", np.empty((0, 2), np.int64), 0, is_zero=False, error=error.message)
-        merged = np.concatenate(runs) if runs else np.empty((0, 2), np.int64)
-        return _Seen(digest.hexdigest(), merged, n_nonfinite, zero, "")
-
-    def _piece(self, path: str, start: int, end: int) -> memoryview:
-        if not self._transport.reads_into:
-            return memoryview(self._transport.get_ranges(path, starts=[start], ends=[end])[0])
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(self._piece_bytes))
-        piece = buffer[: end - start]
-        self._transport.readinto(path, starts=[start], buffers=[piece])
-        return piece
+            return job, _Seen("", NO_RUNS, 0, is_zero=False, error=error.message)
+        return job, _Seen(digest.hexdigest(), np.concatenate(runs), n_nonfinite, zero, "")
 
 
-def _awaited(future: Future[_Seen]) -> _Seen:
-    """The result of a future. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
-    while not future.done():
-        wait([future], timeout=_SLICE_S)
-    return future.result()
+# -- digests -----------------------------------------------------------------------------------------------------------
 
 
-def _in_order(reader: _Reader, jobs: Iterable[_Job], n_threads: int) -> Generator[tuple[_Job, _Seen]]:
-    """Run jobs in threads and yield their results in order; at most `2 * n_threads` are pending.
+#: Block length where no digests.json defines one.
+DEFAULT_BLOCK_BYTES = 8 << 20
+_MAX_BLOCK_BYTES = 1 << 30
 
-    Closing the generator ends the threads after the piece that each is reading, without waiting for it: they are daemons.
-    Without threads (the system refuses to start one) the jobs run here.
+
+@dataclass(frozen=True)
+class Promised:
+    """The digests of a store's files, and the problems of `digests.json`.
+
+    Attributes:
+        block_bytes: How many bytes a digest covers; the last one of a file may cover fewer.
+        files: File name -> one digest per block of its used bytes; only files whose entry matches the layout.
+        problems: Problems of the document, including its absence.
     """
-    todo: SimpleQueue[tuple[_Job, Future[_Seen]] | None] = SimpleQueue()
 
-    def work() -> None:
-        while (item := todo.get()) is not None:
-            job, future = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(reader.block(job))
-                except BaseException as error:  # raised by `_awaited`
-                    future.set_exception(error)
+    block_bytes: int
+    files: Mapping[str, tuple[str, ...]]
+    problems: tuple[Problem, ...]
 
-    n_started = 0
-    with suppress(RuntimeError):  # no more threads
-        for _ in range(n_threads):
-            threading.Thread(target=work, name="saev-store-validate", daemon=True).start()
-            n_started += 1
-    if n_started == 0:
-        yield from ((job, reader.block(job)) for job in jobs)
-        return
-    pending: deque[tuple[_Job, Future[_Seen]]] = deque()
+
+def promised_digests(transport: Transport, layout: Layout) -> Promised:
+    """The digests of a store. A missing document is an info, an invalid one a warning, an unreadable one an error."""
+    from saev_store.writer import load_digests
+
     try:
-        for job in jobs:
-            future: Future[_Seen] = Future()
-            pending.append((job, future))
-            todo.put((job, future))
-            if len(pending) >= 2 * n_started:
-                done, result = pending.popleft()
-                yield done, _awaited(result)
-        while pending:
-            done, result = pending.popleft()
-            yield done, _awaited(result)
-    finally:
-        reader.stop()
-        for _, future in pending:
-            future.cancel()
-        for _ in range(n_started):
-            todo.put(None)
+        digests = load_digests(transport)
+    except DocumentError as error:
+        return _nothing(f"digests.json cannot be used, so contents are not compared with it: {error.message}")
+    except SaevStoreError as error:
+        message = f"digests.json cannot be read, so contents were not compared with it: {error.message}"
+        return Promised(DEFAULT_BLOCK_BYTES, {}, (Problem("unreadable_digests", message, where=DIGESTS_NAME),))
+    if digests is None:
+        message = (
+            "there is no digests.json, so changed bits and exchanged shards cannot be detected; `saev-store copy` "
+            "makes a copy that has one"
+        )
+        return Promised(
+            DEFAULT_BLOCK_BYTES, {}, (Problem("digests_absent", message, where=DIGESTS_NAME, severity="info"),)
+        )
+    if digests.block_bytes % ITEMSIZE or digests.block_bytes > _MAX_BLOCK_BYTES:
+        return _nothing(f"block_bytes is {digests.block_bytes}; it must be a multiple of {ITEMSIZE}, at most 1 GiB")
+    expected = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
+    expected[LABELS_NAME] = labels_nbytes(layout)
+    files: dict[str, tuple[str, ...]] = {}
+    problems: list[Problem] = []
+    for name, nbytes in expected.items():
+        entry = digests.files.get(name)
+        if entry is not None and entry.nbytes == nbytes:
+            files[name] = entry.digests
+        elif entry is not None or name != LABELS_NAME:
+            what = "has no entry" if entry is None else f"has {entry.nbytes} bytes, metadata.json implies {nbytes}"
+            message = f"{name} {what} in digests.json; its contents are not compared"
+            problems.append(
+                Problem("digests_document", message, where=DIGESTS_NAME, loc=("files", name), severity="warning")
+            )
+    return Promised(digests.block_bytes, files, tuple(problems))
+
+
+def _nothing(message: str) -> Promised:
+    return Promised(
+        DEFAULT_BLOCK_BYTES, {}, (Problem("digests_document", message, where=DIGESTS_NAME, severity="warning"),)
+    )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from saev_store.core.layout import DTYPE, ITEMSIZE, IntArray
 
-_NO_RUNS: IntArray = np.empty((0, 2), dtype=np.int64)
+NO_RUNS: IntArray = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def scan_piece(piece: memoryview, *, start: int, d_model: int) -> Scan:
     values = np.frombuffer(piece, dtype=DTYPE)
     bits = np.frombuffer(piece, dtype="<u4")
     if not bits.size:
-        return Scan(_NO_RUNS, 0)
+        return Scan(NO_RUNS, 0)
     if not bits[:1024].any() and not bits.any():
         return Scan(np.array([[start, start + bits.size]], dtype=np.int64), 0)
     return Scan(_zero_runs(bits, start, d_model), _count_nonfinite(values))
@@ -72,7 +72,7 @@ def _zero_runs(bits: npt.NDArray[np.uint32], start: int, d_model: int) -> IntArr
     tail = edge + n_vectors * d_model
     if tail < bits.size and not bits[tail:].any():
         runs.append(np.array([[start + tail, start + bits.size]], dtype=np.int64))
-    return np.concatenate(runs) if runs else _NO_RUNS
+    return np.concatenate(runs) if runs else NO_RUNS
 
 
 def _zero_vectors(vectors: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:

@@ -6,18 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
+from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import Metadata, ShardsIndex, labels_nbytes
 from saev_store.errors import CorruptShardError
 from saev_store.names import LABELS_NAME
 from saev_store.problems import Problem
 from saev_store.transport import Transport
-from saev_store.validation._deep import ShardSummary, read_labels_digests, read_shards
-from saev_store.validation._digests import Promised, promised_digests
+from saev_store.validation._deep import Promised, ShardSummary, promised_digests, read_labels_digests, read_shards
 from saev_store.validation._judge import judge
+from saev_store.validation._quick import Survey, check_survey, survey_store
 from saev_store.validation._report import Report
-from saev_store.validation._sizes import check_survey, survey_store
-from saev_store.validation._survey import Survey
 
 
 def validate(
@@ -67,8 +66,6 @@ def validate(
 def _read_everything(
     transport: Transport, layout: Layout, index: ShardsIndex, seen: Survey, *, progress: bool | None
 ) -> tuple[list[Problem], int]:
-    from saev_store.writer import Progress
-
     digests = promised_digests(transport, layout)
     sizes = [
         (shard_idx, found.size)

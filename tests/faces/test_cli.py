@@ -274,7 +274,7 @@ def test_copy_with_layers_that_are_none(run, store, tmp_path, layers):
     assert "--layers 2,5" in err
 
 
-def test_copy_to_where_nobody_may_write(run, store):
+def test_copy_to_a_folder_that_may_not_be_written(run, store):
     code, out, err = run("copy", store.path, "/proc/nowhere")
     assert (code, out) == (1, "")
     assert err.startswith("error: ")

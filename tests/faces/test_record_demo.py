@@ -171,5 +171,5 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(tm
     file = tmp_path / "file"
     file.touch()
     for out in (file, file / "below"):
-        with pytest.raises(AccessError, match="cannot be made or written"):
+        with pytest.raises(AccessError, match="cannot be created or written"):
             run_demo(out)

@@ -111,7 +111,7 @@ def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, t
         return [IMAGES[i : i + 4] for i in range(0, until, 4)]
 
     record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
-    with pytest.raises(ArgumentError, match="only 8 of n_examples = 11"):
+    with pytest.raises(ArgumentError, match="only 8 examples, but n_examples is 11"):
         record_to_store(model, batches(8), tmp_path / "cut", n_examples=N, **OPTIONS)
     record_to_store(model, batches(N), tmp_path / "cut", n_examples=N, resume=True, **OPTIONS)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
@@ -134,7 +134,7 @@ def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_p
         ({"device": "abacus"}, ArgumentError, "device: 'abacus' cannot be used"),
         ({"device": "cuda:77"}, ArgumentError, "device: 'cuda:77' cannot be used"),
         ({"ckpt": None}, ArgumentError, "ckpt is not given"),
-        ({"n_examples": 7}, ArgumentError, "more than n_examples = 7"),
+        ({"n_examples": 7}, ArgumentError, "n_examples is 7"),
         ({"max_tokens_per_shard": 3}, ArgumentError, "at least one example"),
         ({"labels": np.zeros((N, 5), np.uint8)}, ArgumentError, "one per patch is \\(11, 4\\)"),
     ],

@@ -424,7 +424,7 @@ def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
             listen(host, port)
 
 
-def test_listening_to_everybody_is_announced():
+def test_listening_on_all_addresses_gives_a_warning():
     with pytest.warns(SaevStoreWarning, match="all machines"):
         listening, address = listen("0.0.0.0", 0)
     # Or every small answer would wait for an acknowledgement.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import tracemalloc
 import warnings
 from fractions import Fraction
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from plain_stores import plain_store
 from servers import s3_bucket  # noqa: F401  # a fixture
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.cli import main
@@ -37,8 +40,6 @@ from saev_store.stats._document import parse_stats, stats_bytes
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.store.identity import recording_identity
 from saev_store.transport import MemoryTransport
-
-pytest.importorskip("dask")
 
 
 def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
@@ -94,7 +95,6 @@ def test_pieces_and_tasks_of_any_size(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(_moments, "_PIECE_BYTES", piece)
         monkeypatch.setattr(_compute, "_READ_BYTES", read)
         monkeypatch.setattr(_compute, "_TASK_BYTES", task)
-        monkeypatch.setattr(_compute, "_MERGE_WIDTH", 3)
         cut = store.stats(save=False)
         for name in STATISTICS:
             np.testing.assert_allclose(getattr(cut, name), getattr(whole, name), rtol=1e-13, err_msg=name)
@@ -218,9 +218,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with each task that really reads."""
     calls: list[int] = []
     original = _compute.work_on
-    monkeypatch.setattr(
-        _compute, "work_on", lambda store, work, digests: (calls.append(1), original(store, work, digests))[1]
-    )
+    monkeypatch.setattr(_compute, "work_on", lambda store, task: (calls.append(1), original(store, task))[1])
     return calls
 
 
@@ -343,6 +341,33 @@ def test_in_a_bucket(s3_bucket):
     assert_same(store.stats(), plain.dense, rtol=1e-9)
     files.invalidate_cache()
     assert files.exists(f"{s3_bucket.url}/{plain.name}/stats.json")
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a child process: bytes beyond the end of a mapped file are zeros, or end the process."""
+    monkeypatch.chdir(tmp_path)
+    plain = plain_store(tmp_path, n=4, tokens=15, d_model=256, per_shard=4)
+    script = f"""
+import os
+from saev_store import ShardStore
+from saev_store.errors import CorruptShardError
+from saev_store.stats import _compute
+
+_compute._READ_BYTES = 1
+shard, moments_of = {str(plain.shard(0))!r}, _compute.moments_of
+
+def cut_then_compute(block):
+    os.truncate(shard, 10_000)
+    return moments_of(block)
+
+_compute.moments_of = cut_then_compute
+try:
+    ShardStore.open({str(plain.path)!r}).stats(save=False)
+except CorruptShardError as error:
+    print("refused", "acts000000.bin" in str(error))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "refused True"), ended.stderr
 
 
 def test_a_missing_shard_is_an_error(tmp_path: Path):
@@ -473,20 +498,18 @@ def test_infinities_give_no_warning():
 
 def test_memory_is_bounded_whatever_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A store 30 times as long takes no more; what is mapped is not allocated, so also read through pread."""
-    import dask
-
+    monkeypatch.setattr(_compute, "n_cores", lambda: 2)
     monkeypatch.setattr(_compute, "_READ_BYTES", 1 << 20)
     monkeypatch.setattr(_compute, "_TASK_BYTES", 4 << 20)
     peaks = {}
     for n in (64, 1920):
         plain = plain_store(tmp_path / str(n), n=n, layers=(2, 5), tokens=15, d_model=256, per_shard=128)
         store = ShardStore.open(plain.path, engine="pread")
-        with dask.config.set(scheduler="threads", num_workers=2):
-            store.stats(save=False)
-            tracemalloc.start()
-            store.stats(save=False)
-            peaks[n] = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+        store.stats(save=False)
+        tracemalloc.start()
+        store.stats(save=False)
+        peaks[n] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
         nbytes = store.nbytes
     assert nbytes == 60 << 20
     assert peaks[1920] < 8 << 20
@@ -517,7 +540,6 @@ def test_on_a_cluster(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from distributed import Client
 
     monkeypatch.setattr(_compute, "_TASK_BYTES", 500)
-    monkeypatch.setattr(_compute, "_MERGE_WIDTH", 2)
     plain = plain_store(tmp_path, n=13)
     store = ShardStore.open(plain.path)
     advanced: list[int] = []

@@ -1,7 +1,8 @@
-"""What the documentation says is so: links lead somewhere, examples run, every public name is explained."""
+"""The documentation: links have targets, examples run, named files exist, and public names have docstrings."""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -87,12 +88,39 @@ def test_every_page_is_in_the_index():
     assert linked == {path.name for path in folder.glob("*.md")} - {"README.md"}
 
 
+def test_where_things_are():
+    """Each file that CONTRIBUTING.md names exists and defines the names that follow it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where things are")[1].split("## House")[0]
+    named = re.findall(r"`(saev_store/[\w/.]+)`(?:: `([\w.]+)`)?", text)
+    assert len(named) >= 20
+    wrong = []
+    for path, name in named:
+        file = ROOT / path
+        if not file.exists():
+            wrong.append(path)
+        elif name:
+            body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+            for part in name.split("."):
+                found = [node for node in body if part in defined_by(node)]
+                wrong += [] if found else [f"{path}: {name}"]
+                body = getattr(found[0], "body", []) if found else []
+    assert not wrong
+
+
+def defined_by(node: ast.stmt) -> set[str]:
+    """The names that a statement defines: of a class, a function or an assignment."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
 def test_the_two_set_up_commands_are_there():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [line for line in text.splitlines() if line.startswith("pip install ")]
     assert len(commands) == 2
     assert commands[0].endswith(" && saev-store demo")
-    assert commands[1].endswith(" && python -m pytest")
+    assert commands[1].endswith(" && python -m pytest -n auto")
 
 
 @pytest.mark.parametrize(("module", "extra"), PUBLIC.items())
@@ -113,7 +141,7 @@ def test_public_names_are_explained(module: str, extra: str | None):
 
 
 def bare_members(cls: type) -> list[str]:
-    """Public methods that `cls` defines and nobody explains; properties, whose name and type often say it all, may be."""
+    """Public methods of `cls` without a docstring; properties may have none, because names and types often explain them."""
     return [
         name
         for name, member in vars(cls).items()

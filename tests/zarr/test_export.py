@@ -242,9 +242,9 @@ def test_illegal_shapes_and_addresses(tmp_path: Path):
     store = small_store(tmp_path)
     with pytest.raises(ArgumentError, match="do not divide a shard of 3"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(2, 3, 5, 8))
-    with pytest.raises(ArgumentError, match="no chunk shape"):
+    with pytest.raises(ArgumentError, match="not a chunk shape"):
         store.to_kerchunk(tmp_path / "r.json", chunks="big")
-    with pytest.raises(ArgumentError, match="no address"):
+    with pytest.raises(ArgumentError, match="not an address"):
         store.to_kerchunk(tmp_path / "r.json", base="s3://{{bucket}}/x")
     with pytest.raises(ArgumentError, match="other processes"):
         ShardStore.open(store.url, engine="memory").to_kerchunk(tmp_path / "r.json")
@@ -260,7 +260,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("all I have")
-    with pytest.raises(StoreExistsError, match="no export"):
+    with pytest.raises(StoreExistsError, match="not an export"):
         store.to_kerchunk(mine, format="parquet")
     assert (mine / "thesis.txt").read_text() == "all I have"
     store.to_kerchunk(tmp_path / "r.parq", format="parquet")
@@ -277,7 +277,7 @@ def test_many_references_are_announced(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_large_short_chunk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = small_store(tmp_path, tail="cut")
     monkeypatch.setattr(_references, "_INLINE_MAX_BYTES", 1000)
-    with pytest.raises(ArgumentError, match="hold the whole chunk"):
+    with pytest.raises(ArgumentError, match="contain the whole chunk"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(3, 3, 5, 8))
     store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
 

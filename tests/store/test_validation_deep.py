@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import tracemalloc
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store, spans
-from test_inspect import documents, kinds
+from test_validation import documents, kinds
 from waiting import HANG_S
 
 from saev_store.errors import TransportError
@@ -300,10 +301,10 @@ def test_a_read_error_costs_only_the_examples_in_that_block(digested):
         is_local, local_path, reads_into = True, None, False
         read, size, close = inner.read, inner.size, inner.close
 
-        def get_ranges(self, path, *, starts, ends):
-            if path == "acts000001.bin" and starts[0] <= 500 < ends[0]:
+        def readinto(self, path, *, starts, buffers):
+            if path == "acts000001.bin" and starts[0] <= 500 < starts[0] + len(buffers[0]):
                 raise TransportError("Input/output error", where=path)
-            return inner.get_ranges(path, starts=starts, ends=ends)
+            inner.readinto(path, starts=starts, buffers=buffers)
 
     report = look(digested, Bad())
     assert kinds(report) == ["unreadable_shard"]
@@ -325,7 +326,7 @@ def test_memory_is_bounded_and_no_thread_stays(tmp_path):
         tracemalloc.stop()
     assert peak < 16 << 20
     for thread in threading.enumerate():
-        if thread.name == "saev-store-validate":
+        if thread.name.startswith("saev-store-ahead"):
             thread.join(10)
             assert not thread.is_alive()
 
@@ -342,7 +343,7 @@ def test_an_interrupt_leaves_at_once(store, monkeypatch):
         is_local, local_path, reads_into = False, None, False
         read, size, close = inner.read, inner.size, inner.close
 
-        def get_ranges(self, path, *, starts, ends):
+        def readinto(self, path, *, starts, buffers):
             never.wait()
 
     main = threading.main_thread().ident
@@ -411,17 +412,17 @@ def test_digests_that_cannot_be_read_are_an_error(digested: Plain):
 
 def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch: pytest.MonkeyPatch):
     """A thread that is in the middle of a block ends after the piece that it is reading."""
+    from saev_store._runtime.progress import Progress
     from saev_store.validation import _deep
-    from saev_store.writer import Progress
 
     gate, n_reads = threading.Event(), []
 
     class Gated(MemoryTransport):
-        def readinto(self, path: str, *, start: int, buffers: list[memoryview]) -> None:
+        def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
             if path == "acts000001.bin":
-                n_reads.append(start)
+                n_reads.append(starts)
                 gate.wait(HANG_S)
-            super().readinto(path, start=start, buffers=buffers)
+            super().readinto(path, starts=starts, buffers=buffers)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -432,7 +433,7 @@ def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         look(store, Gated(files))
     gate.set()
-    validators = [thread for thread in threading.enumerate() if thread.name == "saev-store-validate"]
+    validators = [thread for thread in threading.enumerate() if thread.name.startswith("saev-store-ahead")]
     for thread in validators:
         thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in validators)

@@ -1,85 +1,18 @@
-"""`saev-store convert`, and `info` and `validate` for data sets."""
+"""`saev-store convert`: converts between the formats of data sets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
+from saev_store._runtime.optional import need
+from saev_store.cli._options import AsJson, DstOptions, DstPairs, Pairs, Progress, StorageOptions, storage_options
 from saev_store.cli._output import emit, emit_json
-from saev_store.errors import (
-    ArgumentError,
-    CorruptShardError,
-    DocumentError,
-    MissingDependencyError,
-    NotFoundError,
-    SaevStoreError,
-    UnsafeContentError,
-)
+from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from saev_store.sources.sniff import Found
     from saev_store.sources.tokenized import Tokenizer
-
-_FILES = (".batch", ".batch.json", ".idx", ".bin")
-
-
-def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
-    """The data set at an address, not opened; None for a store and for unknown formats.
-
-    Raises:
-        NotFoundError, DocumentError: the name is that of a data set's file, but the file is missing or invalid.
-    """
-    from saev_store.names import METADATA_NAME
-    from saev_store.sources.sniff import find_source, sniff
-    from saev_store.transport import open_transport
-
-    if url.endswith(_FILES):
-        return find_source(url, options)
-    try:
-        open_transport(url, options).size(METADATA_NAME)
-        return None
-    except NotFoundError:
-        return sniff(url, options)
-    except SaevStoreError:
-        return None
-
-
-def source_info(found: Found, *, as_json: bool) -> None:
-    """Describe a data set."""
-    from saev_store.sources.sniff import open_found
-    from saev_store.validation import problem_to_dict
-
-    with open_found(found, damaged_ok=True) as source:
-        if not as_json:
-            emit(repr(source))
-            return
-        problems = [problem_to_dict(problem) for problem in source.problems]
-        try:
-            described = source.describe()
-        except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
-            described = {"format": source.format, "url": source.url, "n_samples": len(source)}
-        emit_json({**described, "problems": problems})
-
-
-def source_validate(found: Found, *, deep: bool, as_json: bool, progress: bool | None) -> None:
-    """Validate a data set, also one that does not open; exit with 1 if there is an error."""
-    from saev_store.problems import Problem
-    from saev_store.sources.address import full_url
-    from saev_store.sources.sniff import open_found
-    from saev_store.validation import Report
-
-    try:
-        with open_found(found, damaged_ok=True) as source:
-            report = source.validate(deep=deep, progress=progress)
-    except (DocumentError, CorruptShardError, UnsafeContentError, NotFoundError) as error:
-        problems = tuple(getattr(error, "problems", ())) or (Problem(error.kind, error.message, error.where or ""),)
-        report = Report(full_url(found.transport, found.path), 0, 0, problems)
-    emit_json(report.to_dict()) if as_json else emit(str(report))
-    if not report.ok:
-        raise typer.Exit(1)
 
 
 def convert(
@@ -109,16 +42,8 @@ def convert(
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
-    dst_options: Annotated[
-        str | None,
-        typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system."),
-    ] = None,
-    dst_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
-        ),
-    ] = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
     progress: Progress = None,
 ) -> None:
     """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
@@ -164,12 +89,9 @@ def _tokenizer(name: str | None) -> Tokenizer:
         )
     if name == "bytes":
         return lambda text: list(text.encode())
-    try:
-        from tokenizers import Tokenizer as Loaded
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a tokenizer.json needs tokenizers", where=name, remedy="""Run: pip install "saev-store[energon]"."""
-        ) from error
+    need("tokenizers", install="saev-store[energon]", where=name)
+    from tokenizers import Tokenizer as Loaded
+
     try:
         loaded = Loaded.from_file(name)
     except Exception as error:  # the library raises nothing narrower

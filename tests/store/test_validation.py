@@ -237,7 +237,8 @@ def test_the_same_findings_through_every_back_end(store):
         """The narrowest transport there can be: sizes one by one."""
 
         url, name, cost = "narrow://x", "narrow", FREE
-        read, size, get_ranges, close = memory.read, memory.size, memory.get_ranges, memory.close
+        is_local, local_path, reads_into = False, None, True
+        read, size, readinto, close = memory.read, memory.size, memory.readinto, memory.close
 
     for transport in (
         open_transport(store.path, engine="pread"),
