@@ -25,14 +25,14 @@ from saev_store.writer.folder import METADATA, TEMPORARY, Folder
 
 #: How often the document changes.
 BEAT_S = 5.0
-#: Looks that find it unchanged before somebody takes over, at least; everybody waits for up to as many again, by chance, so
-#: that most often one does. Looks are counted, not seconds: a machine that stands still takes nothing from another.
+#: Looks that find the document unchanged before another process takes the lease, at least. Each process adds a random number
+#: of up to as many, so that usually one of them takes it. Looks are counted instead of seconds: a suspended machine loses nothing.
 PATIENCE = 60
 _MAX_BYTES = 4096
 
 
 class Lease:
-    """A context that says whether this process is the one: True, or False to ask again a little later.
+    """Heartbeat lease for storage without locks: the context is True if this process holds it, False to try again later.
 
     Args:
         transport: The place.
@@ -63,7 +63,7 @@ class Lease:
                     return False
             except StoreExistsError:  # created, and deleted, by another process meanwhile
                 return False
-        if not self._is_ours():  # somebody else was as quick, where creating is not atomic
+        if not self._is_ours():  # another process was as quick, where creating is not atomic
             return False
         self._ended.clear()
         self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)
