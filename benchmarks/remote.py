@@ -129,7 +129,7 @@ class Place:
         self.s3fs = s3fs.S3FileSystem(**self.options)
 
     def n_connections(self) -> int | None:
-        """Connections that the server has accepted so far; None without TLS, where nobody counts them."""
+        """Connections that the server has accepted so far; None without TLS, where they are not counted."""
         if self._authority is None:
             return None
         context = ssl.create_default_context(cafile=self._authority)
@@ -138,7 +138,7 @@ class Place:
 
 
 def bare(place: Place, key: str, starts: list[int], size: int, *, versions: bool) -> None:
-    """The loop that anybody would write."""
+    """The plain loop over obstore."""
     import obstore
 
     async def everything() -> None:
@@ -200,7 +200,7 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
     picks = np.random.default_rng(17).integers(0, len(vectors), (16, BATCH_ROWS))
 
     def two_copies() -> None:
-        """The loader's requests, each copied into a window, and as many rows gathered from it; nobody waits for anybody."""
+        """The loader's requests, each copied into a window, and as many rows gathered from it; no step waits for another."""
         transport, slots = place.ours.at(folder.name), itertools.cycle(window)
         with ThreadPoolExecutor(shuffled.n_threads) as pool:
             reads = [
@@ -258,7 +258,7 @@ def loader(place: Place, folder: Path, nbytes: int, rounds: int) -> list[Row]:
 def uploads(place: Place, nbytes: int, rounds: int) -> list[Row]:
     import obstore
 
-    data = np.frombuffer(os.urandom(nbytes), np.uint8)  # zeros would be one page of memory, which nobody has to fetch
+    data = np.frombuffer(os.urandom(nbytes), np.uint8)  # zeros would be one page of memory, which no read has to fetch
     view = memoryview(data)
     n_examples = nbytes // (197 * 768 * 4)
     acts = data[: n_examples * 197 * 768 * 4].view("<f4").reshape(n_examples, 1, 197, 768)

@@ -25,7 +25,7 @@ def checked(
     """(epoch, batch, scale) of a state.
 
     Args:
-        state: What somebody saved.
+        state: A saved state, not trusted.
         identity: What has to be equal for it to make sense.
         n_batches: Batches of an epoch.
         scales: Whether the loader scales activations.

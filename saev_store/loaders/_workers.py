@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 #: Waits come in slices of at most this length, so that Ctrl-C and `close` are noticed.
 SLICE_S = 0.2
-#: How long `close` waits for threads that are inside a system call. Whoever presses Ctrl-C waits less than a second; memory
+#: How long `close` waits for threads that are inside a system call. Ctrl-C takes less than a second; memory
 #: that such a thread may still write to is not used again.
 JOIN_S = 0.5
 
 
 class StoppedError(Exception):
-    """Control flow inside the threads: the run was closed while somebody waited. Never leaves a loader."""
+    """Control flow inside the threads: the run was closed during a wait. Never leaves a loader."""
 
 
 class Group:
@@ -189,7 +189,7 @@ class Handoff(Generic[T]):
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let everybody who waits look at `stop`."""
+        """Wake all waiting threads, which look at `stop`."""
         with self._changed:
             self._items.clear()
             self._changed.notify_all()

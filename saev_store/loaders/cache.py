@@ -28,7 +28,7 @@ Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
 _DIGEST_BYTES = 16
 _NAME = re.compile(r"(.+)\.(\d+)-\d+(?:\.([0-9a-f]{16}))?")
 _SHARD = re.compile(r"acts(\d{6,})\.bin")
-#: A file that is half written for so long belongs to nobody any more.
+#: A temporary file of this age was left by a process that ended.
 _ABANDONED_S = 3600.0
 #: How long to wait for the ledger's lock, which is held for microseconds, and how often to look.
 _LOCK_WAIT_S, _LOCK_POLL_S = 10.0, 0.01
@@ -42,7 +42,7 @@ class CachedTransport:
 
     Its name tells the version of the file that it is of: the ETag or generation with which the inner transport has pinned the
     file, the times of a file on a disk. Of an object whose extents are there one byte is read first, so that it is pinned:
-    what was replaced meanwhile is read anew. Where nobody tells versions, files have to stay what they are.
+    what was replaced meanwhile is read anew. Without versions, files must not change.
 
     A loader tells what it reads. Where there is no more room, extents of anything else go. Of what it reads, what was kept
     first stays: an epoch reads everything once, so the hits of an epoch are among what is kept when it begins, and no rule
@@ -92,11 +92,11 @@ class CachedTransport:
         return sum(size for _, size in listed)
 
     def _listed(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every extent; what somebody left half written long ago is removed."""
+        """(name, bytes) of every extent; old temporary files are removed."""
         listed: list[tuple[str, int]] = []
         with os.scandir(self._folder) as found:
             for item in found:
-                with contextlib.suppress(FileNotFoundError):  # somebody else has made room meanwhile
+                with contextlib.suppress(FileNotFoundError):  # another process has made room meanwhile
                     status = item.stat()
                     if item.name.endswith(".tmp") and time.time() - status.st_mtime > _ABANDONED_S:
                         os.unlink(item.path)
@@ -279,7 +279,7 @@ class CachedTransport:
                 self._ledger.remove(temporary)
 
     def _reserved(self, temporary: str, final: str, nbytes: int) -> bool:
-        """Whether an extent may be kept; others, which nobody reads, have gone then."""
+        """Whether an extent may be kept; extents that are not read any more are removed for it."""
         with self._lock:
             self._ledger.remove(final)  # one that is there was damaged
             while not self._ledger.reserve(temporary, nbytes, self._max_bytes):
@@ -370,7 +370,7 @@ class Ledger:
             return True
 
     def place(self, temporary: str, final: str) -> None:
-        """Give a file its name; one that has it already, which somebody else has kept meanwhile, goes."""
+        """Give a file its name; one of that name, which another process has kept meanwhile, is replaced."""
         with self._open() as fd:
             there = os.path.getsize(final) if os.path.exists(final) else 0
             os.replace(temporary, final)

@@ -25,8 +25,8 @@ from saev_store.writer.folder import METADATA, TEMPORARY, Folder
 
 #: How often the document changes.
 BEAT_S = 5.0
-#: Looks that find it unchanged before somebody takes over, at least; everybody waits for up to as many again, by chance, so
-#: that most often one does. Looks are counted, not seconds: a machine that stands still takes nothing from another.
+#: A process takes over after at least this many looks that find the document unchanged, plus a random number of up to as many, so
+#: that most often only one does. Looks are counted, not seconds: a suspended machine does not take over when it resumes.
 PATIENCE = 60
 _MAX_BYTES = 4096
 
@@ -63,7 +63,7 @@ class Lease:
                     return False
             except StoreExistsError:  # created, and deleted, by another process meanwhile
                 return False
-        if not self._is_ours():  # somebody else was as quick, where creating is not atomic
+        if not self._is_ours():  # another process was as quick, where creating is not atomic
             return False
         self._ended.clear()
         self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)

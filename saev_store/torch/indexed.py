@@ -120,7 +120,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         return tensors(found)
 
     def _memory(self, n: int) -> npt.NDArray[np.float32]:
-        """Memory for n rows that nobody refers to: touching fresh memory for the first time costs as much as filling it."""
+        """Memory for n rows without any reference to it: touching fresh memory for the first time costs as much as filling it."""
         if n < _MIN_ROWS_PER_THREAD:
             return np.empty((n, self.d_model), dtype=np.float32)
         buffers = self._buffers
