@@ -17,6 +17,7 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray, shard_name
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.loaders._medium import Advice, Medium, advice_for, unwrapped
+from saev_store.loaders._ring import allocate
 from saev_store.loaders._rows import Positions, Runs, cut, runs_of_planes
 from saev_store.store.reader import FloatArray, Reader
 from saev_store.store.selection import Selection
@@ -258,7 +259,10 @@ class Reads:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = np.empty(0, np.uint8)
-        return scratch if len(scratch) >= nbytes else np.empty(max(nbytes, self._task_bytes), np.uint8)
+        if len(scratch) >= nbytes:
+            return scratch
+        # Touched for the first time in small pages, this memory took more CPU than all copies of an epoch.
+        return allocate((1, -(-max(nbytes, self._task_bytes) // 4))).reshape(-1).view(np.uint8)
 
     def _get(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
         try:
