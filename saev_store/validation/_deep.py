@@ -80,7 +80,7 @@ def read_labels_digests(transport: Transport, nbytes: int, block_bytes: int) -> 
     Raises:
         CorruptShardError: a block cannot be read.
     """
-    read = _BlockReader(transport, 1, block_bytes)
+    read = _BlockReader(transport, None, block_bytes)
     digests: list[str] = []
     for job in _blocks(-1, LABELS_NAME, 0, nbytes, block_bytes, padding=False):
         _, block = read(job)
@@ -150,9 +150,9 @@ def _blocks(shard_idx: int, path: str, first: int, last: int, block_bytes: int, 
 
 
 class _BlockReader:
-    """Reads and scans a block in pieces, until it is closed."""
+    """Reads a block in pieces until it is closed, and scans it for zero vectors where `d_model` is given."""
 
-    def __init__(self, transport: Transport, d_model: int, block_bytes: int) -> None:
+    def __init__(self, transport: Transport, d_model: int | None, block_bytes: int) -> None:
         is_near = transport.is_local or transport.cost.max_gap_bytes == math.inf
         self.n_threads = _LOCAL_THREADS if is_near else _REMOTE_THREADS
         self._transport = transport
@@ -179,6 +179,8 @@ class _BlockReader:
                     zero = zero and is_zero(piece)
                     continue
                 digest.update(piece)
+                if self._d_model is None:
+                    continue
                 found = scan_piece(piece, start=start // ITEMSIZE, d_model=self._d_model)
                 n_nonfinite += found.n_nonfinite
                 runs.append(found.zero_runs)

@@ -91,7 +91,7 @@ def test_the_demo_on_a_tiny_model(tmp_path: Path) -> None:
     again = run_demo(tmp_path / "out", say=lines.append, **options)
     assert again.ok
     assert again.n_recorded == 0
-    assert "is used again" in "\n".join(lines)
+    assert "an earlier run finished this store" in "\n".join(lines)
     assert again.store == result.store
 
 
