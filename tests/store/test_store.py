@@ -18,6 +18,7 @@ from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import component
+from transports import LatencyTransport
 from waiting import HANG_S
 
 from saev_store import ShardStore
@@ -37,7 +38,7 @@ from saev_store.errors import (
 )
 from saev_store.names import CLAIM_PATH
 from saev_store.store.listing import list_stores
-from saev_store.transport import LatencyTransport, MemoryTransport, ReadCost, Transport
+from saev_store.transport import MemoryTransport, ReadCost, Transport
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 ENGINES = ["mmap", "pread", "fsspec"]

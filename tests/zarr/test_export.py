@@ -321,7 +321,7 @@ def test_wrong_usage_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     store = small_store(tmp_path)
     for arguments, said in (
         (["--format", "netcdf"], "netcdf"),
-        (["--chunks", "1,x"], "no chunk shape"),
+        (["--chunks", "1,x"], "not a list of integers"),
         (["--format", "tensorstore", "--chunks", "1,3,5,8"], "whole shards"),
     ):
         assert main(["export", store.url, str(tmp_path / "r.json"), *arguments]) == 2
