@@ -41,8 +41,13 @@ def awaited(future: Future[T], timeout_s: float) -> T:
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
     """A task group that raises the first error of its tasks as it is, and cancels the others."""
+    first = None
     try:
         async with asyncio.TaskGroup() as group:
             yield group
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+    # Not in the `except` block, where the group, which contains the error, would become its context: whatever follows that
+    # circle, as the picklers of dask do, never ends.
+    if first is not None:
+        raise first

@@ -33,6 +33,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport import open_transport
+from saev_store.transport._waits import task_group
 from saev_store.transport.fsspec._client import means_exists, safe_url
 from saev_store.transport.fsspec._transport import FsspecTransport
 
@@ -565,3 +566,22 @@ def test_threads_and_transports_on_one_file_do_not_disturb_each_other(tmp_path, 
     finally:
         sys.setswitchinterval(before)
     assert not errors
+
+
+def test_the_first_error_of_a_group_keeps_its_cause_and_is_in_no_circle():
+    """Its cause has the HTTP status. A pickler that follows contexts never ended: the group contains the error."""
+    reason, error = ValueError("status 429"), OSError("throttled")
+
+    async def fails():
+        raise error from reason
+
+    async def group_of_two():
+        async with task_group() as group:
+            group.create_task(asyncio.sleep(HANG_S))
+            group.create_task(fails())
+
+    with pytest.raises(OSError, match="throttled") as caught:
+        asyncio.run(group_of_two())
+    assert caught.value is error
+    assert error.__cause__ is reason
+    assert error.__context__ is None

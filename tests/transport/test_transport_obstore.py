@@ -200,7 +200,7 @@ def test_an_object_that_is_replaced_is_an_error_never_a_mixture(s3_bucket, new):
     assert transport.read("a/b.bin") == new  # a whole object is no mixture
     transport.close()
     assert bytes(one(transport, "a/b.bin", 4, 8)) == b"xxxx"
-    transport.put("a/b.bin", b"not removed")
+    transport.put("a/b.bin", b"our own bytes")
     assert bytes(one(transport, "a/b.bin", 0, 3)) == b"our"
 
 
