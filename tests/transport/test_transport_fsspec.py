@@ -338,7 +338,7 @@ def test_missing_packages_are_named(monkeypatch, url, extra):
 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
     with pytest.raises(MissingDependencyError, match=rf"pip install 'saev_store\[{extra}\]'"):
-        open_transport(url)
+        open_transport(url, engine="fsspec")
 
 
 # Real servers
