@@ -58,7 +58,8 @@ def test_a_killed_worker_of_pytorchs_loader(plain, tmp_path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "killing\n"
     assert done.returncode != 0
-    assert "RuntimeError: DataLoader worker" in done.stderr
+    # PyTorch's consumer meets the end of the connection instead, if the worker dies while it passes a descriptor.
+    assert "RuntimeError: DataLoader worker" in done.stderr or "EOFError" in done.stderr.splitlines()[-1]
 
 
 _STAGES = """
