@@ -383,7 +383,7 @@ class Loader(ABC):
     def _order_state(self) -> dict[str, object]:
         return {}
 
-    def _adopt(self, state: Mapping[str, object]) -> None:  # noqa: B027 - storage order has nothing to adopt
+    def _adopt(self, state: Mapping[str, object]) -> None:  # noqa: B027 - not abstract: the ordered loader has no order in its state
         """Take over what a state says about the order."""
 
     @property

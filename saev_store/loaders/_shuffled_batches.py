@@ -34,7 +34,7 @@ class _Target:
     def __init__(self, memory: RingMemory, to: npt.NDArray[np.int32], totals: ReadTotals) -> None:
         self._memory, self._to, self._totals = memory, to, totals
 
-    def memory(self, place: int, count: int) -> memoryview | None:  # noqa: ARG002  # no two rows are neighbours
+    def memory(self, place: int, count: int) -> memoryview | None:  # noqa: ARG002  # the protocol's arguments; no two rows are neighbours
         return None
 
     def put(self, place: slice | IntArray, source: Buffer) -> None:

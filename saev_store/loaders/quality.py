@@ -96,7 +96,7 @@ def shuffle_quality(loader: ShuffledLoader, *, n_batches: int = 10) -> ShuffleQu
         drawn.append(_measures(rng.integers(0, loader.n_examples, loader.batch_size))[2])
     distinct, effective, entropy = (float(value) for value in np.mean(found, axis=0))
     expected = loader.explain().mixing
-    if expected is None:  # pragma: no cover - shuffled loaders always say
+    if expected is None:  # pragma: no cover - for the type checker: explain() of a shuffled loader has it
         raise ArgumentError("the loader does not shuffle", where="loader")
     return ShuffleQuality(
         len(numbers), distinct, effective, entropy, entropy / max(float(np.mean(drawn)), 1e-12), expected

@@ -10,6 +10,7 @@ from saev_store._runtime.progress import Progress
 from saev_store.errors import CorruptShardError, DeadlineError, DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources.address import full_url
+from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INFO_JSON, SPLIT_YAML, idx_path
 from saev_store.sources.energon.tar_scan import BLOCK, Scan
 from saev_store.validation import Report
@@ -33,7 +34,7 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
     eager = local and len(info.shards) <= _EAGER_SHARDS
     small = index is not None and index.size_hint() <= EAGER_ROWS and int(info.counts.sum()) <= EAGER_ROWS
     if index is not None and index.has_parts:
-        problems += _counts(dataset, whole=small)
+        problems += _counts(dataset, index, whole=small)
     for shard in range(len(info.shards)) if eager or small else ():
         problems += _shard(dataset, shard, sizes=eager, rows=small and not problems)
         if problems and not damaged_ok:
@@ -67,10 +68,9 @@ def _links_outside(dataset: EnergonDataset) -> list[Problem]:
     return problems
 
 
-def _counts(dataset: EnergonDataset, *, whole: bool) -> list[Problem]:
+def _counts(dataset: EnergonDataset, index: SqliteIndex, *, whole: bool) -> list[Problem]:
     """Whether the index has as many samples in each shard as `.info.json` says."""
-    index, info = dataset.places.index, dataset.documents.info
-    assert index is not None  # noqa: S101 - said by the caller
+    info = dataset.documents.info
     problems: list[Problem] = []
     shards = range(len(info.shards))
     try:
@@ -141,7 +141,7 @@ def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> R
     info, index = dataset.documents.info, dataset.places.index
     problems = [*dataset.documents.problems, *_links_outside(dataset)]
     if index is not None and index.has_parts:
-        problems += _counts(dataset, whole=True)
+        problems += _counts(dataset, index, whole=True)
     shards = sorted({int(shard) for shard in dataset.view.shard_ids})
     checked = 0
     with Progress(len(shards), "check", shown=progress) as bar:
