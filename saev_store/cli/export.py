@@ -24,6 +24,9 @@ def export(
     template: Annotated[
         str | None, typer.Option(metavar="BASE", help="Address of the store's folder for readers [default: URL].")
     ] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Append the examples to an Icechunk repository of an earlier export.")
+    ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -41,6 +44,8 @@ def export(
         raise ArgumentError(f"{format!r} is not one of {', '.join(_FORMATS)}", where="--format")
     if format == "tensorstore" and chunks is not None:
         raise ArgumentError("TensorStore reads whole shards", where="--chunks")
+    if append and format != "icechunk":
+        raise ArgumentError("only Icechunk repositories can be appended to", where="--append")
     shape = "auto" if chunks is None else integers(chunks, where="--chunks")
     with ShardStore.open(url, storage_options(options, option)) as store:
         match format:
@@ -51,7 +56,7 @@ def export(
                 with open(out, "w", encoding="utf-8") as file:
                     json.dump(specs, file, indent=1)
             case "icechunk":
-                store.to_icechunk(out, chunks=shape, base=template)
+                store.to_icechunk(out, chunks=shape, base=template, append=append)
             case _:
                 store.to_kerchunk(
                     out,

@@ -8,5 +8,6 @@ from __future__ import annotations
 from saev_store.export.icechunk import write_icechunk
 from saev_store.export.kerchunk import write_kerchunk
 from saev_store.export.tensorstore import array_names, tensorstore_spec
+from saev_store.export.virtual import SaevParser, to_virtual_dataset
 
-__all__ = ["array_names", "tensorstore_spec", "write_icechunk", "write_kerchunk"]
+__all__ = ["SaevParser", "array_names", "tensorstore_spec", "to_virtual_dataset", "write_icechunk", "write_kerchunk"]

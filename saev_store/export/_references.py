@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.chunk_grid import ChunkGrid, Shape, default_chunk
+from saev_store.core.chunk_grid import ChunkGrid, Shape, default_chunk, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
 from saev_store.documents import labels_nbytes
 from saev_store.errors import ArgumentError, SaevStoreWarning
@@ -93,17 +93,26 @@ class References:
         return sum(array.n_chunks for array in self.arrays)
 
 
-def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None = None) -> References:
+def references(
+    store: ShardStore,
+    *,
+    chunks: Chunks = "auto",
+    base: str | None = None,
+    inline: bool = True,
+    label_rows: int | None = None,
+) -> References:
     """The content of an export of a store.
 
     Args:
         store: An opened store without damage.
         chunks: As in `ShardStore.as_zarr`.
         base: Address of the store's folder for readers; default: its address here.
+        label_rows: Examples in a chunk of labels; default: about 1 MiB.
+        inline: Whether a chunk that ends after its file may be given as bytes. If not, chunks are chosen so that none does.
 
     Raises:
-        ArgumentError: `chunks` is not a legal shape, more than 32 MiB would have to be copied, or the store has no address
-            for other processes and `base` is missing.
+        ArgumentError: `chunks` is not a legal shape, more than 32 MiB would have to be copied, a chunk of that shape would
+            need bytes and `inline` is false, or the store has no address for other processes and `base` is missing.
         CorruptShardError: shards are missing or short; other readers would return fill values.
     """
     store.validate(progress=False).raise_if_bad()
@@ -112,6 +121,16 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
     shape = default_chunk(layout, max_gap_bytes=_MAX_GAP_BYTES) if isinstance(chunks, str) else _as_shape(chunks)
     if isinstance(chunks, str) and chunks != "auto":
         raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks")
+    if not inline and (n_last := layout.examples_in(layout.n_shards - 1)) % shape[0]:
+        common = n_last if layout.n_shards == 1 else math.gcd(n_last, layout.examples_per_shard)
+        whole = max(n for n in divisors(common) if n <= shape[0])
+        if chunks != "auto":
+            raise ArgumentError(
+                f"chunks of {shape[0]} examples do not divide the last shard, which has {n_last}",
+                where="chunks",
+                remedy=f"Take {whole} examples.",
+            )
+        shape = (whole, *shape[1:])
     grid = ChunkGrid(layout, shape)
     coordinates = [
         ("layer", np.array(layout.layers, dtype=np.int64)),
@@ -119,7 +138,7 @@ def references(store: ShardStore, *, chunks: Chunks = "auto", base: str | None =
     ]
     arrays = [_activations(store, grid)]
     if store.has_labels:
-        arrays.append(_labels(store))
+        arrays.append(_labels(store, label_rows, inline=inline))
         coordinates.append((CONTENT, np.arange(layout.content_tokens_per_example, dtype=np.int64)))
     attributes = attributes_of(store.metadata, url=address)
     return References(address, tuple(arrays), tuple(coordinates), attributes)
@@ -184,22 +203,24 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     return ArrayReferences(ARRAY, "float32", layout.shape, grid.chunk, DIMS, grid.chunk_nbytes, files, locate, inline)
 
 
-def _labels(store: ShardStore) -> ArrayReferences:
+def _labels(store: ShardStore, rows: int | None, *, inline: bool) -> ArrayReferences:
     layout = store.layout
     n_content = layout.content_tokens_per_example
-    rows = max(1, min(layout.n_examples, _LABEL_CHUNK_BYTES // n_content))
+    rows = rows or max(1, min(layout.n_examples, _LABEL_CHUNK_BYTES // n_content))
+    if not inline:
+        rows = max(n for n in divisors(layout.n_examples) if n <= rows)
     nbytes = rows * n_content
 
     def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
         row = np.unravel_index(numbers, (-(-layout.n_examples // rows), 1))[0]
         return np.zeros_like(numbers), row.astype(np.int64) * nbytes
 
-    inline: dict[int, bytes] = {}
+    short: dict[int, bytes] = {}
     if layout.n_examples % rows:
         last = layout.n_examples // rows
-        inline[last] = _padded(store, LABELS_NAME, last * nbytes, labels_nbytes(layout), nbytes, where="labels")
+        short[last] = _padded(store, LABELS_NAME, last * nbytes, labels_nbytes(layout), nbytes, where="labels")
     shape, dims = (layout.n_examples, n_content), ("example", CONTENT)
-    return ArrayReferences(LABELS, "uint8", shape, (rows, n_content), dims, nbytes, [LABELS_NAME], locate, inline)
+    return ArrayReferences(LABELS, "uint8", shape, (rows, n_content), dims, nbytes, [LABELS_NAME], locate, short)
 
 
 def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, where: str) -> bytes:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote, urlsplit
 
 import numpy as np
 
 from saev_store._runtime.optional import need
-from saev_store.errors import ArgumentError, StoreExistsError
-from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
-from saev_store.zarr.documents import array_document
+from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError
+from saev_store.export._references import Chunks, References, references, usable_base, warn_if_many
+from saev_store.export.virtual import virtual_dataset
+from saev_store.zarr.documents import ARRAY, LABELS, attributes_of
 
 if TYPE_CHECKING:
     import icechunk
-    import xarray
 
     from saev_store.store.store import ShardStore
 
 _BRANCH = "main"
+#: Attributes of stores that continue each other.
+_SAME = ("family", "ckpt", "content_tokens_per_example", "cls_token", "d_model")
 
 
 def write_icechunk(
@@ -28,27 +32,51 @@ def write_icechunk(
     chunks: Chunks = "auto",
     base: str | None = None,
     container: icechunk.VirtualChunkContainer | None = None,
+    append: bool = False,
 ) -> str:
-    """Create an Icechunk repository whose chunks are ranges of the shards; returns the commit's id.
+    """Create an Icechunk repository whose chunks are ranges of the shards, or append to one; returns the commit's id.
+
+    Appended examples follow those of the repository; each store stays where it is. The attribute `parts` lists the stores.
 
     Args:
         store: The opened store.
         target: A new folder, an `s3://` or `gs://` URL (credentials from the environment), or an `icechunk.Storage`.
-        chunks: As in `write_kerchunk`.
+        chunks: As in `write_kerchunk`. To append other stores later, take one example. Ignored with `append`.
         base: As in `write_kerchunk`.
         container: How Icechunk reads the shards; default: by the scheme of `base`.
+        append: Append the examples to a repository that this function created. It needs the same layers, tokens, model and
+            labels, and examples in whole chunks so far.
 
     Raises:
-        ArgumentError: `chunks` is not a legal shape, or Icechunk cannot read `base` or write to `target`.
+        ArgumentError: `chunks` is not a legal shape, the store does not fit the repository, or Icechunk cannot read `base` or
+            write to `target`.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: icechunk or virtualizarr is not installed.
-        StoreExistsError: the repository exists.
+        NotFoundError: there is no repository to append to.
+        StoreExistsError: the repository exists, and `append` is false.
     """
     for library in ("icechunk", "virtualizarr"):
         need(library, install="saev-store[icechunk]", where="to_icechunk")
     import icechunk
 
-    found = references(store, chunks=chunks, base=base)
+    storage, where = (_storage(target), target) if isinstance(target, str) else (target, str(target))
+    exists = icechunk.Repository.exists(storage)
+    if exists and not append:
+        remedy = "Name a new folder, or append to it."
+        raise StoreExistsError("the repository already exists", where=where, remedy=remedy)
+    if append and not exists:
+        raise NotFoundError(
+            "there is no repository to append to", where=where, remedy="Create it without append first."
+        )
+    before = _Appended.read(icechunk.Repository.open(storage), where) if append else None
+    if before:
+        before.check(store, usable_base(store, base), where)
+    found = references(
+        store,
+        chunks=before.chunk if before else chunks,
+        base=base,
+        label_rows=before.label_rows if before else None,
+    )
     if quote(found.base, safe=":/") != found.base:
         raise ArgumentError(
             f"{found.base!r} has characters that URLs escape; Icechunk finds no chunk in such a folder",
@@ -57,65 +85,106 @@ def write_icechunk(
         )
     warn_if_many(found, what="manifests", remedy="larger chunks make fewer")
     container = container or _container(found.base)
-    config = icechunk.RepositoryConfig.default()
+    config = icechunk.Repository.fetch_config(storage) if before else None
+    config = config or icechunk.RepositoryConfig.default()
     config.set_virtual_chunk_container(container)
-    storage = _storage(target) if isinstance(target, str) else target
-    if icechunk.Repository.exists(storage):
-        raise StoreExistsError("the repository already exists", where=str(target), remedy="Name a new folder.")
-    dataset = _dataset(found)
-    repository = icechunk.Repository.create(storage, config=config)
+    create = icechunk.Repository.open if before else icechunk.Repository.create
+    repository = create(storage, config=config)
     repository.save_config()
     session = repository.writable_session(_BRANCH)
-    _write(dataset, found, session.store)
+    _write(found, session.store, before)
     return session.commit(f"References to the shards of {found.base}")
 
 
-def _write(dataset: xarray.Dataset, found: References, target: icechunk.IcechunkStore) -> None:
+@dataclass(frozen=True)
+class _Appended:
+    """The repository that examples are appended to.
+
+    Attributes:
+        n_examples: Examples so far.
+        attributes: Of the group.
+        chunk: Shape of a chunk of `activations`.
+        label_rows: Examples in a chunk of `labels`, or None.
+        layers: Labels of the layers.
+    """
+
+    n_examples: int
+    attributes: Mapping[str, object]
+    chunk: tuple[int, ...]
+    label_rows: int | None
+    layers: tuple[int, ...]
+
+    @classmethod
+    def read(cls, repository: icechunk.Repository, where: str) -> _Appended:
+        import zarr
+
+        try:
+            group = zarr.open_group(repository.readonly_session(_BRANCH).store, mode="r")  # pyright: ignore[reportUnknownMemberType]  # a partial type
+            arrays = dict(group.arrays())
+            acts, labels, layer = arrays[ARRAY], arrays.get(LABELS), arrays["layer"]
+        except (KeyError, FileNotFoundError, ValueError):
+            raise ArgumentError("the repository is not an export of a store", where=where) from None
+        return cls(
+            n_examples=acts.shape[0],
+            attributes=dict(group.attrs),
+            chunk=acts.chunks,
+            label_rows=labels.chunks[0] if labels is not None else None,
+            layers=tuple(np.asarray(layer[:]).tolist()),
+        )
+
+    def check(self, store: ShardStore, url: str, where: str) -> None:
+        """Refuse a store that does not continue the repository."""
+        here = attributes_of(store.metadata, url=url)
+        pairs = {name: (self.attributes.get(name), here[name]) for name in _SAME}
+        pairs["layers"] = (self.layers, store.layout.layers)
+        pairs["labels"] = (self.label_rows is not None, store.has_labels)
+        other = [f"{name}: {a!r} in the repository, {b!r} here" for name, (a, b) in pairs.items() if a != b]
+        if other:
+            raise ArgumentError(f"the store does not continue the repository; {'; '.join(other)}", where=where)
+        for rows in (self.chunk[0], self.label_rows or 1):
+            if self.n_examples % rows:
+                raise ArgumentError(
+                    f"the repository ends within a chunk: {self.n_examples} examples in chunks of {rows}",
+                    where=where,
+                    remedy="Create it with chunks of one example.",
+                )
+        if any((part["content_hash"], part["url"]) == (here["content_hash"], url) for part in _parts(self.attributes)):
+            raise ArgumentError(f"{url} is already in the repository", where=where)
+
+
+def _parts(attributes: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """The stores in a repository."""
+    known = attributes.get("parts")
+    if isinstance(known, list):
+        return cast("list[Mapping[str, object]]", known)
+    return [{name: attributes.get(name) for name in ("content_hash", "url", "n_examples")}]
+
+
+def _write(found: References, target: icechunk.IcechunkStore, before: _Appended | None) -> None:
     import zarr
     from virtualizarr.writers.icechunk import virtual_dataset_to_icechunk
 
-    virtual_dataset_to_icechunk(dataset, target)
+    dataset, first = virtual_dataset(found), 0
+    if before:
+        first = before.n_examples
+        dataset = dataset.drop_vars([name for name, _ in found.coordinates])
+        virtual_dataset_to_icechunk(dataset, target, append_dim="example")
+        parts = [*_parts(before.attributes), *_parts(found.attributes)]
+        group = zarr.open_group(target, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type
+        group.attrs.update({"parts": parts, "n_examples": first + cast("int", found.attributes["n_examples"])})  # pyright: ignore[reportCallIssue, reportArgumentType]  # JSON
+    else:
+        virtual_dataset_to_icechunk(dataset, target)
     for array in found.arrays:
         for number, data in array.inline.items():
             # A short chunk is copied into the repository.
             starts = [int(at) * n for at, n in zip(np.unravel_index(number, array.counts), array.chunk, strict=True)]
             ends = [min(at + n, full) for at, n, full in zip(starts, array.chunk, array.shape, strict=True)]
             values = np.frombuffer(data, np.dtype(array.data_type).newbyteorder("<")).reshape(array.chunk)
-            there = tuple(slice(a, b) for a, b in zip(starts, ends, strict=True))
             here = tuple(slice(b - a) for a, b in zip(starts, ends, strict=True))
+            there = tuple(slice(a, b) for a, b in zip(starts, ends, strict=True))
+            there = (slice(first + starts[0], first + ends[0]), *there[1:])
             opened = zarr.open_array(target, path=array.name, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type
             opened[there] = values[here]
-
-
-def _dataset(found: References) -> xarray.Dataset:
-    import xarray
-
-    variables = {array.name: xarray.Variable(array.dims, _manifest(array, found.base)) for array in found.arrays}
-    coordinates = {name: xarray.Variable((name,), values) for name, values in found.coordinates}
-    return xarray.Dataset(variables, coords=coordinates, attrs=dict(found.attributes))
-
-
-def _manifest(array: ArrayReferences, base: str) -> object:
-    from virtualizarr.manifests import ChunkManifest, ManifestArray
-    from zarr.core.metadata.v3 import ArrayV3Metadata
-
-    files, offsets = array.locate(np.arange(array.n_chunks))
-    names = np.array([f"{base}/{name}" for name in array.files], dtype=np.dtypes.StringDType())
-    paths, sizes = names[files], np.full(array.n_chunks, array.chunk_nbytes, dtype=np.uint64)
-    for number in array.inline:
-        # Without references; `_write` adds them.
-        paths[number], offsets[number], sizes[number] = "", 0, 0
-    manifest = ChunkManifest.from_arrays(
-        paths=paths.reshape(array.counts),  # pyright: ignore[reportArgumentType]  # variable-width strings, which the annotation does not know yet
-        offsets=offsets.astype(np.uint64).reshape(array.counts),
-        lengths=sizes.reshape(array.counts),
-        validate_paths=False,
-    )
-    document = array_document(array.data_type, array.shape, array.chunk, array.dims)
-    return ManifestArray(
-        metadata=ArrayV3Metadata.from_dict(dict(document)),  # pyright: ignore[reportUnknownMemberType]  # a dict without types
-        chunkmanifest=manifest,
-    )
 
 
 def _container(base: str) -> icechunk.VirtualChunkContainer:

@@ -44,6 +44,7 @@ def write_kerchunk(
     format: Format = "json",
     chunks: Chunks = "auto",
     base: str | None = None,
+    templates: bool = True,
     storage_options: Mapping[str, object] | None = None,
 ) -> None:
     """Write references for fsspec's `reference://`, so for zarr and xarray without this package.
@@ -55,6 +56,8 @@ def write_kerchunk(
         chunks: As in `saev_store.zarr.open_view`; `"auto"` as for remote stores.
         base: Address of the store's folder for readers; default: its address here. With `""` Parquet files contain only the
             names of the shards, for readers with a file system of their own.
+        templates: Whether a JSON document names `base` once, as the template `u`; if not, every range names it, as VirtualiZarr's
+            `KerchunkJSONParser` requires.
         storage_options: For writing to `path`.
 
     Raises:
@@ -76,7 +79,7 @@ def write_kerchunk(
     if format == "json":
         warn_if_many(found, what="a JSON document", remedy='use format="parquet", or larger chunks')
         folder, name = posixpath.split(path.rstrip("/"))
-        _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found)))
+        _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found, templates=templates)))
     else:
         warn_if_many(found, what="a set of Parquet files", remedy="larger chunks make fewer")
         _write_parquet(found, path, storage_options)
@@ -123,20 +126,21 @@ def _array_documents(
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def _json_pieces(found: References) -> Iterator[bytes]:
+def _json_pieces(found: References, *, templates: bool) -> Iterator[bytes]:
     """One entry per line; the template is first, where it is easy to find."""
-    yield f'{{"version": 1, "templates": {{"u": {json.dumps(found.base)}}}, "refs": {{\n'.encode()
+    known = f'"templates": {{"u": {json.dumps(found.base)}}}, ' if templates else ""
+    yield f'{{"version": 1, {known}"refs": {{\n'.encode()
     documents = v2_documents(found)
     consolidated = {"zarr_consolidated_format": 1, "metadata": documents}
     for key, document in {".zmetadata": consolidated, **documents}.items():
         yield f"{json.dumps(key)}: {json.dumps(json.dumps(document, allow_nan=False))},\n".encode()
     for array in found.arrays:
-        yield from _array_pieces(array)
+        yield from _array_pieces(array, "{{u}}" if templates else json.dumps(found.base)[1:-1])
     entries = [f'"{name}/0": {json.dumps(_inline(values.tobytes()))}' for name, values in found.coordinates]
     yield (",\n".join(entries) + "\n}}\n").encode()
 
 
-def _array_pieces(array: ArrayReferences) -> Iterator[bytes]:
+def _array_pieces(array: ArrayReferences, base: str) -> Iterator[bytes]:
     for first in range(0, array.n_chunks, _STEP):
         numbers = np.arange(first, min(first + _STEP, array.n_chunks))
         files, offsets = array.locate(numbers)
@@ -147,7 +151,7 @@ def _array_pieces(array: ArrayReferences) -> Iterator[bytes]:
             if number in array.inline:
                 lines.append(f'"{key}": "{_inline(array.inline[number])}",\n')
             else:
-                lines.append(f'"{key}": ["{{{{u}}}}/{array.files[file]}", {offset}, {array.chunk_nbytes}],\n')
+                lines.append(f'"{key}": ["{base}/{array.files[file]}", {offset}, {array.chunk_nbytes}],\n')
         yield "".join(lines).encode()
 
 

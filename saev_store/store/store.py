@@ -326,25 +326,37 @@ class ShardStore(OpenedStore):
 
     def to_kerchunk(
         self, path: Url, *, format: Literal["json", "parquet"] = "json", chunks: ChunkShape = "auto",
-        base: str | None = None, storage_options: Options | None = None,
+        base: str | None = None, templates: bool = True, storage_options: Options | None = None,
     ) -> None:  # fmt: skip
         """Write references that fsspec's `reference://` reads. See `saev_store.export.write_kerchunk`."""
         from saev_store.export import write_kerchunk
 
-        write_kerchunk(self, os.fspath(path), format=format, chunks=chunks, base=base, storage_options=storage_options)
+        write_kerchunk(
+            self, os.fspath(path), format=format, chunks=chunks, base=base, templates=templates,
+            storage_options=storage_options,
+        )  # fmt: skip
 
     def to_icechunk(
         self, target: Url | icechunk.Storage, *, chunks: ChunkShape = "auto", base: str | None = None,
-        container: icechunk.VirtualChunkContainer | None = None,
+        container: icechunk.VirtualChunkContainer | None = None, append: bool = False,
     ) -> str:  # fmt: skip
-        """Create an Icechunk repository whose chunks are ranges of the shards; returns the commit's id.
+        """Create an Icechunk repository whose chunks are ranges of the shards, or append to one; returns the commit's id.
 
         See `saev_store.export.write_icechunk`.
         """
         from saev_store.export import write_icechunk
 
         where = os.fspath(target) if isinstance(target, (str, os.PathLike)) else target
-        return write_icechunk(self, where, chunks=chunks, base=base, container=container)
+        return write_icechunk(self, where, chunks=chunks, base=base, container=container, append=append)
+
+    def to_virtual_dataset(self, *, chunks: ChunkShape = "auto", base: str | None = None) -> xarray.Dataset:
+        """An `xarray.Dataset` of VirtualiZarr's `ManifestArray`s: byte ranges of the shards, nothing read.
+
+        See `saev_store.export.to_virtual_dataset`.
+        """
+        from saev_store.export import to_virtual_dataset
+
+        return to_virtual_dataset(self, chunks=chunks, base=base)
 
     def to_tensorstore_spec(
         self, array: str = "activations", *, base: str | Mapping[str, object] | None = None
