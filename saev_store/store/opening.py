@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -188,15 +188,19 @@ class OpenedStore:
 
         return validate(self.transport, self.metadata, self.index, dirname=self.name, deep=deep, progress=progress)
 
-    def repair(self, report: Report | None = None) -> RepairWriter:
+    def repair(
+        self, report: Report | None = None, *, on_nonfinite: Literal["raise", "warn", "allow"] = "raise"
+    ) -> RepairWriter:
         """A writer of exactly the examples that are lost, which puts them where they were.
 
         Args:
             report: What `validate` found; default: a quick look at names and sizes.
+            on_nonfinite: What to do with NaN and infinity, as in `ShardStore.create`.
         """
         from saev_store.writer import open_repair
 
-        return open_repair(self.transport, self.metadata, lost=(report or self.validate()).lost)
+        lost = (report or self.validate()).lost
+        return open_repair(self.transport, self.metadata, lost=lost, on_nonfinite=on_nonfinite)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OpenedStore):
