@@ -209,10 +209,7 @@ class EnergonDataset(Source[RawSample]):
             DocumentError: a part that the field map needs is missing, or does not decode.
             MissingDependencyError: images need Pillow.
         """
-        return self.decode(self.raw(sample))
-
-    def decode(self, raw: RawSample) -> Sample:
-        """The decoded sample of stored parts, as `sample` returns it."""
+        raw = self.raw(sample)
         definition = self.documents.definition
         restore_key = (self.url, raw.shard, raw.sample_index)
         if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:

@@ -84,11 +84,6 @@ class IndexedDatasetBuilder:
         self._doc_idx = array.array("q", [0])
         self._modes = array.array("b") if multimodal else None
 
-    @property
-    def n_sequences(self) -> int:
-        """Sequences so far."""
-        return len(self._sizes)
-
     def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
         """Append a sequence to the current document; it may be empty.
 
