@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from saev_store.validation import Report
 
 SampleT_co = TypeVar("SampleT_co", covariant=True)
-#: What a digest covers: every byte, or the index and evenly spread pieces of the rest.
+#: The bytes that a digest covers: all, or the index and evenly spread pieces of the rest.
 DigestScope = Literal["sampled", "full"]
 
 

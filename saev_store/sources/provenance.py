@@ -54,7 +54,7 @@ class _Patches(_Part):
 
 
 class _Content(_Part):
-    """What content tokens are: tokens of a text, or patches of an image."""
+    """The meaning of content tokens: tokens of a text, or patches of an image."""
 
     tokens: _Tokens | None = None
     patches: _Patches | None = None
@@ -98,7 +98,7 @@ class PatchPlace:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a vector, or a whole example, comes from.
+    """The origin of a vector, or of a whole example.
 
     Attributes:
         sample_idx: Position of the sample in the source.
@@ -203,7 +203,7 @@ def source_of(
 def origin_of(
     metadata: Metadata, source: Source[object], example_idx: int, token_idx: int | None = None, *, neighbours: int = 8
 ) -> Origin:
-    """Where one vector comes from.
+    """The origin of one vector.
 
     Args:
         metadata: The document of the store.

@@ -28,7 +28,7 @@ _MAX_HEADERS_NBYTES = MAX_EXTENSION_NBYTES + 8 * BLOCK
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """Where the content of a part is in its shard."""
+    """The place of a part's content in its shard; offset and size in bytes."""
 
     name: str
     offset: int
@@ -37,7 +37,7 @@ class PartPlace:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """Where a sample is in its shard; key and parts are None where only the tar has them."""
+    """The place of a sample in its shard; key and parts are None where only the tar has them."""
 
     shard: int
     sample_index: int

@@ -68,7 +68,7 @@ def _links_outside(dataset: EnergonDataset) -> list[Problem]:
     for name in (INFO_JSON, INDEX_SQLITE, SPLIT_YAML, DATASET_YAML, *dataset.documents.info.shards):
         target = os.path.realpath(f"{transport.local_path}/{name}")
         if not target.startswith(root):
-            message = f"{name} is, or lies behind, a symbolic link to {target}"
+            message = f"{name} is, or is behind, a symbolic link to {target}"
             problems.append(Problem("symlink_outside", message, full_url(transport, name), severity="info"))
     return problems
 

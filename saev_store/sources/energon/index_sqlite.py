@@ -154,7 +154,7 @@ class SqliteIndex:
         return found
 
     def find(self, key: str) -> list[tuple[int, int]]:
-        """Where samples of a key are, as (tar_file_id, sample_index): none, one, or (Energon 7.0) several."""
+        """(tar_file_id, sample_index) of the samples with a key: none, one, or (Energon 7.0) several."""
         rows = self._rows(
             "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100", (key,)
         )
@@ -204,7 +204,7 @@ class SqliteIndex:
         if np.any(wrong):
             row = rows[int(np.flatnonzero(wrong)[0])]
             self._refuse(
-                f"sample {brief(row[1])} of shard {tar_file_id} lies at {row[2]:,} and has {row[3]:,} bytes: that overlaps"
+                f"sample {brief(row[1])} of shard {tar_file_id} is at {row[2]:,} and has {row[3]:,} bytes: that overlaps"
                 f" another sample, is no whole number of blocks, or ends outside the tar of {tar_nbytes:,} bytes"
             )
         if self.has_parts:
@@ -223,7 +223,7 @@ class SqliteIndex:
             if np.any(wrong):
                 row = rows[int(np.flatnonzero(wrong)[0])]
                 self._refuse(
-                    f"part {brief(row[1])} of sample {row[0]} of shard {tar_file_id} lies at {row[2]:,} and has {row[3]:,}"
+                    f"part {brief(row[1])} of sample {row[0]} of shard {tar_file_id} is at {row[2]:,} and has {row[3]:,}"
                     " bytes: that is outside its sample, or overlaps another part"
                 )
             without = np.setdiff1d(np.arange(first, min(first + 65_536, n_samples)), index)

@@ -170,7 +170,7 @@ def prepare(
                 raise CorruptShardError(
                     f"{brief(changed[0])} was changed while it was indexed", where=there.url, remedy="Prepare again."
                 )
-            # From here on, until .info.json is there again, the folder is no data set.
+            # Until .info.json is written again, the folder is no data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
             index.commit()
@@ -222,7 +222,7 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
                 if not name.startswith("."):
                     folders.append(entry.path)
             elif name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")):
-                message = "it is compressed, so its parts have no byte ranges: it is left out"
+                message = "it is compressed, so its parts have no byte ranges: it is skipped"
                 problems.append(Problem("compressed_tar", message, entry.path, severity="warning"))
             elif name.endswith(".tar") and not name.startswith(".") and not (pattern and pattern.search(entry.path)):
                 found.append((entry.path, entry.size or 0))
@@ -278,7 +278,7 @@ class _Facts:
         for oddity in scanned.oddities:
             self.problems.append(Problem("odd_tar", oddity, scanned.shard, severity="warning"))
         if not scanned.samples:
-            message = "it has no samples: no split has it"
+            message = "it has no samples, so it is in no split"
             self.problems.append(Problem("empty_shard", message, scanned.shard, severity="warning"))
         for _, _, _, parts in scanned.samples:
             self.n_parts += len(parts)

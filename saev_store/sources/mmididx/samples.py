@@ -137,7 +137,7 @@ def build_sample_idx(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> _Int:
-    """Where samples begin: shape (n + 1, 2), entry of `doc_idx` and offset; int32 where that suffices.
+    """The beginnings of samples: shape (n + 1, 2), entry of `doc_idx` and offset; int32 if that suffices.
 
     Args:
         sizes: Tokens of each document.
