@@ -38,11 +38,11 @@ class AbandonedObjects:
         self._found: SimpleQueue[Closes] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the closing thread if it does not run; call it before `add`.
+    def add(self, some: Closes) -> None:
+        """Close the object when it is enqueued, or at the end of the process, unless it is closed before.
 
         Raises:
-            RuntimeError: the system refuses a thread.
+            RuntimeError: the system refuses the thread that closes abandoned objects.
         """
         if self._thread is None:
             thread = threading.Thread(target=_close_all, args=(self._found,), name="closes-abandoned", daemon=True)
@@ -51,9 +51,6 @@ class AbandonedObjects:
             # Registered last, and once, so that it runs before the exit handlers of transports.
             atexit.unregister(self.close_all)
             atexit.register(self.close_all)
-
-    def add(self, some: Closes) -> None:
-        """Close the object at the end of the process, unless it is closed before."""
         self._live[id(some)] = some
 
     def enqueue(self, some: Closes) -> None:
@@ -73,6 +70,7 @@ class AbandonedObjects:
 
 
 def _close_all(found: SimpleQueue[Closes]) -> None:
+    """Close what is enqueued, for ever: the work of the thread."""
     while True:
         with suppress(Exception):  # no caller could handle an error
             # Not bound to a name, which would keep the object alive while this waits for the next one.

@@ -63,8 +63,7 @@ def shuffled(key: int, n: int) -> IntArray:
     >>> shuffled(7, 6).tolist()
     [1, 5, 0, 4, 3, 2]
     """
-    number = np.arange(n, dtype=np.int64)
-    return _sorted_by(words(key, number), number, max(n - 1, 1).bit_length())
+    return shuffled_each(np.array([key], dtype=np.uint64), np.array([n], dtype=np.int64))
 
 
 def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
@@ -111,15 +110,8 @@ def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
     if (counts < longest).any():
         # Rows that a block does not have are sorted behind all others.
         word[number >= counts[:, None]] = np.uint64(1 << 63)
-    return _sorted_by(word, number, _ROW_BITS)
-
-
-def _sorted_by(word: Words, number: IntArray, n_bits: int) -> IntArray:
-    """The numbers in the order of the words' upper bits: one plain sort, since the lower bits make every word unique.
-
-    The words are overwritten.
-    """
-    low = np.uint64((1 << n_bits) - 1)
+    # One plain sort: the lower bits, a row's number, make every word unique.
+    low = np.uint64((1 << _ROW_BITS) - 1)
     word &= ~low
     word |= number.view(np.uint64)
     word.sort(axis=-1)

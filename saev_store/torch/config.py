@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Annotated, Literal, TypeVar, cast, dataclass_transform
+from typing import Annotated, Literal
 
 import numpy as np
-import pydantic
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from saev_store.core.rows import Tokens
-from saev_store.errors import ArgumentError, brief
-from saev_store.loaders import ReadOptions, ShuffleOptions
-
-_SETTINGS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-T = TypeVar("T")
+from saev_store.errors import ArgumentError
+from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
 
 _OLD_TOKENS = {"image": "content", "cls": "special"}
 
@@ -27,31 +19,7 @@ class ConfigError(ArgumentError):
     """Options of a loader that make no sense; the message lists every one of them."""
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(Field,))
-def _config(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose values pydantic checks, and whose errors are ours."""
-    made = cast("type[T]", dataclass(config=_SETTINGS, frozen=True)(cls))
-    check: Callable[..., None] = made.__init__
-
-    @wraps(check)
-    def init(self: object, *args: object, **kwargs: object) -> None:
-        try:
-            check(self, *args, **kwargs)
-        except pydantic.ValidationError as error:
-            raise ConfigError("; ".join(map(_problem, error.errors())), where=cls.__name__) from None
-
-    made.__init__ = init  # type: ignore[method-assign]  # the same arguments, another error
-    return made
-
-
-def _problem(found: ErrorDetails) -> str:
-    """What is wrong as text; options for file systems hold credentials, so their values are not shown, however misspelled."""
-    if found["type"] == "value_error":  # of the options that NumPy's loaders share, which say it themselves
-        return found["msg"].removeprefix("Value error, ")
-    place = ".".join(map(str, found["loc"]))
-    secret = place.startswith("storage") or found["type"] == "unexpected_keyword_argument"
-    shown = "" if secret else f" (it is {brief(found['input'])})"
-    return f"{place}: {found['msg']}{shown}"
+_config = options_class(ConfigError, kw_only=False)
 
 
 def _tokens(value: object) -> object:

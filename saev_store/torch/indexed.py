@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from saev_store._runtime.threads import n_cores
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of, n_cpus
+from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
 from saev_store.torch.config import IndexedConfig
@@ -64,7 +65,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """Choose how to read: what is read often is in memory after a while, and then better gathered from a map."""
         self._medium = medium_of(self.store.transport, self.rows.space.layout)
         # A remote transport is its own crowd: one call merges and fetches all ranges.
-        many = {"remote": 1, "memory": min(4, n_cpus()), "cached": min(4, n_cpus()), **_N_WAITING}
+        many = {"remote": 1, "memory": min(4, n_cores()), "cached": min(4, n_cores()), **_N_WAITING}
         self._n_threads = many[self._medium.kind]
 
     @property

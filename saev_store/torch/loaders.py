@@ -306,7 +306,7 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
         window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
         memory = None
         if cfg.window_device is not None:
-            memory = partial(DeviceMemory, self._copies or PlainCopies(torch.device("cpu")))
+            memory = partial(DeviceMemory, copies=self._copies or PlainCopies(torch.device("cpu")))
         return ShuffledLoader(
             self._rows(),
             _fields_of(cfg, ShuffleOptions()),

@@ -98,10 +98,9 @@ class ShardWriter:
         # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
         self._ending = _Ending(self._background, self._live, self._held)
         try:
-            ABANDONED.start()
+            ABANDONED.add(self._ending)
         except RuntimeError as error:
             raise no_threads(error, where=self.url) from None
-        ABANDONED.add(self._ending)
         self._finalizer = weakref.finalize(self, _abandoned, self._ending)
         self._finalizer.atexit = False  # everything is closed then
 

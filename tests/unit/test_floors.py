@@ -82,7 +82,7 @@ HEAVY = {
     "obstore": ("transport/obstore/",),
     "PIL": ("record/", "sources/energon/_images.py"),
     "pandas": ("export/",),
-    "pydantic": ("documents/", "stats/", "torch/"),
+    "pydantic": ("documents/", "stats/", "loaders/options.py", "torch/"),
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec/",),
     "skimage": ("record/",),
