@@ -1,5 +1,7 @@
 """What both loaders share: epochs, state, iteration, closing."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import os
@@ -103,7 +105,8 @@ class Loader(ABC):
         self._epoch, self._batch, self._resume_at = 0, 0, 0
         #: The state that was loaded last.
         self._loaded: Mapping[str, object] | None = None
-        self._rank = self._world = 0
+        self._rank: int = 0
+        self._world: int = 0  # until the ranks were looked at
         self._look_at_ranks()
 
     def _look_at_ranks(self) -> None:

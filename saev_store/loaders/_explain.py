@@ -67,7 +67,7 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
     some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
     for number in some:
         runs = plan.runs(number)
-        n_found += int(runs.count.sum())
+        n_found += int(runs.n_vectors.sum())
         is_scattered, parts = reads.split(runs)
         for part in parts:
             if is_scattered:

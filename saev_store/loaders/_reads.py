@@ -52,7 +52,7 @@ class Runs(NamedTuple):
         shard: Number of the shard.
         vector: First vector, counted from the shard's beginning.
         place: First row of the target.
-        count: How many vectors.
+        n_vectors: How many.
         origin: Runs of different origins have requests of their own, however near they are: what a cache keeps of one must
             not depend on what happened to be read with it.
     """
@@ -60,7 +60,7 @@ class Runs(NamedTuple):
     shard: IntArray
     vector: IntArray
     place: IntArray
-    count: IntArray
+    n_vectors: IntArray
     origin: IntArray
 
     def take(self, index: IntArray | slice) -> Runs:
@@ -85,19 +85,19 @@ def runs_of_planes(
     if not follows.any():
         return runs
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    return runs.take(first)._replace(count=np.add.reduceat(count, first))
+    return runs.take(first)._replace(n_vectors=np.add.reduceat(count, first))
 
 
 def cut(runs: Runs, longest: int) -> Runs:
     """The same vectors in runs of at most `longest`."""
-    if int(runs.count.max(initial=0)) <= longest:
+    if int(runs.n_vectors.max(initial=0)) <= longest:
         return runs
-    n_parts = -(-runs.count // longest)
+    n_parts = -(-runs.n_vectors // longest)
     which = np.repeat(np.arange(len(n_parts)), n_parts)
     part = np.arange(len(which)) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
     whole = runs.take(which)
-    count = np.minimum(longest, whole.count - part * longest)
-    return whole._replace(vector=whole.vector + part * longest, place=whole.place + part * longest, count=count)
+    count = np.minimum(longest, whole.n_vectors - part * longest)
+    return whole._replace(vector=whole.vector + part * longest, place=whole.place + part * longest, n_vectors=count)
 
 
 class Reads:
@@ -154,18 +154,18 @@ class Reads:
         v = self._layout.vector_nbytes
         runs = cut(runs, max(1, self._task_bytes // v))
         runs = runs.take(np.lexsort((runs.vector, runs.shard)))
-        gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
+        gap = runs.vector[1:] - runs.vector[:-1] - runs.n_vectors[:-1]
         is_far = (gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1])
         n_far = 1 + np.count_nonzero(is_far)
-        nbytes = int(runs.count.sum()) * v
+        nbytes = int(runs.n_vectors.sum()) * v
         if nbytes < SMALL_RUN_BYTES * n_far and not self._one_by_one:
             single = cut(runs, 1)
             step = max(1, self._task_bytes // v)
-            return True, [single.take(slice(at, at + step)) for at in range(0, len(single.count), step)]
+            return True, [single.take(slice(at, at + step)) for at in range(0, len(single.n_vectors), step)]
         if not nbytes:
             return False, []
-        end = np.cumsum(runs.count * v)
-        begin = end - runs.count * v
+        end = np.cumsum(runs.n_vectors * v)
+        begin = end - runs.n_vectors * v
         # Runs that one request brings stay together, unless they are more than a task.
         first = np.flatnonzero(np.concatenate(([True], is_far | (gap < 0) | (runs.origin[1:] != runs.origin[:-1]))))
         length = np.diff(np.append(begin[first], nbytes))
@@ -193,7 +193,7 @@ class Reads:
         """
         v = self._layout.vector_nbytes
         # Lists: a task has few runs, often one.
-        begins, stops = (runs.vector * v).tolist(), ((runs.vector + runs.count) * v).tolist()
+        begins, stops = (runs.vector * v).tolist(), ((runs.vector + runs.n_vectors) * v).tolist()
         if into_target and self._reads_into:
             return begins, stops, list(range(len(begins) + 1))
         origins = runs.origin.tolist()
@@ -213,7 +213,7 @@ class Reads:
         out = scratch[:nbytes].view(np.float32).reshape(len(place), -1)
         self._retried(int(runs.shard[0]), lambda: self._reader.read_rows(*self.positions(runs), out))
         copied = time.perf_counter()
-        put = partial(_put_rows, target) if isinstance(target, np.ndarray) else target
+        put = target if callable(target) else partial(_put_rows, target)
         put(place, scratch[:nbytes].data)
         self._scratch.append(scratch)
         ended = time.perf_counter()
@@ -222,9 +222,9 @@ class Reads:
     def _read(self, runs: Runs, target: FloatArray | Put) -> None:
         """Runs of one shard, in its order."""
         started, shard, v = time.perf_counter(), int(runs.shard[0]), self._layout.vector_nbytes
-        places, counts, name = runs.place.tolist(), runs.count.tolist(), shard_name(shard)
-        array = target if isinstance(target, np.ndarray) and self._reads_into else None
-        put = partial(_put_rows, target) if isinstance(target, np.ndarray) else target
+        places, counts, name = runs.place.tolist(), runs.n_vectors.tolist(), shard_name(shard)
+        put = target if callable(target) else partial(_put_rows, target)
+        array = None if callable(target) or not self._reads_into else target
         begins, stops, first = self.requests(runs, into_target=array is not None)
         # Examples that are known to be lost are refused before they are read.
         self._reader.check(shard, (max(stops) - 1) // self._layout.example_nbytes)

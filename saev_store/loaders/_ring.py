@@ -105,8 +105,8 @@ class RingMemory(Protocol):
         """The rows themselves, float32 (n_rows, d_model), where batches may be views of them; None where they are copied."""
         ...
 
-    def put(self, to: RowNumbers, source: Buffer) -> None:
-        """Copy the rows in `source`, bytes, to the rows `to`."""
+    def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
+        """Copy the rows in `source`, bytes, to the rows `to[place]`."""
         ...
 
     def copy_row(self, source: int, to: int) -> None:
@@ -144,9 +144,9 @@ class HostMemory:
         # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
         self._as_void: npt.NDArray[np.void] = self._rows.view(f"V{4 * d_model}")[:, 0]
 
-    def put(self, to: RowNumbers, source: Buffer) -> None:
+    def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
         """See `RingMemory`."""
-        self._as_void[to] = np.frombuffer(source, self._as_void.dtype)
+        self._as_void[to[place]] = np.frombuffer(source, self._as_void.dtype)
 
     def copy_row(self, source: int, to: int) -> None:
         """See `RingMemory`."""

@@ -8,16 +8,14 @@ from functools import partial
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.loaders._iteration import Group, Iteration
 from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
-from saev_store.loaders._ring import BatchRing, RingMemory
+from saev_store.loaders._ring import BatchRing
 from saev_store.order import Blocks, Partition, Placement
 from saev_store.store.reader import FloatArray
-from saev_store.transport import Buffer
 
 
 def runs_of_blocks(blocks: Blocks, numbers: IntArray, n_blocks: IntArray) -> Runs:
@@ -40,11 +38,6 @@ def n_batches_ahead(partitions: Sequence[Partition], n_ahead: int) -> int:
     """Batches' worth of rows that are in memory at the same time at most, besides one that is begun and one that ends."""
     share = partitions[0].order.rows_per_tick
     return max(1, *(-(-part.placed_rows(max(n_ahead, 2)) // share) for part in partitions))
-
-
-def _put(memory: RingMemory, to: npt.NDArray[np.int32], place: slice | IntArray, source: Buffer) -> None:
-    """Copy rows that were read to their rows of a ring."""
-    memory.put(to[place], source)
 
 
 class ShuffledBatches:
@@ -162,7 +155,7 @@ class ShuffledBatches:
                 layer = np.asarray(blocks.space.layer_idx, dtype=np.int64)[places.layer]
                 ring.layer[rows.place] = layer[rows.block]
             runs = runs_of_blocks(blocks, rows.numbers, rows.n_blocks)
-            group = self._iteration.read(self._reads.tasks(runs, partial(_put, ring.memory, to)))
+            group = self._iteration.read(self._reads.tasks(runs, partial(ring.memory.put, to)))
             for lane, cohort in zip(lanes, cohorts, strict=True):
                 if cohort < self._parts[lane].n_ticks:
                     self._ends[lane].append(placement.end[lane])

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -303,7 +303,7 @@ class Ledger:
         self._path, self._wait_s = path, _LOCK_WAIT_S
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
+    def _open(self) -> Generator[int]:
         """The open file, locked.
 
         Raises:

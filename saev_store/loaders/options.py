@@ -56,7 +56,7 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
 
 def _plain(value: object) -> object:
     """NumPy's numbers as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
+    return cast("object", value.item()) if isinstance(value, np.generic) else value
 
 
 _number = BeforeValidator(_plain)

@@ -142,7 +142,7 @@ def stage(
     from saev_store.writer.copying import copy_store, target_of
 
     wanted = None if isinstance(layers, str) else [layers] if isinstance(layers, int) else list(layers)
-    folder = os.path.expandvars(os.fspath(to))
+    folder: str = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout)).encode()

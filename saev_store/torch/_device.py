@@ -45,7 +45,7 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)  # pyright: ignore[reportUnnecessaryComparison]  # torch says int, but "cuda" has no index
         self._stream = torch.cuda.Stream(self.device)
         self._events: dict[int, torch.cuda.Event] = {}
 

@@ -7,10 +7,12 @@ from typing import cast
 import numpy as np
 import torch
 
+from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
 from saev_store.loaders import RowNumbers
 from saev_store.store.reader import FloatArray
 from saev_store.torch._device import Copies
+from saev_store.torch.batch import tensor_of
 from saev_store.transport import Buffer
 
 
@@ -44,13 +46,13 @@ class DeviceMemory:
                 remedy="Use a smaller window.",
             ) from None
 
-    def put(self, to: RowNumbers, source: Buffer) -> None:
-        """Copy rows there. Of memory that is not pinned, all that is needed has been taken when this returns."""
+    def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
+        """Copy the rows in `source`, bytes, to the rows `to[place]`. Of memory that is not pinned, all that is needed has been taken when this returns."""
         rows = np.frombuffer(source, np.float32).reshape(-1, self._rows.shape[1])
         rows = rows if rows.flags.writeable else rows.copy()  # a tensor cannot be made of memory that is read-only
         with self._copies.queue():
-            index = torch.from_numpy(to.astype(np.int64)).to(self._rows.device, non_blocking=True)
-            self._rows.index_copy_(0, index, torch.from_numpy(rows).to(self._rows.device, non_blocking=True))
+            index = tensor_of(to[place].astype(np.int64)).to(self._rows.device, non_blocking=True)
+            self._rows.index_copy_(0, index, tensor_of(rows).to(self._rows.device, non_blocking=True))
 
     def copy_row(self, source: int, to: int) -> None:
         """Copy one row to another."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import numpy as np
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -27,13 +27,13 @@ def _tokens(value: object) -> object:
 
 
 def _url(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
 
 def _examples(value: object) -> object:
     """Positions as integers; masks as positions."""
     if value is None or isinstance(value, slice):
-        return value
+        return cast("object", value)
     found = np.asarray(value)
     return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
 

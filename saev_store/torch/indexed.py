@@ -10,14 +10,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportUnknownVariableType]  # of any lists
 
 from saev_store._runtime.threads import n_cores
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
 from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of
 from saev_store.store.store import ShardStore
-from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
+from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
 from saev_store.torch.config import IndexedConfig
 
 #: Fewer rows than this are gathered by one thread.
@@ -174,7 +174,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     def transform(self, act: npt.NDArray[np.float32]) -> torch.Tensor:
         """A vector as a tensor of its own."""
-        return torch.from_numpy(np.array(act, dtype=np.float32))
+        return tensor_of(np.array(act, dtype=np.float32))
 
     def get_img_patches(self, i: int) -> npt.NDArray[np.float32]:
         """All vectors of an example, (layer, token, d_model): the older name of `store[i]`."""

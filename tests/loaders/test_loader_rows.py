@@ -572,7 +572,7 @@ def test_a_ring_lends_so_many_batches_and_then_gives_copies():
             assert ring.open(number + 2)
             for row in range(2):
                 place = np.array([ring.first_row[number] + row])
-                ring.memory.put(place, np.full(3, 100 * round_ + number + row / 2, np.float32))
+                ring.memory.put(place, slice(None), np.full(3, 100 * round_ + number + row / 2, np.float32))
             held.append((100 * round_ + number, ring.hand_out(number, 2)))
             assert not ring.open(number + 6)
     for number, act in held:
