@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.abandoned import ABANDONED
+from saev_store._runtime.threads import ABANDONED
 from saev_store.errors import ArgumentError, DeadlineError, ForkError
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and

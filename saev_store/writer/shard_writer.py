@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.abandoned import ABANDONED
 from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import ABANDONED
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.writer._background import Background, no_threads
 from saev_store.writer._claim import part_examples

@@ -17,7 +17,7 @@ from plain_stores import Plain, plain_store
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
-from saev_store._runtime.abandoned import AbandonedObjects
+from saev_store._runtime.threads import AbandonedObjects
 from saev_store.loaders import ShuffledLoader
 from saev_store.loaders._iteration import Iteration, Totals
 
