@@ -190,7 +190,7 @@ class Advice:
 
     def close(self) -> None:
         """Others who use the same open files read as before."""
-        for shard in self._advised:
+        for shard in list(self._advised):  # a thread that hangs in a read may come back now
             file = DESCRIPTORS.peek(os.path.join(self._folder, shard_name(shard)))
             if file is not None:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_NORMAL)

@@ -178,7 +178,6 @@ class BatchRing:
         d_model: Numbers of a row.
 
     Attributes:
-        shape: `n_slots`, `n_lent`, `n_lanes`, `batch_rows` and `d_model`.
         memory: Where the rows are kept.
         first_row: The first row of each batch that has a slot, by number of the batch.
         spare: The first of the lanes' rows.
@@ -187,11 +186,10 @@ class BatchRing:
     """
 
     def __init__(
-        self, make: MakeMemory, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int
+        self, make: MakeMemory, *, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int
     ) -> None:
-        self.shape = (n_slots, n_lent, n_lanes, batch_rows, d_model)
-        self._batch_rows, self._n_slots, self._n_lent = batch_rows, n_slots + n_lent, n_lent
-        self.spare = self._n_slots * batch_rows
+        self.n_slots, self.n_lanes, self._n_lent, self._batch_rows = n_slots, n_lanes, n_lent, batch_rows
+        self.spare = (n_slots + n_lent) * batch_rows
         self.unwanted = self.spare + n_lanes
         self.memory = make(self.unwanted + 1, d_model)
         self.example = np.zeros(self.unwanted + 1, np.int64)
@@ -209,7 +207,7 @@ class BatchRing:
         self.first_row.clear()
         self._reclaim()
         # The first slots are used first, so that memory which is never needed is never touched.
-        self._free = [slot for slot in reversed(range(self._n_slots)) if slot not in self._lent]
+        self._free = [slot for slot in reversed(range(self.n_slots + self._n_lent)) if slot not in self._lent]
 
     def open(self, stop: int) -> bool:
         """Have slots for all batches before `stop`; False, and nothing done, where not enough are free."""

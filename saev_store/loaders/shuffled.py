@@ -184,9 +184,9 @@ class ShuffledLoader(Loader):
 
     def _source(self, epoch: int, first: int, iteration: Iteration, reads: Reads) -> Callable[[], BatchSource]:
         parts, n_ahead = self._partitions(epoch), self._n_cohorts_ahead()
-        # Lent are those that are ready, the consumer's, and one that waits to be put with these.
-        shape = (n_batches_ahead(parts, n_ahead) + 2, self._prefetch + 2, len(parts), self.batch_size, self.d_model)
-        if self._ring is None or self._ring.shape != shape:
+        n_slots = n_batches_ahead(parts, n_ahead) + 2
+        # Epochs differ a little in how many slots they need; a ring with more than enough stays.
+        if self._ring is None or self._ring.n_lanes != len(parts) or self._ring.n_slots < n_slots:
             self._ring = None  # give it back first: both at once might be too much
             make = self._memory
             if make is None:
@@ -194,7 +194,15 @@ class ShuffledLoader(Loader):
                 if self._make_buffer is not None:
                     pool = BufferPool((self.batch_size, self.d_model), self._prefetch + 4, self._make_buffer)
                 make = partial(HostMemory, pool=pool)
-            self._ring = BatchRing(make, *shape)
+            self._ring = BatchRing(
+                make,
+                n_slots=n_slots,
+                # Those that are ready, the consumer's, and one that waits to be put with these.
+                n_lent=self._prefetch + 2,
+                n_lanes=len(parts),
+                batch_rows=self.batch_size,
+                d_model=self.d_model,
+            )
         return partial(
             ShuffledBatches,
             parts,

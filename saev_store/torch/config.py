@@ -87,21 +87,7 @@ class IndexedConfig(_OldNames):
 
 @_config
 class _LoaderConfig(_OldNames):
-    """What both loaders need to know besides how rows are read.
-
-    Attributes:
-        shards, tokens, layer, ignore_labels, storage_options: As in `IndexedConfig`.
-        examples: Which examples: positions, a slice, or a mask over all of them; default: all.
-        damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
-        buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.
-        buffer_bytes: Memory for batches that are ready.
-        debug: Log measures every `log_every_s` seconds.
-        log_every_s: Seconds between two logs.
-        use_tmpdir: With $TMPDIR set, first copy the layers that are wanted there, once per machine.
-        cache_dir: Keep what was read of a remote store in this folder.
-        cache_bytes: How much of it.
-        device: Where batches are wanted, such as `"cuda"`.
-    """
+    """What both loaders need to know besides how rows are read; described in `OrderedConfig`."""
 
     shards: Shards = "./shards"
     tokens: WhichTokens = "content"
