@@ -376,11 +376,6 @@ class Loader(ABC):
     def _adopt(self, state: Mapping[str, object]) -> None:
         """Take over what a state says about the order."""
 
-    @property
-    def transport_name(self) -> str:
-        """The engine that reads."""
-        return self._transports[-1].name
-
 
 def _batches(
     source: Callable[[], BatchSource], numbers: range, space: RowSpace, labels: Labels | None

@@ -33,8 +33,7 @@ from saev_store.loaders import (
 )
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
-from saev_store.torch._device import Copies, PlainCopies, copies_to, moved, pinned
-from saev_store.torch._ring_memory import DeviceMemory
+from saev_store.torch._device import Copies, DeviceMemory, PlainCopies, copies_to, moved, pinned
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import OrderedConfig, ShuffledConfig
 
@@ -54,7 +53,8 @@ class TorchLoader(ABC, Generic[Config]):
 
     Iterate it once per epoch; a batch is an `ExampleBatch`, a dict of tensors: `act` float32 (n, d_model), `example_idx`
     and `token_idx` int64 (n,), with several layers `layer` int64 (n,), and `token_labels` int64 (n,) where the store has
-    labels (255 for special tokens). On the CPU a batch is a view of memory that is used again once no reference to the batch is left.
+    labels (255 for special tokens). On the CPU a batch is a view of memory that is used again once no reference to the batch
+    is left.
     """
 
     ExampleBatch = ExampleBatch
