@@ -228,6 +228,7 @@ class Loader(ABC):
         layout, blocks = self._space.layout, Blocks(self._space)
 
         def wanted(shard: IntArray, vector: IntArray) -> npt.NDArray[np.bool_]:
+            """Whether vectors of shards are among the chosen ones."""
             in_shard, within = np.divmod(vector, np.int64(layout.vectors_per_example))
             example = shard * layout.examples_per_shard + in_shard
             return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0

@@ -177,6 +177,7 @@ class Explanation:
 
 
 def _size(n_bytes: float) -> str:
+    """A number of bytes as text."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n_bytes < 1024:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"

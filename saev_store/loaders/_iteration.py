@@ -160,7 +160,7 @@ class Iteration:
         self._n_readers = 0
         self._threads: list[threading.Thread] = []
         self._busy: dict[int, str] = {}
-        # For those who close on purpose, who may be two threads at once; no finalizer waits for it.
+        # For `close`, which two threads may call at once; no finalizer waits for it.
         self._closing, self._is_closed = threading.RLock(), False
 
     def start(self, batches: Callable[[], Iterable[Batch]]) -> None:

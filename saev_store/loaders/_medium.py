@@ -189,7 +189,7 @@ class Advice:
                 os.posix_fadvise(file.fd, start, end - start, what)
 
     def close(self) -> None:
-        """Others who use the same open files read as before."""
+        """Take the advice back: other users of the same open files read as before."""
         for shard in list(self._advised):  # a thread that hangs in a read may come back now
             file = DESCRIPTORS.peek(os.path.join(self._folder, shard_name(shard)))
             if file is not None:

@@ -276,6 +276,7 @@ class Reads:
         get = partial(self._transport.get_ranges, name)
 
         def one_by_one() -> Sequence[Buffer]:
+            """Each range by itself."""
             ranges = zip(starts, ends, strict=True)
             return [self._retried(shard, partial(get, starts=[start], ends=[end]))[0] for start, end in ranges]
 

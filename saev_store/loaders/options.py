@@ -29,12 +29,14 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
     """
 
     def made_of(cls: type[T]) -> type[T]:
+        """The dataclass."""
         settings = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
         made = cast("type[T]", dataclass(config=settings, frozen=True, kw_only=kw_only)(cls))
         check: Callable[..., None] = made.__init__
 
         @wraps(check)
         def init(self: object, *args: object, **kwargs: object) -> None:
+            """Check the values; all problems come in one error."""
             problems: dict[str, str] = {}
             try:
                 check(self, *args, **kwargs)

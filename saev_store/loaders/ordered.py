@@ -140,6 +140,7 @@ class OrderedLoader(Loader):
         return min(1 + self.n_threads * self._read_bytes // max(batch_bytes, 1), 64)
 
     def _source(self, epoch: int, first: int, iteration: Iteration, reads: Reads) -> Callable[[], BatchSource]:
+        """See `Loader`."""
         del epoch
         shape = (min(self.batch_size, max(self.n_samples, 1)), self.d_model)
         if self._pool is None or self._pool.shape != shape:
@@ -158,18 +159,22 @@ class OrderedLoader(Loader):
         )
 
     def _forget_memory(self) -> None:
+        """See `Loader`."""
         self._pool = None
 
     def _order_state(self) -> dict[str, object]:
+        """See `Loader`."""
         return {}
 
     def _adopt(self, state: Mapping[str, object]) -> None:
         """A state says nothing about storage order."""
 
     def _plan(self) -> Plan:
+        """See `Loader`."""
         layout, space = self._space.layout, self._space
 
         def runs(number: int) -> Runs:
+            """The reads of a batch."""
             return runs_of_rows(space, *self._batching.rows_of_rank(number, self._rank))[1]
 
         plane_bytes = space.tokens.count * layout.vector_nbytes

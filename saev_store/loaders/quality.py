@@ -104,5 +104,6 @@ def shuffle_quality(loader: ShuffledLoader, *, n_batches: int = 10) -> ShuffleQu
 
 
 def _measures(examples: np.ndarray) -> tuple[float, float, float]:
+    """Distinct examples, inverse Simpson index and entropy in bits of the rows of a batch."""
     share = np.unique(examples, return_counts=True)[1] / len(examples)
     return float(len(share)), float(1 / (share**2).sum()), float(-(share * np.log2(share)).sum())

@@ -170,6 +170,7 @@ class ShuffledLoader(Loader):
         super().__init__(rows, self._shuffle, labels, make_buffer)
 
     def _divide(self) -> None:
+        """See `Loader`."""
         self._geometry, self._n_ahead = choose_geometry(
             self._space, self._shuffle, self._batching, self._medium.kind, self._window_bytes
         )
@@ -183,6 +184,7 @@ class ShuffledLoader(Loader):
         return [Partition(order, number) for number in range(self._rank * each, (self._rank + 1) * each)]
 
     def _source(self, epoch: int, first: int, iteration: Iteration, reads: Reads) -> Callable[[], BatchSource]:
+        """See `Loader`."""
         parts, n_ahead = self._partitions(epoch), self._n_cohorts_ahead()
         n_slots = n_batches_ahead(parts, n_ahead) + 2
         # Epochs differ a little in how many slots they need; a ring with more than enough stays.
@@ -225,17 +227,20 @@ class ShuffledLoader(Loader):
         return self._n_ahead + min(self._n_ahead, more)
 
     def _forget_memory(self) -> None:
+        """See `Loader`."""
         self._ring = None
 
     # -- looking into it -----------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
+        """See `Loader`."""
         parts, layout, space = self._partitions(self._epoch), self._space.layout, self._space
         order, blocks = parts[0].order, parts[0].order.blocks
         plane_bytes = space.tokens.count * layout.vector_nbytes
         joined = blocks.examples_per_block if layout.n_layers == 1 else 1
 
         def runs(number: int) -> Runs:
+            """The reads of a cohort of all lanes."""
             # Cohorts of the same number are read together, as long as no lane gets ahead of the others.
             found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
             return runs_of_blocks(blocks, np.concatenate(found), np.array([len(some) for some in found]))
@@ -276,12 +281,15 @@ class ShuffledLoader(Loader):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, object]:
+        """See `Loader`."""
         return {**super()._identity(), "seed": self._shuffle.seed, "order_version": ShuffledOrder.VERSION}
 
     def _order_state(self) -> dict[str, object]:
+        """See `Loader`."""
         return self._geometry._asdict()
 
     def _adopt(self, state: Mapping[str, object]) -> None:
+        """See `Loader`."""
         batch = self._batching.batch_size
         geometry = Geometry(
             whole_number(state, "examples_per_block", 1, Blocks.MAX_ROWS),

@@ -120,6 +120,7 @@ def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
 
 
 def _mix(word: int) -> int:
+    """The finaliser of SplitMix64."""
     word &= _MASK
     word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
     word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
@@ -167,6 +168,7 @@ class Permutation:
         return self._walk(things, self._decipher)
 
     def _walk(self, numbers: IntArray, step: Callable[[Words], Words]) -> IntArray:
+        """Apply a step again to each number that it took outside 0 … n - 1."""
         found = step(numbers.astype(np.uint64))
         while True:
             outside = found >= np.uint64(self.n)
@@ -175,12 +177,14 @@ class Permutation:
             found[outside] = step(found[outside])
 
     def _encipher(self, word: Words) -> Words:
+        """Eight rounds of the network."""
         left, right = word >> self._half_bits, word & self._half_mask
         for key in self._keys:
             left, right = right, left ^ (words(key, right.view(np.int64)) & self._half_mask)
         return (left << self._half_bits) | right
 
     def _decipher(self, word: Words) -> Words:
+        """The inverse of `_encipher`."""
         left, right = word >> self._half_bits, word & self._half_mask
         for key in reversed(self._keys):
             left, right = right ^ (words(key, left.view(np.int64)) & self._half_mask), left

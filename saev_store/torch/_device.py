@@ -47,7 +47,8 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)  # pyright: ignore[reportUnnecessaryComparison]  # torch says int, but "cuda" has no index
+        index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]  # "cuda" has none
+        self.device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.device)
         self._events: dict[int, torch.cuda.Event] = {}
 
@@ -56,6 +57,7 @@ class CudaCopies:
         return torch.cuda.stream(self._stream)
 
     def _event(self) -> torch.cuda.Event:
+        """Marks what has been begun on the side stream."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -136,6 +138,7 @@ def pinned(device: str) -> Allocate | None:
         return None
 
     def make(shape: tuple[int, int]) -> FloatArray:
+        """Pinned memory."""
         found: np.ndarray = torch.empty(shape, dtype=torch.float32, pin_memory=True).numpy()
         return found
 

@@ -23,10 +23,12 @@ _config = options_class(ConfigError, kw_only=False)
 
 
 def _tokens(value: object) -> object:
+    """The present name of a choice of tokens."""
     return _OLD_TOKENS.get(value, value) if isinstance(value, str) else value
 
 
 def _url(value: object) -> object:
+    """A path as text."""
     return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
 

@@ -130,6 +130,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         return buffers.get()[:n]
 
     def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
+        """Fill `act` with the rows `picked`, by whichever way the medium is best at."""
         n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
         if n_parts < 2:
             self.rows.rows(picked, out=act)
@@ -159,6 +160,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             task.result()
 
     def _executor(self) -> ThreadPoolExecutor:
+        """Gathering threads of this process."""
         # Threads do not survive a fork.
         if self._pool is None or self._pool[0] != os.getpid():
             self._pool = (os.getpid(), ThreadPoolExecutor(self._n_threads - 1, "saev-indexed"))

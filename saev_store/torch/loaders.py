@@ -96,6 +96,7 @@ class TorchLoader(ABC, Generic[Config]):
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 
     def _rows(self) -> Selection:
+        """The rows that the config chooses."""
         cfg = self.cfg
         examples = list(cfg.examples) if isinstance(cfg.examples, tuple) else cfg.examples
         return self.store.sel(
@@ -291,6 +292,7 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
     """
 
     def _make(self) -> Loader:
+        """See `TorchLoader`."""
         options = _fields_of(self.cfg, ReadOptions())
         return OrderedLoader(
             self._rows(), options, labels=self.store.labels, make_buffer=pinned(self.cfg.device), **self._changed()
@@ -313,6 +315,7 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
     """
 
     def _make(self) -> Loader:
+        """See `TorchLoader`."""
         cfg = self.cfg
         if cfg.window_device is not None and torch.device(cfg.window_device) != torch.device(cfg.device):
             raise ArgumentError(
