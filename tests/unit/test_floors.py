@@ -82,7 +82,7 @@ HEAVY = {
     "obstore": ("transport/obstore/",),
     "PIL": ("record/", "sources/energon/field_map.py"),
     "pandas": ("export/",),
-    "pydantic": ("documents/", "stats/", "torch/", "sources/provenance.py"),
+    "pydantic": ("documents/", "loaders/options.py", "sources/provenance.py", "stats/", "torch/"),
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec/",),
     "skimage": ("record/",),
