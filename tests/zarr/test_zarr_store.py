@@ -75,6 +75,9 @@ class WritableView(ZarrView):
     async def set(self, key: str, value: Buffer) -> None:
         self.keys.add(key, value.to_bytes())
 
+    def __repr__(self) -> str:
+        return f"WritableView({str(self)!r})"
+
 
 def made(kind: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
     name = f"{next(_names)}"
