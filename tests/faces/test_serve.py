@@ -19,7 +19,7 @@ from served import serving
 from waiting import HANG_S
 from zarr.abc.store import Store
 
-from saev_store import ShardStore
+from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, SaevStoreWarning
@@ -266,10 +266,20 @@ def test_no_answer_names_a_place_of_this_machine(tmp_path: Path):
             body = Answer(url, key).body.decode()
             assert str(tmp_path) not in body
             assert "url" not in json.loads(body).get("attributes", {}) if key else True
-    hidden = {"dataset": "/home/me/birds", "data": {"root": "s3://bucket/birds/", "names": ["a/b", "/x/y"], "n": 3}}
-    assert _application._basenames(hidden) == {
-        "dataset": "birds", "data": {"root": "birds", "names": ["a/b", "y"], "n": 3},
-    }  # fmt: skip
+
+
+def test_places_in_the_metadata_are_served_without_their_folders(tmp_path: Path):
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=[1], content_tokens_per_example=1, cls_token=False, d_model=2, n_examples=1,
+        max_tokens_per_shard=1, dataset="/home/me/birds",
+        data={"root": "s3://bucket/birds/", "names": ["a/b", "/x/y"], "n": 3},
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.ones((1, 1, 1, 2), np.float32))
+    with serving(tmp_path / metadata.hash) as (url, _):
+        attributes = json.loads(Answer(url, "zarr.json").body)["attributes"]
+    assert attributes["dataset"] == "birds"
+    assert attributes["data"] == {"root": "birds", "names": ["a/b", "y"], "n": 3}
 
 
 def test_a_replaced_file_has_another_tag(plain, tmp_path: Path):
