@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.indexing import outer_block
 from saev_store.core.layout import DIMS
@@ -40,7 +41,7 @@ try:
     from xarray.core import indexing
 except ImportError as error:
     raise MissingDependencyError(
-        "xarray is not installed", where="as_xarray", remedy="pip install 'saev_store[xarray]'"
+        "xarray is not installed", where="as_xarray", remedy="Run: pip install 'saev-store[xarray]'."
     ) from error
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class StoreArray(BackendArray):
         if not isinstance(key, indexing.VectorizedIndexer):
             return self.store.read(outer_block(key.tuple, self.shape))
         found = self.store.read(key.tuple)
-        # NumPy leaves the dimensions of neighbouring lists in place; xarray wants them in front.
+        # NumPy leaves the dimensions of neighbouring lists in place; xarray expects them in front.
         lists = [axis for axis, item in enumerate(key.tuple) if isinstance(item, np.ndarray)]
         if not lists or lists[-1] - lists[0] + 1 > len(lists):
             return found
@@ -285,12 +286,9 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
     )
     if chunks is None:
         return dataset
-    try:
-        from dask.base import tokenize
-    except ImportError as error:
-        raise MissingDependencyError(
-            "dask is not installed", where="as_xarray", remedy="pip install 'saev_store[xarray]'"
-        ) from error
+    need("dask", install="saev-store[xarray]", where="as_xarray")
+    from dask.base import tokenize
+
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
         return dataset.chunk(sizes, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated

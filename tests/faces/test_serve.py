@@ -28,7 +28,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from saev_store.serve import _application, application, listen
-from saev_store.serve._ranges import UnsatisfiableError, parse_range
+from saev_store.serve._application import UnsatisfiableError, parse_range
 from saev_store.zarr import ZarrView
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)

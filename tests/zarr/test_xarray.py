@@ -384,4 +384,4 @@ def test_what_is_not_installed_is_named(missing: str, call: str, folder: Path):
     )
     command = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert done.stdout == f"as_{missing}: {missing} is not installed. pip install 'saev_store[xarray]'\n"
+    assert done.stdout == f"as_{missing}: {missing} is not installed. Run: pip install 'saev-store[xarray]'.\n"
