@@ -20,7 +20,7 @@ from waiting import HANG_S
 
 from saev_store import ShardStore, __version__
 from saev_store.cli import main
-from saev_store.cli._app import app
+from saev_store.cli._run import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
