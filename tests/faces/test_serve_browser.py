@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Pages(SimpleHTTPRequestHandler):
-    """The page, the libraries, the truth; what the page found out goes into `found`."""
+    """Serves the page, the libraries and the expected values; collects the page's results in `found`."""
 
     def __init__(self, *args, modules: Path, truth: bytes, found: queue.Queue, **kwargs):
         self.modules, self.truth, self.found = modules, truth, found
