@@ -3,6 +3,9 @@
 `xr.open_dataset(url, engine="saev", storage_options=…)` works wherever the package is installed, without importing it.
 """
 
+# pandas has no stubs.
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import asyncio

@@ -53,27 +53,27 @@ def store_stats(
 ) -> Stats:
     """Statistics of a store for each layer and token position: those kept beside it, or computed now.
 
-    Computed with dask in float64, holding some tens of MiB for each worker. They are kept beside the store as `stats.json`
-    where that may be written, and read from there the next time.
+    Computed in float64 by threads or by a dask cluster, which hold some tens of MiB each. They are kept beside the store as
+    `stats.json`, if that can be written, and read from there the next time.
 
     Args:
         store: The opened store.
-        sample: Use so many examples only, drawn without repeats; kept statistics of all examples are preferred.
-        seed: Of the sample.
+        sample: Read only this number of examples, drawn without repeats; kept statistics of all examples are preferred.
+        seed: Seed of the sample.
         client: A `distributed.Client`, or the address of a scheduler whose workers can read the store. Default: the
             active client, if there is one, else threads of this process.
-        refresh: Compute anew what is kept.
+        refresh: Compute again, also if statistics are kept.
         save: Keep the result beside the store.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: the sample is no positive number.
-        CorruptShardError: a shard is missing or short.
-        MissingDependencyError: dask (or distributed, with `client`) is not installed.
+        ArgumentError: the sample is not a positive integer, or the client is asynchronous.
+        CorruptShardError: a shard is missing, short, or differs from its digests.
+        MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: no scheduler answers.
 
     Warns:
-        SaevStoreWarning: what is kept is broken or about another store; it is replaced.
+        SaevStoreWarning: the kept statistics are broken or belong to another store; they are replaced.
     """
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
@@ -87,7 +87,7 @@ def store_stats(
 def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats:
     """Statistics of at least `n_examples` examples: those kept beside the store, or those of a sample.
 
-    Computed in this thread without dask, so only for small samples. The result is kept beside the store.
+    Computed in this thread, so suited to small samples. The result is kept beside the store.
     """
     wanted = _sample(store, n_examples, seed)
     kept = _kept(store, wanted, or_more=True)
@@ -100,7 +100,7 @@ def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats
 
 
 def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdentity, Promised | None]:
-    """What the statistics will be about, and the digests to compare all bytes with; None where they are not compared.
+    """The identity of the recording, and the digests to compare all bytes with; None if they are not compared.
 
     Statistics of bytes that were not compared with digests are bound to the versions of the files instead. Comparing costs
     little where the bytes are local; elsewhere, and for a sample, whole blocks would have to be read for it.

@@ -366,7 +366,7 @@ class ShardStore(OpenedStore):
     ) -> Stats:  # fmt: skip
         """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
 
-        Computed with dask; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
+        Computed in threads or on a dask cluster; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
 
         >>> from saev_store import ShardStore
         >>> stats = ShardStore.open(SAMPLE).stats(save=False)

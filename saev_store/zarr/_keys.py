@@ -30,8 +30,8 @@ _KEPT_INDEXES = 2
 class TensorKeys:
     """The keys of a store's Zarr group and the places of their values. Pure: nothing here reads a file.
 
-    Args:
-        grid: How the tensor is cut.
+    Attributes:
+        grid: The grid of chunks.
         attributes: The group's attributes.
         labelled: Whether there is a `labels.bin`.
     """

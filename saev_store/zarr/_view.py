@@ -1,8 +1,7 @@
 """`ZarrView`: a read-only `zarr.abc.store.Store` whose values are byte ranges of shards.
 
 Zarr calls from event loops: its own, in a thread of its own, or the caller's. Views of mapped memory are returned
-at once. Everything that waits is done in a pool of threads, so that a loop is never blocked and many requests are in
-flight at once.
+directly. Reads that wait run in a pool of threads, so that a loop is never blocked and many requests are in flight.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = 
 
     Args:
         store: The opened store.
-        chunks: Shape of a chunk over (example, layer, token, d_model). `"auto"` takes what suits the transport: many
-            whole examples of a local store, single layers of single examples elsewhere. Axes left of one pivot axis have
+        chunks: Shape of a chunk over (example, layer, token, d_model). `"auto"` suits the transport: many whole
+            examples of a local store, single layers of single examples elsewhere. Axes left of one pivot axis have
             length 1, axes right of it are whole, and the length on the pivot divides its axis.
         sharded: Make each shard one key with `chunks` as its inner chunks, which are then read many at a time. `"auto"`
             does so for remote stores, if zarr is 3.3 or newer; older versions cannot.
 
     Raises:
-        ArgumentError: `chunks` is no such shape (the message has the nearest ones), or zarr is too old for `sharded`.
+        ArgumentError: `chunks` is not such a shape (the message has the nearest ones), or zarr is too old for `sharded`.
         DocumentError: `labels.bin` has another size than the documents imply.
     """
     if sharded not in {"auto", True, False}:
@@ -249,7 +248,7 @@ class ZarrView(Store):
         for name in self._keys.children(prefix.rstrip("/")):
             yield name
 
-    # -- what cannot be done -------------------------------------------------------------------------------------------
+    # -- refused -------------------------------------------------------------------------------------------------------
 
     async def set(self, key: str, value: Buffer) -> None:
         """Refused with zarr's own error: the view reads only."""
