@@ -9,7 +9,8 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, StoreExistsError
-from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
+from saev_store.export._references import ArrayReferences, References, references, warn_if_many
+from saev_store.zarr import Chunks
 from saev_store.zarr.documents import array_document
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def write_icechunk(
             where="base",
             remedy="Name the store by another path, such as a symbolic link.",
         )
-    warn_if_many(found, what="manifests", remedy="larger chunks make fewer")
+    warn_if_many(found, what="manifests")
     container = container or _container(found.base)
     config = icechunk.RepositoryConfig.default()
     config.set_virtual_chunk_container(container)
@@ -91,7 +92,7 @@ def _dataset(found: References) -> xarray.Dataset:
     import xarray
 
     variables = {array.name: xarray.Variable(array.dims, _manifest(array, found.base)) for array in found.arrays}
-    coordinates = {name: xarray.Variable((name,), values) for name, values in found.coordinates}
+    coordinates = {name: xarray.Variable((name,), values) for name, values in found.coordinates.items()}
     return xarray.Dataset(variables, coords=coordinates, attrs=dict(found.attributes))
 
 

@@ -1,39 +1,29 @@
-"""Kerchunk references: Zarr v2 documents and byte ranges, as one JSON document or as a folder of Parquet files.
+"""Kerchunk references: Zarr v2 documents and byte ranges as one JSON document.
 
-fsspec's `reference://` file system reads them, and so do zarr and xarray. In JSON all ranges name the template `u`: if the store
-moves, one line changes, or `template_overrides={"u": …}` is passed. The Parquet layout has no templates.
+fsspec's `reference://` file system reads it, and so do zarr and xarray. All ranges name the template `u`: if the store moves, one
+line changes, or `template_overrides={"u": …}` is passed.
 """
-
-# pandas and fastparquet have no stubs.
-# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store._runtime.optional import need
-from saev_store.core.layout import IntArray
-from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
-from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
-from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
+from saev_store.errors import AccessError
+from saev_store.export._references import ArrayReferences, References, references, warn_if_many
+from saev_store.transport import Writes, open_transport
+from saev_store.zarr import Chunks
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
-Format = Literal["json", "parquet"]
-
 #: References formatted at once.
 _STEP = 1 << 16
-#: References in one Parquet file: some hundred KB, which a reader loads for each access.
-_RECORD_SIZE = 100_000
-_ROOT = ".zmetadata"
 _DTYPES = {"float32": "<f4", "uint8": "|u1", "int64": "<i8"}
 
 
@@ -41,7 +31,6 @@ def write_kerchunk(
     store: ShardStore,
     path: str,
     *,
-    format: Format = "json",
     chunks: Chunks = "auto",
     base: str | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -50,54 +39,34 @@ def write_kerchunk(
 
     Args:
         store: The opened store.
-        path: The JSON document, or the folder of Parquet files (new, or an earlier export); any fsspec URL.
-        format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
+        path: The JSON document; any fsspec URL.
         chunks: As in `saev_store.zarr.open_view`; `"auto"` as for remote stores.
-        base: Address of the store's folder for readers; default: its address here. With `""` Parquet files contain only the
-            names of the shards, for readers with a file system of their own.
+        base: Address of the store's folder for readers; default: its address here.
         storage_options: For writing to `path`.
 
     Raises:
+        AccessError: `path` cannot be written.
         ArgumentError: `chunks` is not a legal shape, or the store has no address for other processes.
         CorruptShardError: shards are missing or short.
-        MissingDependencyError: `"parquet"` without fastparquet.
-        StoreExistsError: the folder contains other files.
 
     Warns:
         SaevStoreWarning: there are a million references or more.
     """
-    if format not in {"json", "parquet"}:
-        raise ArgumentError(f'{format!r} is not one of "json" and "parquet"', where="format")
-    if format == "parquet":
-        need("fastparquet", install="saev-store[kerchunk]", where="format")
-    elif base == "":
-        raise ArgumentError("a JSON document names the store's folder once, in its template", where="base")
     found = references(store, chunks=chunks, base=base)
-    if format == "json":
-        warn_if_many(found, what="a JSON document", remedy='use format="parquet", or larger chunks')
-        folder, name = posixpath.split(path.rstrip("/"))
-        _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found)))
-    else:
-        warn_if_many(found, what="a set of Parquet files", remedy="larger chunks make fewer")
-        _write_parquet(found, path, storage_options)
-
-
-def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writes:
-    transport: Transport = open_transport(folder, storage_options)
+    warn_if_many(found, what="a JSON document")
+    folder, name = posixpath.split(path.rstrip("/"))
+    transport = open_transport(folder or ".", storage_options)
     if not isinstance(transport, Writes):
         raise AccessError("this storage cannot be written", where=transport.url)
-    return transport
+    transport.put(name, b"".join(_json_pieces(found)))
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
-def v2_documents(found: References) -> dict[str, dict[str, object]]:
+def _v2_documents(found: References) -> dict[str, dict[str, object]]:
     """The Zarr v2 documents by key, without `.zmetadata`."""
     documents: dict[str, dict[str, object]] = {".zgroup": {"zarr_format": 2}, ".zattrs": dict(found.attributes)}
     for array in found.arrays:
         documents |= _array_documents(array.name, array.data_type, array.shape, array.chunk, array.dims)
-    for name, values in found.coordinates:
+    for name, values in found.coordinates.items():
         documents |= _array_documents(name, "int64", values.shape, values.shape, (name,))
     return documents
 
@@ -120,19 +89,16 @@ def _array_documents(
     return {f"{name}/.zarray": array, f"{name}/.zattrs": {"_ARRAY_DIMENSIONS": list(dims)}}
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
 def _json_pieces(found: References) -> Iterator[bytes]:
     """One entry per line; the template is first, where it is easy to find."""
     yield f'{{"version": 1, "templates": {{"u": {json.dumps(found.base)}}}, "refs": {{\n'.encode()
-    documents = v2_documents(found)
+    documents = _v2_documents(found)
     consolidated = {"zarr_consolidated_format": 1, "metadata": documents}
     for key, document in {".zmetadata": consolidated, **documents}.items():
         yield f"{json.dumps(key)}: {json.dumps(json.dumps(document, allow_nan=False))},\n".encode()
     for array in found.arrays:
         yield from _array_pieces(array)
-    entries = [f'"{name}/0": {json.dumps(_inline(values.tobytes()))}' for name, values in found.coordinates]
+    entries = [f'"{name}/0": {json.dumps(_inline(values.tobytes()))}' for name, values in found.coordinates.items()]
     yield (",\n".join(entries) + "\n}}\n").encode()
 
 
@@ -153,80 +119,3 @@ def _array_pieces(array: ArrayReferences) -> Iterator[bytes]:
 
 def _inline(data: bytes) -> str:
     return f"base64:{base64.b64encode(data).decode()}"
-
-
-# -- Parquet -----------------------------------------------------------------------------------------------------------
-
-
-def _write_parquet(found: References, path: str, storage_options: Mapping[str, object] | None) -> None:
-    """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
-    target = _writable(path, storage_options)
-    names = {entry.path for entry in _listed(target)}
-    if names and _ROOT not in names:
-        raise StoreExistsError(
-            "the folder contains files that are not an export",
-            where=path,
-            remedy="Name a folder that is new, or one that an export may replace.",
-        )
-    target.delete(_ROOT)
-    for array in found.arrays:
-        for record in range(-(-array.n_chunks // _RECORD_SIZE)):
-            numbers = np.arange(record * _RECORD_SIZE, min((record + 1) * _RECORD_SIZE, array.n_chunks))
-            target.put(f"{array.name}/refs.{record}.parq", _record(array, numbers, found.base))
-    for name, values in found.coordinates:
-        target.put(f"{name}/refs.0.parq", _parquet({"raw": [values.tobytes()]}))
-    document = {"metadata": v2_documents(found), "record_size": _RECORD_SIZE}
-    target.put(_ROOT, json.dumps(document, allow_nan=False).encode())
-
-
-def _listed(target: object) -> Sequence[Entry]:
-    try:
-        return target.list("") if isinstance(target, Lists) else ()
-    except NotFoundError:
-        return ()
-
-
-def _record(array: ArrayReferences, numbers: IntArray, base: str) -> bytes:
-    """One file of references. It has a column `raw` only if a value is given as bytes: readers test its absence."""
-    import pandas as pd
-
-    files, offsets = array.locate(numbers)
-    first, last = int(files.min()), int(files.max())
-    names = [f"{base}/{name}" if base else name for name in array.files[first : last + 1]]
-    codes, sizes = files - first, np.full(len(numbers), array.chunk_nbytes)
-    columns: dict[str, object] = {"offset": offsets, "size": sizes}
-    inline = {place: array.inline[n] for place, n in enumerate(numbers.tolist()) if n in array.inline}
-    if inline:
-        for place in inline:
-            codes[place], offsets[place], sizes[place] = -1, 0, 0
-        columns["raw"] = [inline.get(place) for place in range(len(numbers))]
-    paths = pd.Categorical.from_codes(codes, names)  # pyright: ignore[reportUnknownMemberType]  # codes have no type
-    return _parquet({"path": paths, **columns})
-
-
-def _parquet(columns: Mapping[str, object]) -> bytes:
-    import fastparquet
-    import pandas as pd
-
-    frame = pd.DataFrame(
-        {name: pd.Series(values, dtype=object) if name == "raw" else values for name, values in columns.items()}
-    )
-    kept = _Kept()
-    fastparquet.write(  # pyright: ignore[reportUnknownMemberType]  # most arguments have no types
-        "refs",
-        frame,
-        open_with=lambda *_: kept,  # pyright: ignore[reportUnknownLambdaType]  # called with a path and a mode
-        compression="ZSTD",
-        write_index=False,
-        stats=False,  # pyright: ignore[reportArgumentType]  # takes a bool, though its default is a list
-        object_encoding={"path": "utf8", "raw": "bytes"},  # pyright: ignore[reportArgumentType]  # takes a dict, though its default is a str
-        has_nulls=[name for name in ("path", "raw") if name in columns],  # pyright: ignore[reportArgumentType]  # takes a list, though its default is a bool
-    )
-    return kept.getvalue()
-
-
-class _Kept(io.BytesIO):
-    """A file in memory whose content stays readable after `close()`."""
-
-    def close(self) -> None:
-        pass

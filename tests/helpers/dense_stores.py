@@ -35,8 +35,9 @@ class PlainStore:
 
 
 def plain_store(
-    layout: Layout, *, seed: int = 0, tail: Tail = "padded", empty_trailer: bool = False, labelled: bool = False
-) -> PlainStore:
+    layout: Layout, *, seed: int = 0, tail: Tail = "padded", empty_trailer: bool = False, labelled: bool = False,
+    ckpt: str | None = None,
+) -> PlainStore:  # fmt: skip
     """Random bits as activations (NaN payloads, infinities and denormals occur), in protocol 1.0.0 as of June 2025."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, layout.nbytes, dtype=np.uint8)
@@ -44,7 +45,7 @@ def plain_store(
     budget = layout.examples_per_shard * layout.vectors_per_example
     metadata = {
         "vit_family": "clip",
-        "vit_ckpt": f"random/{seed}",
+        "vit_ckpt": ckpt or f"random/{seed}",
         "layers": list(layout.layers),
         "n_patches_per_img": layout.content_tokens_per_example,
         "cls_token": layout.cls_token,

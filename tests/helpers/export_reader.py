@@ -79,7 +79,6 @@ def tensorstore(job):
 
 READERS = {
     "kerchunk": [kerchunk_zarr, kerchunk_xarray],
-    "kerchunk-parquet": [kerchunk_zarr, kerchunk_xarray],
     "icechunk": [icechunk],
     "tensorstore": [tensorstore],
 }

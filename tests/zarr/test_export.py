@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,8 @@ from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError
 from saev_store.export import _references, kerchunk
 
-FORMATS = ["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"]
-NEEDS = {"kerchunk-parquet": ["fastparquet"], "icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}
+FORMATS = ["kerchunk", "icechunk", "tensorstore"]
+NEEDS = {"icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}
 
 #: name -> (layout, how the last shard ends, an empty shard listed after it, labels)
 STORES = {
@@ -70,8 +69,8 @@ def read_elsewhere(jobs: list[dict], cwd: Path, **environment: str) -> list[list
 
 def make_export(store: ShardStore, format: str, out: Path, *, chunks="auto", base=None) -> None:
     match format:
-        case "kerchunk" | "kerchunk-parquet":
-            store.to_kerchunk(out, format="parquet" if "-" in format else "json", chunks=chunks, base=base)
+        case "kerchunk":
+            store.to_kerchunk(out, chunks=chunks, base=base)
         case "icechunk":
             store.to_icechunk(out, chunks=chunks, base=base)
         case "tensorstore":
@@ -99,8 +98,7 @@ def test_exports_open_without_us_with_right_values(format: str, tmp_path: Path):
         for chunks in ("auto", (1, 1, *layout.shape[2:]), (LARGEST.get(name, 1), *layout.shape[1:])):
             if format == "tensorstore" and chunks != "auto":
                 continue
-            suffix = {"kerchunk": ".json", "tensorstore": ".json", "kerchunk-parquet": ".parq"}.get(format, "")
-            out = tmp_path / f"export{len(jobs)}{suffix}"
+            out = tmp_path / f"export{len(jobs)}{'' if format == 'icechunk' else '.json'}"
             make_export(store, format, out, chunks=chunks)
             jobs.append({"format": format, "out": str(out), "truth": truth})
             names.append((name, chunks))
@@ -192,21 +190,6 @@ def test_a_bucket(format: str, s3_bucket, tmp_path: Path):
     assert not any(options["secret"].encode() in path.read_bytes() for path in written)
 
 
-def test_parquet_that_names_only_the_shards(moved, tmp_path: Path):
-    pytest.importorskip("fastparquet")
-    import fsspec
-
-    store, new, _ = moved
-    expected = store[0, 0].tobytes()
-    store.to_kerchunk(tmp_path / "r.parq", format="parquet", base="")
-    shutil.move(store.url, new)
-    here = fsspec.filesystem("dir", path=str(new), fs=fsspec.filesystem("file"))
-    warnings.filterwarnings("ignore", "The 'fastparquet' engine is deprecated")  # pandas, about fsspec's reader
-    references = fsspec.filesystem("reference", fo=str(tmp_path / "r.parq"), fs=here)
-    found = references.cat_file("activations/0.0.0.0")
-    assert found[:160] == expected
-
-
 # -- what is refused, what is said -------------------------------------------------------------------------------------
 
 
@@ -254,23 +237,21 @@ def test_illegal_shapes_and_addresses(tmp_path: Path):
         store.to_tensorstore_spec(base="ftp://somewhere/x")
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path):
-    pytest.importorskip("fastparquet")
+def test_an_icechunk_repository_is_not_overwritten(tmp_path: Path):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
     store = small_store(tmp_path)
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("all I have")
-    with pytest.raises(StoreExistsError, match="not an export"):
-        store.to_kerchunk(mine, format="parquet")
-    assert (mine / "thesis.txt").read_text() == "all I have"
-    store.to_kerchunk(tmp_path / "r.parq", format="parquet")
-    store.to_kerchunk(tmp_path / "r.parq", format="parquet")
+    store.to_icechunk(tmp_path / "repository")
+    before = {path: path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()}
+    with pytest.raises(StoreExistsError, match="already exists"):
+        store.to_icechunk(tmp_path / "repository")
+    assert {path: path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()} == before
 
 
 def test_many_references_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = small_store(tmp_path)
     monkeypatch.setattr(_references, "MANY_REFERENCES", 7)
-    with pytest.warns(SaevStoreWarning, match="parquet"):
+    with pytest.warns(SaevStoreWarning, match="larger chunks make fewer"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
 
 
@@ -282,22 +263,13 @@ def test_a_large_short_chunk_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
 
 
-def test_parquet_in_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("fastparquet")
+def test_references_are_formatted_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plain = plain_store(Layout(25, (2, 5), 3, True, 4, 6), tail="cut", labelled=True)
     store = ShardStore.open(plain.write(tmp_path))
-    monkeypatch.setattr(kerchunk, "_RECORD_SIZE", 4)
     monkeypatch.setattr(kerchunk, "_STEP", 3)
-    truth, jobs = write_truth(plain, tmp_path / "truth.npz"), []
-    for format, chunks in (
-        ("kerchunk", (1, 1, 4, 4)),
-        ("kerchunk-parquet", (1, 1, 4, 4)),
-        ("kerchunk-parquet", (3, 2, 4, 4)),
-    ):
-        out = tmp_path / f"export{len(jobs)}{'.json' if format == 'kerchunk' else '.parq'}"
-        make_export(store, format, out, chunks=chunks)
-        jobs.append({"format": format, "out": str(out), "truth": truth})
-    assert read_elsewhere(jobs, tmp_path) == [[], [], []]
+    store.to_kerchunk(tmp_path / "r.json", chunks=(1, 1, 4, 4))
+    truth = write_truth(plain, tmp_path / "truth.npz")
+    assert read_elsewhere([{"format": "kerchunk", "out": str(tmp_path / "r.json"), "truth": truth}], tmp_path) == [[]]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
