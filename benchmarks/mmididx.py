@@ -213,8 +213,8 @@ def far_away(prefix: Path) -> list[str]:
 
     jobs = {
         "32 random documents, one by one": one_by_one,
-        "1,000 random documents, read_many": lambda: dataset.read_many(picks),
-        "1,000 neighbouring documents, read_many": lambda: dataset.read_many(slice(5000, 6000)),
+        "1,000 random documents, rows": lambda: dataset.rows(picks),
+        "1,000 neighbouring documents, rows": lambda: dataset.rows(slice(5000, 6000)),
         "32 samples of 2,049 tokens, rows": lambda: token_samples.rows(range(32)),
     }
     for what, work in jobs.items():

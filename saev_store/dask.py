@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
-from saev_store.errors import ArgumentError, MissingDependencyError
+from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
     import dask.array
@@ -36,12 +37,9 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     >>> array[:, 1].mean(axis=0).compute().shape
     (5, 8)
     """
-    try:
-        import dask.array
-    except ImportError as error:
-        raise MissingDependencyError(
-            "dask is not installed", where="as_dask", remedy="pip install 'saev_store[xarray]'"
-        ) from error
+    need("dask", install="saev-store[xarray]", where="as_dask")
+    import dask.array
+
     layout = store.layout
     sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:

@@ -2,24 +2,24 @@
 
 ```text
 SaevStoreError
-├── NotFoundError          (FileNotFoundError)   no store, no file, no root there
+├── NotFoundError          (FileNotFoundError)   there is no store, file or root
 ├── AccessError            (PermissionError)     it exists, but may not be read or written
 ├── DocumentError          (ValueError)          metadata.json / shards.json / labels.bin break a rule; carries all problems
 │   └── UnknownProtocolError                     a protocol or dtype this version cannot read (a *breaking* change)
 ├── UnsafeContentError     (ValueError)          a name in a file that leaves the store's folder
 ├── LayerNotFoundError     (KeyError)            a layer label the store does not hold
-├── SelectionError         (IndexError)          an index, slice, mask or option that selects nothing that exists
+├── SelectionError         (IndexError)          an index, slice, mask or option that does not fit the store
 ├── ArgumentError          (ValueError)          any other argument that breaks a rule
-├── CorruptShardError      (OSError)             a shard is missing, short or not what its digest says
-│   └── MissingShardError  (FileNotFoundError)   a shard's file is not there
-├── TransportError         (OSError)             the bytes could not be moved
+├── CorruptShardError      (OSError)             a shard is missing, short or differs from its digest
+│   └── MissingShardError  (FileNotFoundError)   a shard's file does not exist
+├── TransportError         (OSError)             bytes could not be read or written
 │   └── DeadlineError      (TimeoutError)        not within the time allowed
-├── StoreExistsError       (FileExistsError)     a complete store (or object) is already there
+├── StoreExistsError       (FileExistsError)     a complete store or object already exists
 ├── IncompleteStoreError   (RuntimeError)        a store that is not published
 ├── ResumeError            (ValueError)          this call cannot continue the unfinished store
 ├── WriterConflictError    (RuntimeError)        another writer holds or has published the store
 ├── ReadOnlyError          (PermissionError)     a write through a read-only transport
-├── ForkError              (RuntimeError)        a client that does not survive fork(), used in a forked child
+├── ForkError              (RuntimeError)        use in a forked child of a client that does not survive fork()
 └── MissingDependencyError (ImportError)         an extra has to be installed first
 ```
 

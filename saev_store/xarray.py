@@ -1,38 +1,59 @@
-"""The tensor as an `xarray.Dataset`, and `engine="saev"`.
+"""Stores as `xarray.Dataset`s: `engine="saev"`, `store.as_xarray()` and `ShardStore.concat`.
 
 `xr.open_dataset(url, engine="saev", storage_options=…)` works wherever the package is installed, without importing it.
 """
+
+# pandas has no stubs.
+# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.indexing import outer_block
 from saev_store.core.layout import DIMS
-from saev_store.errors import ArgumentError, MissingDependencyError
+from saev_store.errors import (
+    ArgumentError,
+    MissingDependencyError,
+    NotFoundError,
+    SaevStoreError,
+    SaevStoreWarning,
+    brief,
+)
 from saev_store.names import METADATA_NAME, SHARDS_NAME
+from saev_store.store.identity import recording_identity
+from saev_store.store.listing import list_stores
 from saev_store.store.store import ShardStore
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of
+from saev_store.transport import Transport, open_transport
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of, coordinates
 
 try:
+    import pandas as pd
     import xarray
     from xarray.backends import BackendArray, BackendEntrypoint
     from xarray.core import indexing
 except ImportError as error:
     raise MissingDependencyError(
-        "xarray is not installed", where="as_xarray", remedy="pip install 'saev_store[xarray]'"
+        "xarray is not installed", where="as_xarray", remedy="Run: pip install 'saev-store[xarray]'."
     ) from error
 
 if TYPE_CHECKING:
     from saev_store.store.store import TaskSizes
+
+#: Options of xarray that every back end is asked to accept.
+_DECODERS = {
+    "mask_and_scale", "decode_times", "decode_timedelta", "use_cftime", "concat_characters", "decode_coords",
+}  # fmt: skip
 
 
 class StoreArray(BackendArray):
@@ -47,7 +68,7 @@ class StoreArray(BackendArray):
         if not isinstance(key, indexing.VectorizedIndexer):
             return self.store.read(outer_block(key.tuple, self.shape))
         found = self.store.read(key.tuple)
-        # NumPy leaves the dimensions of neighbouring lists in place; xarray wants them in front.
+        # NumPy leaves the dimensions of neighbouring lists in place; xarray expects them in front.
         lists = [axis for axis, item in enumerate(key.tuple) if isinstance(item, np.ndarray)]
         if not lists or lists[-1] - lists[0] + 1 > len(lists):
             return found
@@ -72,69 +93,174 @@ class LabelsArray(StoreArray):
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
         labels = np.asarray(self.store.labels)
-        return indexing.explicit_indexing_adapter(
-            key, self.shape, indexing.IndexingSupport.BASIC, lambda part: labels[part].copy()
-        )
+
+        def copied(part: tuple[int | slice, ...]) -> npt.NDArray[np.generic]:
+            return labels[part].copy()
+
+        return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, copied)
 
 
 class SaevBackend(BackendEntrypoint):
-    """xarray's back end for `engine="saev"`, and for the folder of a store opened without an engine."""
+    """xarray's back end for `engine="saev"`, for a local folder of a store opened without an engine, and for a `ShardStore`.
+
+    `xr.open_datatree(root, engine="saev")` opens a root of stores as one tree. Options with which xarray decodes files
+    (`mask_and_scale`, `decode_times`, …) are accepted and have no effect: nothing in a store is encoded.
+    """
 
     description = "Stores of transformer activations (metadata.json, shards.json, acts000000.bin, …)"
+    supports_groups = True
+    open_dataset_parameters = ("filename_or_obj", "drop_variables", "group", "storage_options", "damaged_ok")
 
     def guess_can_open(self, filename_or_obj: object) -> bool:
-        """Whether this is the folder of a store on this machine; two files are looked up, no server is contacted."""
+        """Whether this is a `ShardStore` or the local folder of one; two files are looked up, no server is contacted."""
+        if isinstance(filename_or_obj, ShardStore):
+            return True
         if not isinstance(filename_or_obj, (str, os.PathLike)):
             return False
         path = cast("object", os.fspath(cast("str | os.PathLike[str]", filename_or_obj)))
-        if not isinstance(path, str) or "://" in path:
+        if not isinstance(path, str) or ("://" in path and not path.startswith("file://")):
             return False
-        return all(os.path.isfile(os.path.join(path, name)) for name in (METADATA_NAME, SHARDS_NAME))
+        try:
+            transport = open_transport(path)
+            return all(transport.size(name) > 0 for name in (METADATA_NAME, SHARDS_NAME))
+        except SaevStoreError:
+            return False
 
     def open_dataset(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes stores, not xarray's data stores
         self,
         filename_or_obj: str | os.PathLike[str] | ShardStore,
         *,
         drop_variables: str | Iterable[str] | None = None,
+        group: str | None = None,
         storage_options: Mapping[str, object] | None = None,
         damaged_ok: bool = False,
+        **decoders: object,
     ) -> xarray.Dataset:
         """The dataset of one store, with no activation read.
 
         Args:
             filename_or_obj: The store's folder, any address that fsspec knows, or an opened store.
             drop_variables: Names to leave out.
+            group: Folder of the store below `filename_or_obj`, for a root of stores; None and `"/"`: none.
             storage_options: What fsspec hands to the file system.
             damaged_ok: As in `ShardStore.open`.
+            decoders: xarray's decoding options, such as `mask_and_scale`; without effect.
+
+        Raises:
+            ArgumentError: `group` is given with an opened store.
+            TypeError: another option is given.
+            As `ShardStore.open`.
         """
-        store = filename_or_obj
-        if not isinstance(store, ShardStore):
-            store = ShardStore.open(store, storage_options, damaged_ok=damaged_ok)
-        layout = store.layout
-        n_content = layout.content_tokens_per_example
-        variables = {
-            ARRAY: xarray.Variable(DIMS, indexing.LazilyIndexedArray(StoreArray(store))),
-            "layer": xarray.Variable("layer", np.array(layout.layers, dtype=np.int64)),
-            "token": xarray.Variable("token", np.arange(-layout.n_special_tokens, n_content)),
+        _check_decoders(decoders)
+        name = (group or "").strip("/")
+        if isinstance(filename_or_obj, ShardStore):
+            if name:
+                raise ArgumentError(f"an opened store has no group {group!r}", where="group")
+            return dataset_of(filename_or_obj, drop_variables)
+        place = open_transport(filename_or_obj, storage_options).at(name) if name else filename_or_obj
+        options = None if name else storage_options
+        return dataset_of(ShardStore.open(place, options, damaged_ok=damaged_ok), drop_variables)
+
+    def open_groups_as_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  # as `open_dataset`
+        self,
+        filename_or_obj: str | os.PathLike[str] | ShardStore,
+        *,
+        drop_variables: str | Iterable[str] | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        damaged_ok: bool = False,
+        **decoders: object,
+    ) -> dict[str, xarray.Dataset]:
+        """The datasets of the stores in a root by `/<folder>`, or that of one store as `/`.
+
+        Raises:
+            TypeError: an unknown option is given.
+            As `ShardStore.open`, where there is no store.
+
+        Warns:
+            SaevStoreWarning: stores are left out because they are unfinished, broken, or damaged without `damaged_ok`.
+        """
+        _check_decoders(decoders)
+        if isinstance(filename_or_obj, ShardStore):
+            return {"/": dataset_of(filename_or_obj, drop_variables)}
+        root = open_transport(filename_or_obj, storage_options)
+        folders, left_out = _folders_of(root, damaged_ok=damaged_ok)
+        if left_out:
+            warnings.warn(f"{root.url}: left out of the tree: {', '.join(left_out)}", SaevStoreWarning, stacklevel=3)
+        return {
+            f"/{name}": dataset_of(ShardStore.open(root.at(name), damaged_ok=damaged_ok), drop_variables)
+            for name in folders
         }
-        if store.has_labels:
-            variables[CONTENT] = xarray.Variable(CONTENT, np.arange(n_content))
-            variables[LABELS] = xarray.Variable(("example", CONTENT), indexing.LazilyIndexedArray(LabelsArray(store)))
-        for variable in variables.values():  # else xarray would make each variable one dask task
-            if "example" in variable.dims:
-                variable.encoding["preferred_chunks"] = {**variable.sizes, "example": task_lengths(layout)}
-        left_out = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
-        # netCDF has neither objects nor booleans as attributes.
-        attributes = {
-            name: json.dumps(value) if isinstance(value, dict) else int(value) if isinstance(value, bool) else value
-            for name, value in attributes_of(store.metadata, url=store.url).items()
-        }
-        dataset = xarray.Dataset(
-            {name: variable for name, variable in variables.items() if name not in left_out}, attrs=attributes
+
+    def open_datatree(  # pyright: ignore[reportIncompatibleMethodOverride]  # as `open_dataset`
+        self,
+        filename_or_obj: str | os.PathLike[str] | ShardStore,
+        *,
+        drop_variables: str | Iterable[str] | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        damaged_ok: bool = False,
+        **decoders: object,
+    ) -> xarray.DataTree:
+        """The datasets of `open_groups_as_dict` as one tree; closing it closes the stores."""
+        datasets = self.open_groups_as_dict(
+            filename_or_obj,
+            drop_variables=drop_variables,
+            storage_options=storage_options,
+            damaged_ok=damaged_ok,
+            **decoders,
         )
-        dataset.encoding["source"] = store.url
-        dataset.set_close(store.close)
-        return dataset
+        tree = xarray.DataTree.from_dict(datasets)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        for path, dataset in datasets.items():
+            cast("xarray.DataTree", tree[path]).set_close(dataset.close)
+        return tree
+
+
+def _check_decoders(options: Mapping[str, object]) -> None:
+    unknown = sorted(options.keys() - _DECODERS)
+    if unknown:
+        raise TypeError(f'engine "saev" has no option {", ".join(unknown)}')
+
+
+def _folders_of(root: Transport, *, damaged_ok: bool) -> tuple[list[str], list[str]]:
+    """The folders of stores in a root ("" for a root that is a store itself), and what is left out."""
+    folders: list[str] = []
+    left_out: list[str] = []
+    try:
+        root.size(METADATA_NAME)
+    except NotFoundError:
+        for entry in list_stores(root):
+            if entry.state == "complete" or (entry.state == "damaged" and damaged_ok):
+                folders.append(entry.name)
+            else:
+                left_out.append(f"{entry.name} ({entry.state})")
+    # Opening the root raises the error that says why there is no store.
+    return folders or [""], left_out
+
+
+def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = None) -> xarray.Dataset:
+    """A store as a dataset of lazy variables, without dask; closing it closes the store."""
+    layout = store.layout
+    variables = {
+        ARRAY: xarray.Variable(DIMS, indexing.LazilyIndexedArray(StoreArray(store))),
+        "example": xarray.Variable("example", pd.RangeIndex(layout.n_examples)),  # of constant size
+    }
+    for name, values in coordinates(layout, labelled=store.has_labels).items():
+        variables[name] = xarray.Variable(name, values)
+    if store.has_labels:
+        variables[LABELS] = xarray.Variable(("example", CONTENT), indexing.LazilyIndexedArray(LabelsArray(store)))
+    for name in {ARRAY, LABELS} & variables.keys():  # else xarray would make each variable one dask task
+        variables[name].encoding["preferred_chunks"] = {**variables[name].sizes, "example": task_lengths(layout)}
+    left_out = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
+    # netCDF has neither objects nor booleans as attributes.
+    attributes = {
+        name: json.dumps(value) if isinstance(value, dict) else int(value) if isinstance(value, bool) else value
+        for name, value in attributes_of(store.metadata, url=store.url).items()
+    }
+    dataset = xarray.Dataset(
+        {name: variable for name, variable in variables.items() if name not in left_out}, attrs=attributes
+    )
+    dataset.encoding["source"] = store.url
+    dataset.set_close(store.close)
+    return dataset
 
 
 def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
@@ -163,14 +289,76 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
     )
     if chunks is None:
         return dataset
-    try:
-        from dask.base import tokenize
-    except ImportError as error:
-        raise MissingDependencyError(
-            "dask is not installed", where="as_xarray", remedy="pip install 'saev_store[xarray]'"
-        ) from error
+    need("dask", install="saev-store[xarray]", where="as_xarray")
+    from dask.base import tokenize
+
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
-        return dataset.chunk(sizes, token=cast("str", tokenize(store)))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
+        return dataset.chunk(sizes, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
     except ValueError as error:
         raise ArgumentError(f"{chunks!r} cannot be laid over {dict(dataset.sizes)}: {error}", where="chunks") from error
+
+
+def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:
+    """Several stores of one model as one lazy dataset along `example`: what `ShardStore.concat` gives.
+
+    Tasks of dask follow the shards of each store. `example` counts on through the stores. The attributes are those on
+    which the stores agree, and `stores`: a JSON list of the url, content hash and number of examples of each.
+
+    Args:
+        stores: Opened stores, in order.
+
+    Raises:
+        ArgumentError: no store is given, one is given twice, or the stores differ in model, layers, tokens, d_model, or
+            in whether and how they are labelled.
+        MissingDependencyError: xarray or dask is not installed.
+
+    >>> from saev_store import ShardStore
+    >>> store = ShardStore.open(SAMPLE)
+    >>> concat([store, store])
+    Traceback (most recent call last):
+    saev_store.errors.ArgumentError: stores: store 1 is the recording of store 0 again: ...
+    """
+    if not stores:
+        raise ArgumentError("there is no store", where="stores")
+    expected = _what_must_agree(stores[0])
+    known: dict[tuple[object, ...], int] = {}
+    for number, store in enumerate(stores):
+        for name, value in _what_must_agree(store).items():
+            if value != expected[name]:
+                raise ArgumentError(
+                    f"store {number} ({store.url}) has {name} {brief(value)}, but store 0 has {brief(expected[name])}; "
+                    "all must agree",
+                    where="stores",
+                )
+        first = known.setdefault((store.metadata, recording_identity(store.transport, store.layout)), number)
+        if first != number:
+            raise ArgumentError(f"store {number} is the recording of store {first} again: {store.url}", where="stores")
+    whole: xarray.Dataset = xarray.concat(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        [open_store(store, chunks={}).drop_vars("example") for store in stores],
+        dim="example",
+        data_vars="minimal",
+        coords="minimal",
+        compat="override",
+        join="exact",
+        combine_attrs="drop_conflicts",
+    )
+    listed = [{"url": store.url, "content_hash": store.metadata.hash, "n_examples": len(store)} for store in stores]
+    n_examples = sum(map(len, stores))
+    examples = pd.RangeIndex(n_examples)
+    numbered = whole.assign_coords(example=examples)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+    return numbered.assign_attrs(n_examples=n_examples, stores=json.dumps(listed))
+
+
+def _what_must_agree(store: ShardStore) -> dict[str, object]:
+    metadata = store.metadata
+    return {
+        "family": metadata.family,
+        "ckpt": metadata.ckpt,
+        "layers": metadata.layers,
+        "content_tokens_per_example": metadata.content_tokens_per_example,
+        "cls_token": metadata.cls_token,
+        "d_model": metadata.d_model,
+        "labels": store.has_labels,
+        "pixel_agg": metadata.pixel_agg if store.has_labels else None,
+    }

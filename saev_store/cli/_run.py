@@ -1,4 +1,4 @@
-"""Runs a command: from its arguments to its exit code."""
+"""The command line as one object, and the run of a command: from its arguments to its exit code."""
 
 from __future__ import annotations
 
@@ -6,17 +6,115 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Protocol, cast
 
-from saev_store.cli._output import PipeClosedError, emit_error
+import typer
+
+from saev_store._version import __version__
+from saev_store.cli._output import PipeClosedError, UsageText, emit, emit_error
+from saev_store.cli.clean import clean
+from saev_store.cli.convert import convert
+from saev_store.cli.copy import copy
+from saev_store.cli.demo import demo
+from saev_store.cli.export import export
+from saev_store.cli.head import head
+from saev_store.cli.info import info
+from saev_store.cli.ls import ls
+from saev_store.cli.prepare import prepare
+from saev_store.cli.serve import serve
+from saev_store.cli.stats import stats
+from saev_store.cli.validate import validate
 from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
 OK, REFUSED, USAGE, DEFECT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
+_HELP = """Inspect, validate and copy stores of transformer activations.
+
+Results go to standard output, everything else to standard error. Exit codes: 0 success, 1 a problem of a store or an
+address, 2 wrong usage, 3 a defect of this program, 130 interrupted."""
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+class Parameter(Protocol):
+    """An option or argument of a command."""
+
+    name: str | None
+    opts: Sequence[str]
+    metavar: str | None
+
+
+class SubCommand(Protocol):
+    """A command of the group."""
+
+    params: Sequence[Parameter]
+
+
+class Command(Protocol):
+    """The part of click's groups that is used; typer versions differ in whether they vendor click."""
+
+    commands: Mapping[str, SubCommand]
+
+    def __call__(self, *, args: Sequence[str], prog_name: str, standalone_mode: bool) -> object: ...
+
+
+def app() -> Command:
+    """The command line as a callable command."""
+    typed = typer.Typer(
+        help=_HELP,
+        add_completion=False,
+        no_args_is_help=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP_NAMES,
+    )
+    typed.callback(invoke_without_command=True)(_top)
+    for command in (info, ls, head, validate, copy, clean, convert, prepare, export, stats, serve, demo):
+        # Without a short help of its own a command's description is cut in the list of commands.
+        first = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        typed.command(short_help=first, context_settings=_HELP_NAMES)(command)
+    return cast("Command", typer.main.get_command(typed))
+
+
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; accepted at any position.")] = False,  # noqa: ARG001  # read from the arguments before they are parsed
+) -> None:
+    if version:
+        emit(f"saev-store {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        emit(context.get_help())
+        raise typer.Exit(2)
+
+
+def _option_names(where: str, argv: Sequence[str]) -> str:
+    """The `where` of an error about Python arguments, as the options of the command in `argv`.
+
+    >>> _option_names("max_mb_per_s", ["copy", "a", "b"]), _option_names("acts000001.bin", ["info", "a"])
+    ('--max-mb-per-s', 'acts000001.bin')
+    """
+    commands = app().commands
+    command = next((commands[word] for word in argv if word in commands), None)
+    names: dict[str | None, str] = {}
+    for parameter in command.params if command is not None else ():
+        is_option = parameter.opts[0].startswith("-")
+        names[parameter.name] = parameter.opts[-1] if is_option else parameter.metavar or parameter.opts[0].upper()
+    return ", ".join(names.get(part, part) for part in where.split(", "))
+
+
+def _usage_text(error: Exception) -> UsageText | None:
+    """The message and usage of a mistake in the arguments; None for any other error."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    hint = f"\n{context.get_usage()}\nTry '{context.command_path} --help'." if context is not None else ""
+    return UsageText(f"{format_message()}{hint}")
 
 
 def run(argv: list[str]) -> int:
     """Run a command; see `saev_store.cli`."""
-    from saev_store.cli._app import app, option_names, usage_text
-
     debug = "--debug" in argv
     as_json = "--json" in argv
     argv = [argument for argument in argv if argument != "--debug"]
@@ -46,12 +144,12 @@ def run(argv: list[str]) -> int:
         return _pipe_closed()
     except SaevStoreError as error:
         if isinstance(error, ArgumentError | SelectionError | LayerNotFoundError) and error.where:
-            error.where = option_names(error.where, argv)
+            error.where = _option_names(error.where, argv)
         return fail(error, USAGE if isinstance(error, ArgumentError) else REFUSED)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else REFUSED
     except Exception as error:
-        usage = usage_text(error)
+        usage = _usage_text(error)
         if usage is not None:
             return fail(usage, USAGE)
         if type(error).__name__ == "Abort":  # the command line library converts Ctrl-C into this

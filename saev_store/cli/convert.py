@@ -12,7 +12,7 @@ from saev_store.cli._output import emit, emit_json
 from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from saev_store.sources.tokenized import Tokenizer
+    from saev_store.sources.convert import Tokenizer
 
 
 def convert(
@@ -25,10 +25,6 @@ def convert(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a record. Needed for batches.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records of a batch. Needed for batches.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order of records.")] = 0,
-    pad_token: Annotated[
-        int | None,
-        typer.Option(help="Write one record per document, padded with this token, instead of packing documents."),
-    ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
     tokenizer: Annotated[
@@ -48,11 +44,9 @@ def convert(
 ) -> None:
     """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
     from saev_store.sources import open_source
-    from saev_store.sources.convert import batches_to_documents, documents_to_batches
+    from saev_store.sources.convert import documents_to_batches, samples_to_documents
     from saev_store.sources.energon import EnergonDataset
-    from saev_store.sources.llmbatch import BatchFileReader
     from saev_store.sources.mmididx import IndexedDataset
-    from saev_store.sources.tokenized import texts_to_documents
 
     target = storage_options(dst_options, dst_option, name="--dst-storage-options")
     with open_source(src, storage_options(options, option)) as source:
@@ -60,24 +54,17 @@ def convert(
             if seq_len is None or batch_size is None:
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
             n = documents_to_batches(
-                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, how="pack" if pad_token is None else "pad",
-                end_token=end_token, pad_token=pad_token, overwrite=overwrite,
-                storage_options=target, verify=verify, progress=progress,
+                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed,
+                end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "batches": n}
-        elif isinstance(source, BatchFileReader):
-            n = batches_to_documents(
-                source, dst, dtype=dtype, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
-            )  # fmt: skip
-            done = {"url": dst, "documents": n}
-        elif isinstance(source, EnergonDataset):
-            n = texts_to_documents(
-                source.split(split), dst, _tokenizer(tokenizer), part=part, dtype=dtype, end_token=end_token,
-                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
-            )  # fmt: skip
-            done = {"url": dst, "documents": n}
         else:
-            raise ArgumentError(f"data sets of format {source.format} cannot be converted", where="SRC")
+            is_text = isinstance(source, EnergonDataset)
+            n = samples_to_documents(
+                source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype,
+                end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+            )  # fmt: skip
+            done = {"url": dst, "documents": n}
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,14 +11,13 @@ from saev_store.cli._options import AsJson, Chunks, Pairs, StorageOptions, Url, 
 from saev_store.cli._output import emit, emit_json
 from saev_store.errors import ArgumentError
 
-_FORMATS = ("kerchunk", "kerchunk-parquet", "icechunk", "tensorstore")
-
 
 def export(
     url: Url,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="|".join(_FORMATS), help="Format of the references.")
+        Literal["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"],
+        typer.Option("--format", help="Format of the references."),
     ] = "kerchunk",
     chunks: Chunks = None,
     template: Annotated[
@@ -40,8 +39,6 @@ def export(
     """Write references to a store's shards that other tools open without this package; no data is copied."""
     from saev_store.store.store import ShardStore
 
-    if format not in _FORMATS:
-        raise ArgumentError(f"{format!r} is not one of {', '.join(_FORMATS)}", where="--format")
     if format == "tensorstore" and chunks is not None:
         raise ArgumentError("TensorStore reads whole shards", where="--chunks")
     if append and format != "icechunk":
@@ -57,12 +54,8 @@ def export(
                     json.dump(specs, file, indent=1)
             case "icechunk":
                 store.to_icechunk(out, chunks=shape, base=template, append=append)
-            case _:
-                store.to_kerchunk(
-                    out,
-                    format="parquet" if format == "kerchunk-parquet" else "json",
-                    chunks=shape,
-                    base=template,
-                    storage_options=storage_options(out_options, None, name="--out-storage-options"),
-                )
+            case "kerchunk" | "kerchunk-parquet":
+                kind = "parquet" if format == "kerchunk-parquet" else "json"
+                target = storage_options(out_options, None, name="--out-storage-options")
+                store.to_kerchunk(out, format=kind, chunks=shape, base=template, storage_options=target)
     emit_json({"out": out, "format": format}) if as_json else emit(out)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
 
-_FILES = (".batch", ".batch.json", ".idx", ".bin")
+_FILES = (".batch", ".idx", ".bin")
 
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
@@ -89,10 +89,9 @@ def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
 
 def source_info(found: Found, *, as_json: bool) -> None:
     """Describe a data set."""
-    from saev_store.sources.sniff import open_found
     from saev_store.validation import problem_to_dict
 
-    with open_found(found, damaged_ok=True) as source:
+    with found.open(damaged_ok=True) as source:
         if not as_json:
             emit(repr(source))
             return

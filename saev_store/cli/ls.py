@@ -149,18 +149,21 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
 
 def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
     """Print the entries of a folder of a data set, or the parts of a sample."""
-    from saev_store.sources.energon.tree import Node, children, node
+    from saev_store.sources.energon.filesystem import EnergonFileSystem
 
+    files = EnergonFileSystem(dataset=dataset)
     try:
-        found = node(dataset, folder)
-        nodes = children(dataset, folder) if found.is_dir else iter([found])
+        found = files.info(folder)
+        entries = files.entries(folder) if found["type"] == "directory" else iter([found])
     except NotFoundError:
         # The key of a sample, without a part.
         if len(dataset.places.find(folder)) != 1:
             raise
-        nodes = iter([Node(f"{folder}.{part.name}", part.nbytes) for part in dataset.parts(folder)])
+        parts = dataset.parts(folder)
+        entries = iter([{"name": f"{folder}.{part.name}", "size": part.nbytes, "type": "file"} for part in parts])
+    rows = ((each["name"], None if each["type"] == "directory" else each["size"]) for each in entries)
     if as_json:
-        emit_json({"dataset": dataset.url, "entries": [{"name": each.path, "nbytes": each.nbytes} for each in nodes]})
+        emit_json({"dataset": dataset.url, "entries": [{"name": name, "nbytes": nbytes} for name, nbytes in rows]})
         return
-    for each in nodes:
-        emit(f"{each.path}/" if each.nbytes is None else f"{each.nbytes:>12,}  {each.path}")
+    for name, nbytes in rows:
+        emit(f"{name}/" if nbytes is None else f"{nbytes:>12,}  {name}")

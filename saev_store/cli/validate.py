@@ -44,11 +44,10 @@ def source_validate(found: Found, *, deep: bool, as_json: bool, progress: bool |
     """Validate a data set, also one that does not open; exit with 1 if there is an error."""
     from saev_store.problems import Problem
     from saev_store.sources.address import full_url
-    from saev_store.sources.sniff import open_found
     from saev_store.validation import Report
 
     try:
-        with open_found(found, damaged_ok=True) as source:
+        with found.open(damaged_ok=True) as source:
             report = source.validate(deep=deep, progress=progress)
     except (DocumentError, CorruptShardError, UnsafeContentError, NotFoundError) as error:
         problems = tuple(getattr(error, "problems", ())) or (Problem(error.kind, error.message, error.where or ""),)

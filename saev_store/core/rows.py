@@ -1,19 +1,19 @@
 """A row space: which vectors of a store are chosen, counted and indexed without reading any of them.
 
-Pure. `row_space` makes one from layer labels, kinds of tokens, examples and ignored labels. Rows are numbered in storage order: by example (in the order the examples were given), then by layer, then by token.
-A row is one vector of `d_model` numbers.
+Pure. `row_space` makes one from layer labels, kinds of tokens, examples and ignored labels. A row is one vector of `d_model`
+numbers. Rows are numbered in storage order: by example (in the order the examples were given), then by layer, then by token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.indexing import Axis, Progression, length, parse_axis
+from saev_store.core.indexing import Axis, Progression, parse_axis
 from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import SelectionError, brief
 
@@ -41,9 +41,9 @@ class Coordinates(NamedTuple):
     token_idx: IntArray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowSpace:
-    """The vectors chosen by layers x tokens x examples, minus those whose label is ignored.
+    """The vectors chosen by layers x tokens x examples, minus those whose label is ignored. Not to be changed.
 
     Attributes:
         layout: The geometry of the store.
@@ -53,6 +53,9 @@ class RowSpace:
         ends: Only with ignored labels: rows up to and including each chosen example, int64.
         labels: Only with ignored labels: the store's labels (n_examples, content tokens), borrowed.
         kept: Only with ignored labels: a table of 256 booleans, true for labels that stay.
+        n_examples: How many examples are chosen (also counting those of which no token is left).
+        rows_per_example: Rows of an example of which nothing is ignored.
+        n_rows: All rows; also `len(space)`.
     """
 
     layout: Layout
@@ -62,21 +65,20 @@ class RowSpace:
     ends: IntArray | None = None
     labels: Labels | None = None
     kept: npt.NDArray[np.bool_] | None = None
+    n_examples: int = field(init=False)
+    rows_per_example: int = field(init=False)
+    n_rows: int = field(init=False)
 
-    @property
-    def n_examples(self) -> int:
-        """How many examples are chosen (also counting those of which no token is left)."""
-        return length(self.examples)
-
-    @property
-    def rows_per_example(self) -> int:
-        """Rows of an example of which nothing is ignored."""
-        return len(self.layer_idx) * self.tokens.count
+    def __post_init__(self) -> None:
+        self.n_examples = self.examples.count if isinstance(self.examples, Progression) else len(self.examples)
+        self.rows_per_example = len(self.layer_idx) * self.tokens.count
+        if self.ends is None:
+            self.n_rows = self.n_examples * self.rows_per_example
+        else:
+            self.n_rows = int(self.ends[-1]) if len(self.ends) else 0
 
     def __len__(self) -> int:
-        if self.ends is not None:
-            return int(self.ends[-1]) if len(self.ends) else 0
-        return self.n_examples * self.rows_per_example
+        return self.n_rows
 
     def locate(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
         """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`."""
@@ -152,7 +154,9 @@ def row_space(
     >>> len(rows), rows.coordinates([0, 4])
     (8, Coordinates(example_idx=array([2, 3]), layer=array([5, 5]), token_idx=array([0, 0])))
     """
-    space = RowSpace(layout, _examples(examples, layout), _layers(layer, layout), _tokens(tokens, layout))
+    every = Progression(0, 1, layout.n_examples)
+    chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
+    space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout))
     if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
         return space
     kept = _kept_table(ignore_labels)
@@ -168,12 +172,6 @@ def row_space(
         )
     ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(len(space.layer_idx)))
     return RowSpace(layout, space.examples, space.layer_idx, space.tokens, ends, labels, kept)
-
-
-def _examples(examples: object, layout: Layout) -> Axis:
-    if examples is None:
-        return Progression(0, 1, layout.n_examples)
-    return parse_axis(examples, layout.n_examples, "example")
 
 
 def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The content of all exports: shape and chunks of each array, and the byte range of each chunk.
 
-Other readers do not pad: a chunk that ends after its file is exported as bytes. Such chunks are few (the last one of a shard that is
-cut, and of the labels) and small by default.
+Other readers do not pad: a chunk that ends after its file is exported as bytes. There are at most two, and they are small by
+default: the last one of the activations, if the last shard is cut, and that of the labels.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from saev_store.core.chunk_grid import ChunkGrid, Shape, default_chunk, divisors
+from saev_store.core.chunk_grid import ChunkGrid, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
 from saev_store.documents import labels_nbytes
 from saev_store.errors import ArgumentError, SaevStoreWarning
 from saev_store.names import LABELS_NAME
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of
+from saev_store.zarr import Chunks, chunk_shape
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of, coordinates
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
-
-Chunks = Literal["auto"] | Sequence[int]
 
 #: Readers of exports make a request for each chunk, so chunks suit remote stores.
 _MAX_GAP_BYTES = 1 << 20
@@ -79,18 +77,14 @@ class References:
     Attributes:
         base: Address of the store's folder for readers.
         arrays: `activations`, and `labels` if the store has labels.
-        coordinates: (name of array and axis, values).
+        coordinates: Values by name, which is also the name of their axis.
         attributes: The group's.
     """
 
     base: str
     arrays: tuple[ArrayReferences, ...]
-    coordinates: tuple[tuple[str, npt.NDArray[np.int64]], ...]
+    coordinates: Mapping[str, IntArray]
     attributes: Mapping[str, object]
-
-    @property
-    def n_references(self) -> int:
-        return sum(array.n_chunks for array in self.arrays)
 
 
 def references(
@@ -118,9 +112,7 @@ def references(
     store.validate(progress=False).raise_if_bad()
     layout = store.layout
     address = usable_base(store, base)
-    shape = default_chunk(layout, max_gap_bytes=_MAX_GAP_BYTES) if isinstance(chunks, str) else _as_shape(chunks)
-    if isinstance(chunks, str) and chunks != "auto":
-        raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks")
+    shape = chunk_shape(layout, chunks, max_gap_bytes=_MAX_GAP_BYTES)
     if not inline and (n_last := layout.examples_in(layout.n_shards - 1)) % shape[0]:
         common = n_last if layout.n_shards == 1 else math.gcd(n_last, layout.examples_per_shard)
         whole = max(n for n in divisors(common) if n <= shape[0])
@@ -132,23 +124,19 @@ def references(
             )
         shape = (whole, *shape[1:])
     grid = ChunkGrid(layout, shape)
-    coordinates = [
-        ("layer", np.array(layout.layers, dtype=np.int64)),
-        ("token", np.arange(-layout.n_special_tokens, layout.content_tokens_per_example, dtype=np.int64)),
-    ]
     arrays = [_activations(store, grid)]
     if store.has_labels:
         arrays.append(_labels(store, label_rows, inline=inline))
-        coordinates.append((CONTENT, np.arange(layout.content_tokens_per_example, dtype=np.int64)))
     attributes = attributes_of(store.metadata, url=address)
-    return References(address, tuple(arrays), tuple(coordinates), attributes)
+    return References(address, tuple(arrays), coordinates(layout, labelled=store.has_labels), attributes)
 
 
-def warn_if_many(found: References, *, what: str, remedy: str) -> None:
+def warn_if_many(found: References, *, what: str) -> None:
     """Warn before an export becomes large."""
-    if found.n_references >= MANY_REFERENCES:
+    n_references = sum(array.n_chunks for array in found.arrays)
+    if n_references >= MANY_REFERENCES:
         warnings.warn(
-            f"{found.n_references:,} references make {what} of more than 100 bytes each; {remedy}",
+            f"{n_references:,} references make {what} of about 100 bytes each; larger chunks make fewer",
             SaevStoreWarning,
             stacklevel=4,
         )
@@ -172,14 +160,6 @@ def usable_base(store: ShardStore, base: str | None) -> str:
     return url
 
 
-def _as_shape(chunks: Sequence[int]) -> Shape:
-    try:
-        example, layer, token, d_model = (int(n) for n in chunks)
-    except (TypeError, ValueError):
-        raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks") from None
-    return example, layer, token, d_model
-
-
 def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     layout = grid.layout
 
@@ -199,7 +179,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
         if store.transport.size(path) < start + grid.chunk_nbytes:
             last = math.prod(grid.counts) - 1
             inline[last] = _padded(store, path, start, end, grid.chunk_nbytes, where="chunks")
-    files = _ShardNames(layout.n_shards)
+    files = [shard_name(shard_idx) for shard_idx in range(layout.n_shards)]
     return ArrayReferences(ARRAY, "float32", layout.shape, grid.chunk, DIMS, grid.chunk_nbytes, files, locate, inline)
 
 
@@ -233,18 +213,3 @@ def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, 
         )
     (found,) = store.transport.get_ranges(path, starts=[start], ends=[end])
     return bytes(found) + bytes(nbytes - (end - start))
-
-
-class _ShardNames(Sequence[str]):
-    """The names of shards, computed."""
-
-    def __init__(self, n_shards: int) -> None:
-        self._n_shards = n_shards
-
-    def __len__(self) -> int:
-        return self._n_shards
-
-    def __getitem__(self, key: int | slice) -> str | list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]  # what fsspec asks of a sequence of names
-        if isinstance(key, slice):
-            return [shard_name(n) for n in range(*key.indices(self._n_shards))]
-        return shard_name(range(self._n_shards)[key])

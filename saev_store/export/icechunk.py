@@ -11,8 +11,9 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError
-from saev_store.export._references import Chunks, References, references, usable_base, warn_if_many
+from saev_store.export._references import References, references, usable_base, warn_if_many
 from saev_store.export.virtual import virtual_dataset
+from saev_store.zarr import Chunks
 from saev_store.zarr.documents import ARRAY, LABELS, attributes_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def write_icechunk(
             where="base",
             remedy="Name the store by another path, such as a symbolic link.",
         )
-    warn_if_many(found, what="manifests", remedy="larger chunks make fewer")
+    warn_if_many(found, what="manifests")
     container = container or _container(found.base)
     config = icechunk.Repository.fetch_config(storage) if before else None
     config = config or icechunk.RepositoryConfig.default()
@@ -167,7 +168,7 @@ def _write(found: References, target: icechunk.IcechunkStore, before: _Appended 
     dataset, first = virtual_dataset(found), 0
     if before:
         first = before.n_examples
-        dataset = dataset.drop_vars([name for name, _ in found.coordinates])
+        dataset = dataset.drop_vars(list(found.coordinates))
         virtual_dataset_to_icechunk(dataset, target, append_dim="example")
         parts = [*_parts(before.attributes), *_parts(found.attributes)]
         group = zarr.open_group(target, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type

@@ -21,8 +21,9 @@ import numpy as np
 from saev_store._runtime.optional import need
 from saev_store.core.layout import IntArray
 from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
-from saev_store.export._references import ArrayReferences, Chunks, References, references, warn_if_many
+from saev_store.export._references import ArrayReferences, References, references, warn_if_many
 from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
+from saev_store.zarr import Chunks
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
@@ -77,11 +78,11 @@ def write_kerchunk(
         raise ArgumentError("a JSON document names the store's folder once, in its template", where="base")
     found = references(store, chunks=chunks, base=base)
     if format == "json":
-        warn_if_many(found, what="a JSON document", remedy='use format="parquet", or larger chunks')
+        warn_if_many(found, what="a JSON document")
         folder, name = posixpath.split(path.rstrip("/"))
         _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found, templates=templates)))
     else:
-        warn_if_many(found, what="a set of Parquet files", remedy="larger chunks make fewer")
+        warn_if_many(found, what="a set of Parquet files")
         _write_parquet(found, path, storage_options)
 
 
@@ -100,7 +101,7 @@ def v2_documents(found: References) -> dict[str, dict[str, object]]:
     documents: dict[str, dict[str, object]] = {".zgroup": {"zarr_format": 2}, ".zattrs": dict(found.attributes)}
     for array in found.arrays:
         documents |= _array_documents(array.name, array.data_type, array.shape, array.chunk, array.dims)
-    for name, values in found.coordinates:
+    for name, values in found.coordinates.items():
         documents |= _array_documents(name, "int64", values.shape, values.shape, (name,))
     return documents
 
@@ -136,7 +137,7 @@ def _json_pieces(found: References, *, templates: bool) -> Iterator[bytes]:
         yield f"{json.dumps(key)}: {json.dumps(json.dumps(document, allow_nan=False))},\n".encode()
     for array in found.arrays:
         yield from _array_pieces(array, "{{u}}" if templates else json.dumps(found.base)[1:-1])
-    entries = [f'"{name}/0": {json.dumps(_inline(values.tobytes()))}' for name, values in found.coordinates]
+    entries = [f'"{name}/0": {json.dumps(_inline(values.tobytes()))}' for name, values in found.coordinates.items()]
     yield (",\n".join(entries) + "\n}}\n").encode()
 
 
@@ -177,7 +178,7 @@ def _write_parquet(found: References, path: str, storage_options: Mapping[str, o
         for record in range(-(-array.n_chunks // _RECORD_SIZE)):
             numbers = np.arange(record * _RECORD_SIZE, min((record + 1) * _RECORD_SIZE, array.n_chunks))
             target.put(f"{array.name}/refs.{record}.parq", _record(array, numbers, found.base))
-    for name, values in found.coordinates:
+    for name, values in found.coordinates.items():
         target.put(f"{name}/refs.0.parq", _parquet({"raw": [values.tobytes()]}))
     document = {"metadata": v2_documents(found), "record_size": _RECORD_SIZE}
     target.put(_ROOT, json.dumps(document, allow_nan=False).encode())

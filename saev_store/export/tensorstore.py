@@ -15,7 +15,7 @@ from saev_store.core.layout import DIMS, shard_name
 from saev_store.errors import ArgumentError
 from saev_store.export._references import usable_base
 from saev_store.names import LABELS_NAME
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, array_document
+from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, array_document, coordinates
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
@@ -51,11 +51,10 @@ def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mappi
     if array not in names:
         raise ArgumentError(f"{array!r} is not an array of this store; it has {', '.join(names)}", where="array")
     layout = store.layout
-    if array in {"layer", "token", CONTENT}:
-        first = -layout.n_special_tokens if array == "token" else 0
-        values = layout.layers if array == "layer" else range(first, layout.content_tokens_per_example)
+    values = coordinates(layout, labelled=True).get(array)
+    if values is not None:
         transform = {"input_inclusive_min": [0], "input_exclusive_max": [len(values)], "input_labels": [array]}
-        return {"driver": "array", "array": list(values), "dtype": "int64", "transform": transform}
+        return {"driver": "array", "array": values.tolist(), "dtype": "int64", "transform": transform}
     store.validate(progress=False).raise_if_bad()
     folder = _kvstore(usable_base(store, base) if base is None or isinstance(base, str) else base)
     if array == LABELS:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store._runtime.optional import need
-from saev_store.export._references import ArrayReferences, Chunks, References, references
+from saev_store.export._references import ArrayReferences, References, references
+from saev_store.zarr import Chunks
 from saev_store.zarr.documents import array_document
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def virtual_dataset(found: References) -> xarray.Dataset:
     import xarray
 
     variables = {array.name: xarray.Variable(array.dims, manifest(array, found.base)) for array in found.arrays}
-    coordinates = {name: xarray.Variable((name,), values) for name, values in found.coordinates}
+    coordinates = {name: xarray.Variable((name,), values) for name, values in found.coordinates.items()}
     return xarray.Dataset(variables, coords=coordinates, attrs=dict(found.attributes))
 
 

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-from saev_store.loaders._base import Loader
+from saev_store.loaders._base import NO_LABEL, Loader
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import stored_scale
-from saev_store.loaders._iteration import BatchIterator, Metrics
+from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
 from saev_store.loaders._medium import Medium, medium_of
 from saev_store.loaders._reads import ScatteredReads
-from saev_store.loaders._ring import Allocate, BufferPool, RingMemory, RowNumbers
-from saev_store.loaders._rows import NO_LABEL, Batch
-from saev_store.loaders._workers import n_cpus
+from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
 from saev_store.loaders.cache import CachedTransport
-from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions
+from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, options_class
 from saev_store.loaders.ordered import OrderedLoader
 from saev_store.loaders.quality import BatchEntropy, ShuffleQuality, batch_entropy, shuffle_quality
 from saev_store.loaders.shuffled import WINDOW_BYTES, ShuffledLoader
@@ -50,12 +48,11 @@ __all__ += [
     "Loader",
     "Medium",
     "ReadArguments",
-    "RingMemory",
     "RowNumbers",
     "ScatteredReads",
     "ShuffleArguments",
     "medium_of",
-    "n_cpus",
     "open_for_training",
+    "options_class",
     "stored_scale",
 ]

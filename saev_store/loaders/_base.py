@@ -1,34 +1,39 @@
 """What both loaders share: epochs, state, iteration, closing."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import IntArray
-from saev_store.core.rows import Labels
+from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
-from saev_store.loaders._iteration import BatchContext, BatchIterator, Iteration, LoaderRuntime, Metrics, Totals
-from saev_store.loaders._medium import Advice, advice_for, medium_of, unwrapped
-from saev_store.loaders._reads import Reads, Scratch
+from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
+from saev_store.loaders._medium import TAKES_ADVICE, Advice, layers_of, medium_of
+from saev_store.loaders._reads import Positions, Reads, Scratch
 from saev_store.loaders._ring import Allocate
-from saev_store.loaders._rows import Batch, BatchMaker
-from saev_store.loaders._workers import JOIN_S, n_cpus
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.order import Batching, Blocks
+from saev_store.store.reader import FloatArray
 from saev_store.store.selection import Selection
+
+#: The label of special tokens, which have none.
+NO_LABEL = 255
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
@@ -41,78 +46,92 @@ _TASK_BYTES = {
 }  # fmt: skip
 
 
+class BatchSource(Protocol):
+    """Brings the rows of batches."""
+
+    def batch(self, number: int) -> tuple[FloatArray, Positions]:
+        """The vectors of a batch, and where they come from. Every batch once, in order."""
+        ...
+
+
 class Loader(ABC):
     """Batches of a selection's rows, made ahead of time by threads. Use `OrderedLoader` or `ShuffledLoader`.
 
     A loader is iterated once per epoch: `for batch in loader`. Iterating again ends the iteration before. It is a context
     manager; `close` ends all threads. Loaders may be inherited by forked processes, iterators may not.
+
+    Attributes:
+        n_threads: Reads in flight at most.
+        batch_size: Rows of a full batch of this rank.
+        drop_last: Whether a last batch that is not full is left out.
+        d_model: Numbers of a vector.
+        n_samples: Rows of the selection, over all ranks.
     """
 
-    kind = ""
+    kind: ClassVar[str] = ""
+    #: Threads, besides those that read, that have a core's worth to do.
+    _n_busy: ClassVar[int] = 0
+    #: Whether neighbours in a shard are read at different times.
+    _reads_far_apart: ClassVar[bool] = False
 
     def __init__(
         self, rows: Selection, options: ReadOptions, labels: Labels | None, make_buffer: Allocate | None
     ) -> None:
-        space = rows.space
-        if labels is not None and space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
+        space, layout = rows.space, rows.space.layout
+        if labels is not None and space.tokens.start + space.tokens.count <= layout.n_special_tokens:
             labels = None  # special tokens only: they have no labels
         self._rows, self._space, self._labels, self._options = rows, space, labels, options
-        self._reader = rows.reader
-        self._medium = medium_of(self._reader.transport, space.layout, options.medium)
-        most = max(1, n_cpus() - self._n_busy) if self._medium.kind in _BUSY and self._n_busy else 64
-        self._n_threads = int(options.n_threads or min(_N_THREADS[self._medium.kind], most))
-        self._read_bytes = int(options.read_bytes or _TASK_BYTES[self._medium.kind])
-        self._prefetch = int(options.prefetch_batches or 2)
-        self._scale = None if isinstance(options.scale_norm, bool) else float(options.scale_norm)
+        self.batch_size, self.drop_last = options.batch_size, options.drop_last
+        self.d_model, self.n_samples = layout.d_model, space.n_rows
+        self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
+        self._medium = medium_of(self._reader.transport, layout, options.medium)
+        is_busy = self._medium.kind in _BUSY
+        most = max(1, n_cores() - self._n_busy) if is_busy and self._n_busy else 64
+        self.n_threads = options.n_threads or min(_N_THREADS[self._medium.kind], most)
+        # A transport around another one may wait for whatever it likes.
+        self._reads_are_copies = is_busy and len(self._transports) == 1
+        self._read_bytes = options.read_bytes or _TASK_BYTES[self._medium.kind]
+        self._prefetch = options.prefetch_batches or 2
+        is_strided = len(space.layer_idx) < layout.n_layers or space.tokens.count < layout.tokens_per_example
+        self._advice: Advice | None = None
+        if self._medium.path is not None and TAKES_ADVICE and (is_strided or self._reads_far_apart):
+            self._advice = Advice(self._medium.path, layout, options.keep_pages)
+        self._scale = None if isinstance(options.scale_norm, bool) else options.scale_norm
         self._make_buffer = make_buffer
-        self._runtime: LoaderRuntime | None = None
         self._lock = threading.Lock()
         self._iteration: Iteration | None = None
+        self._totals = Totals(layout.vector_nbytes)
         self._scratch: Scratch = deque()
         self._epoch, self._batch, self._resume_at = 0, 0, 0
-        self._totals = Totals(space.layout.vector_nbytes)
         #: The state that was loaded last.
         self._loaded: Mapping[str, object] | None = None
-        self._share_out(*rank_and_world(options.rank, options.world))
-
-    # -- ranks ---------------------------------------------------------------------------------------------------------
-
-    def _share_out(self, rank: int, world: int) -> None:
-        """Cut the rows for this rank of a world."""
-        self._rank, self._world = rank, world
-        batch_size = int(self._options.batch_size) * world
-        self._batching = Batching(len(self._space), batch_size, bool(self._options.drop_last), world)
+        self._rank: int = 0
+        self._world: int = 0  # until the ranks were looked at
+        self._look_at_ranks()
 
     def _look_at_ranks(self) -> None:
         """Cut the rows anew where rank or world are other ones by now, such as after torch.distributed was initialised."""
         ranks = rank_and_world(self._options.rank, self._options.world)
-        if ranks != (self._rank, self._world):
-            self._share_out(*ranks)
-            if self._loaded is not None:
-                self._check(self._loaded)
-                self._adopt(self._loaded)
+        if ranks == (self._rank, self._world):
+            return
+        self._rank, self._world = ranks
+        self._batching = Batching(self.n_samples, self.batch_size * self._world, self.drop_last, self._world)
+        self._divide()
+        if self._loaded is not None:
+            self._check(self._loaded)
+            self._adopt(self._loaded)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on every rank."""
         self._look_at_ranks()
-        return len(self._batching)
+        return self._batching.n_batches
 
     @property
     def n_batches(self) -> int:
         """Batches of an epoch, the same on every rank."""
         return len(self)
-
-    @property
-    def n_samples(self) -> int:
-        """Rows of the selection, over all ranks."""
-        return len(self._space)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a full batch of this rank."""
-        return int(self._options.batch_size)
 
     @property
     def rank(self) -> int:
@@ -125,21 +144,6 @@ class Loader(ABC):
         """How many ranks share the work, as it is now."""
         self._look_at_ranks()
         return self._world
-
-    @property
-    def n_threads(self) -> int:
-        """Reads in flight at most."""
-        return self._n_threads
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether a last batch that is not full is left out."""
-        return self._batching.drop_last
-
-    @property
-    def d_model(self) -> int:
-        """Numbers of a vector."""
-        return self._space.layout.d_model
 
     @property
     def scale(self) -> float | None:
@@ -177,90 +181,77 @@ class Loader(ABC):
         with self._lock:
             self._end_iteration()
             self._look_at_ranks()
-            if self._runtime is not None and self._runtime.has_strays:
+            if self._iteration is not None and self._iteration.has_strays:
                 # A read that hangs in the system may still be writing there.
                 self._forget_memory()
                 self._scratch = deque()
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
             totals = self._totals = Totals(self._space.layout.vector_nbytes)
-            # A transport around another one may wait for whatever it likes.
-            transport = self._reader.transport
-            copies = self._medium.kind in _BUSY and unwrapped(transport) is transport
-            runtime = self._runtime = LoaderRuntime(self._n_threads, totals, helps=copies)
+            iteration = self._iteration = Iteration(
+                self.n_threads,
+                self._prefetch,
+                totals,
+                helps=self._reads_are_copies,
+                on_close=None if self._advice is None else self._advice.close,
+            )
             try:
-                return self._begin(epoch, first, runtime)
+                if len(self._transports) > 1:
+                    self._tell_caches()
+                reads = Reads(
+                    self._reader,
+                    totals,
+                    iteration.stop,
+                    task_bytes=self._read_bytes,
+                    advice=self._advice,
+                    waits=self._medium.waits,
+                    scratch=self._scratch,
+                )
+                source = self._source(epoch, first, iteration, reads)
+                numbers = range(first, self._batching.n_batches)
+                iteration.start(partial(_batches, source, numbers, self._space, self._labels))
+                return BatchIterator(
+                    iteration,
+                    len(numbers),
+                    timeout_s=self._options.batch_timeout_s,
+                    # The transport counts each request that has come in, before the read that it is a part of is finished.
+                    progress=lambda: (totals.bytes_read, self._reader.transport.counters.bytes_read),
+                    advance=partial(self._advance, epoch),
+                )
             except BaseException:
-                runtime.close(time.monotonic() + JOIN_S)
+                iteration.close()
                 self._resume_at = first
                 raise
 
-    def _begin(self, epoch: int, first: int, runtime: LoaderRuntime) -> BatchIterator:
-        layout = self._space.layout
-        advice = advice_for(self._medium.path, layout, self._options.keep_pages) if self._is_strided else None
-        if advice is not None:
-            runtime.on_close = advice.close
-        self._tell_caches()
-        reads = Reads(
-            self._reader,
-            runtime.totals.reads,
-            runtime.stop,
-            task_bytes=self._read_bytes,
-            advice=advice,
-            waits=self._medium.waits,
-            scratch=self._scratch,
-        )
-        context = BatchContext(reads, runtime, BatchMaker(self._space, self._labels, self.scale))
-        n_batches = len(self._batching)
-        make = self._batches(epoch, first, n_batches, context)
-        iteration = self._iteration = Iteration(runtime, make, self._prefetch)
-        return BatchIterator(
-            iteration,
-            n_batches - first,
-            timeout_s=float(self._options.batch_timeout_s),
-            # The transport counts each request that has come in, before the read that it is a part of is finished.
-            progress=lambda: (runtime.totals.reads.n_bytes, self._reader.transport.counters.bytes_read),
-            on_batch=self._count,
-            on_end=lambda: self._end(epoch),
-        )
-
     def _tell_caches(self) -> None:
-        """What will be read, for those who decide what to keep."""
+        """Tell caches what will be read, so that they know what to keep."""
         layout, blocks = self._space.layout, Blocks(self._space)
 
         def wanted(shard: IntArray, vector: IntArray) -> npt.NDArray[np.bool_]:
+            """Whether vectors of shards are among the chosen ones."""
             in_shard, within = np.divmod(vector, np.int64(layout.vectors_per_example))
             example = shard * layout.examples_per_shard + in_shard
             return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
 
-        transport: object = self._reader.transport
-        while transport is not None:
+        for transport in self._transports:
             if isinstance(transport, CachedTransport):
                 transport.expect(wanted, layout)
-            transport = getattr(transport, "inner", None)
-
-    #: Threads, besides those that read, that have a core's worth to do.
-    _n_busy = 0
-
-    @property
-    def _is_strided(self) -> bool:
-        """Whether reads leave out what lies between them."""
-        layout = self._space.layout
-        return len(self._space.layer_idx) < layout.n_layers or self._space.tokens.count < layout.tokens_per_example
 
     @abstractmethod
-    def _batches(self, epoch: int, first: int, stop: int, context: BatchContext) -> Callable[[], Iterable[Batch]]:
-        """Makes batches number `first` to `stop` of an epoch."""
+    def _divide(self) -> None:
+        """Choose what depends on rank and world."""
+
+    @abstractmethod
+    def _source(self, epoch: int, first: int, iteration: Iteration, reads: Reads) -> Callable[[], BatchSource]:
+        """Makes what brings the batches of an epoch from number `first` on; called in the thread that makes batches."""
 
     @abstractmethod
     def _forget_memory(self) -> None:
         """Give back the memory of batches."""
 
-    def _count(self) -> None:
-        self._batch += 1
-
-    def _end(self, epoch: int) -> None:
-        self._epoch, self._batch = epoch + 1, 0
+    def _advance(self, epoch: int, is_over: bool) -> None:
+        """Note that a batch was handed out, or that the epoch is over."""
+        self._epoch, self._batch = (epoch + 1, 0) if is_over else (epoch, self._batch + 1)
 
     def close(self) -> None:
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
@@ -272,13 +263,12 @@ class Loader(ABC):
     def is_iterating(self) -> bool:
         """Whether threads of this process make batches."""
         iteration = self._iteration
-        return iteration is not None and iteration.pid == os.getpid() and not iteration.is_closed
+        return iteration is not None and iteration.pid == os.getpid() and not iteration.stop.is_set()
 
     def _end_iteration(self) -> None:
-        # Also where its iterator was forgotten: the threads must have ended before memory is used again.
+        """End the threads, also where the iterator was dropped: they must have ended before memory is used again."""
         if self._iteration is not None:
             self._iteration.close()
-        self._iteration = None
 
     def shutdown(self) -> None:
         """The same as `close`: the name that older training scripts call."""
@@ -296,23 +286,22 @@ class Loader(ABC):
 
     def metrics(self) -> Metrics:
         """Measures of the latest iteration, since it began."""
-        iteration = self._iteration
-        return self._totals.metrics(len(iteration.handoff) if iteration is not None else 0)
+        return self._totals.metrics(0 if self._iteration is None else self._iteration.n_ready)
 
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""
         self._look_at_ranks()
         plan, layout = self._plan(), self._space.layout
-        forgets = self._is_strided and Advice.forgets(layout, self._options.keep_pages)
         # A client keeps an answer until it is copied, and rows that are not read in their order are read to memory between.
         is_copied = self._medium.kind == "remote" or plan.mixing is not None
+        drops_pages = self._advice is not None and self._advice.drops_pages
         return Explanation(
-            n_rows=len(self._space),
-            n_batches=len(self),
+            n_rows=self.n_samples,
+            n_batches=self._batching.n_batches,
             medium=self._medium.kind,
             reason=self._medium.reason,
-            engine=self.transport_name,
-            n_threads=self._n_threads,
+            engine=self._transports[-1].name,
+            n_threads=self.n_threads,
             extent_bytes=plan.extent_bytes,
             cost=epoch_cost(
                 plan,
@@ -322,9 +311,9 @@ class Loader(ABC):
                 world=self._world,
                 waits=self._medium.waits,
             ),
-            keeps_pages=None if self._medium.path is None else not forgets,
+            keeps_pages=None if self._medium.path is None else not drops_pages,
             window_bytes=plan.window_bytes,
-            in_flight_bytes=plan.ahead_bytes + (self._n_threads * self._read_bytes if is_copied else 0),
+            in_flight_bytes=plan.ahead_bytes + (self.n_threads * self._read_bytes if is_copied else 0),
             buffer_bytes=plan.n_buffers * self.batch_size * layout.vector_nbytes,
             n_partitions=plan.n_partitions,
             examples_per_block=plan.examples_per_block,
@@ -361,13 +350,13 @@ class Loader(ABC):
         self._end_iteration()
         self._loaded, self._scale = dict(state), scale
         # An epoch is over with its last batch.
-        self._epoch, self._batch = (epoch + 1, 0) if batch == len(self) > 0 else (epoch, batch)
+        self._epoch, self._batch = (epoch + 1, 0) if batch == self._batching.n_batches > 0 else (epoch, batch)
         self._resume_at = self._batch
 
     def _check(self, state: Mapping[str, object]) -> tuple[int, int, float | None]:
         """(epoch, batch, scale) of a state of this loader."""
         scales = bool(self._options.scale_norm)
-        return checked(state, self._identity(), n_batches=len(self._batching), scales=scales)
+        return checked(state, self._identity(), n_batches=self._batching.n_batches, scales=scales)
 
     def _identity(self) -> dict[str, object]:
         """What has to be equal for a state to make sense."""
@@ -375,18 +364,38 @@ class Loader(ABC):
             "version": STATE_VERSION,
             "kind": self.kind,
             "rows": fingerprint(self._space),
-            "n_rows": len(self._space),
+            "n_rows": self.n_samples,
             "global_batch_size": self._batching.batch_size,
             "drop_last": self.drop_last,
         }
 
+    @abstractmethod
     def _order_state(self) -> dict[str, object]:
-        return {}
+        """What a state says about the order."""
 
-    def _adopt(self, state: Mapping[str, object]) -> None:  # noqa: B027 - not abstract: the ordered loader has no order in its state
+    @abstractmethod
+    def _adopt(self, state: Mapping[str, object]) -> None:
         """Take over what a state says about the order."""
 
-    @property
-    def transport_name(self) -> str:
-        """The engine that reads."""
-        return unwrapped(self._reader.transport).name
+
+def _batches(
+    source: Callable[[], BatchSource], numbers: range, space: RowSpace, labels: Labels | None
+) -> Iterator[Batch]:
+    """Batches with what comes with their vectors: token numbers, layers' labels, tokens' labels."""
+    if not numbers:
+        return
+    layout, found = space.layout, source()
+    for number in numbers:
+        act, where = found.batch(number)
+        token = where.token - layout.n_special_tokens
+        batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
+        if len(space.layer_idx) > 1:
+            batch["layer"] = np.asarray(layout.layers, dtype=np.int64)[where.layer]
+        if labels is not None:
+            # Special tokens have no label; 255 stands for "none" where they are mixed with content.
+            known = labels[where.example, np.maximum(token, 0)]
+            batch["token_labels"] = np.where(token < 0, np.uint8(NO_LABEL), known) if layout.cls_token else known
+        # The consumer alone decides how long a batch lives.
+        del act, where
+        yield batch
+        del batch

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from saev_store.core.indexing import Axis, Progression
-from saev_store.core.layout import IntArray
+from saev_store.core.indexing import Progression
 from saev_store.core.rows import RowSpace
-from saev_store.loaders._reads import ArrayTarget, Reads, ReadTotals, Target
-from saev_store.loaders._rows import Runs
+from saev_store.loaders._iteration import Totals
+from saev_store.loaders._reads import Reads, Runs
 from saev_store.order import Mixing
 from saev_store.store.estimate import Estimate, PlanCount, estimate, price_of
 from saev_store.store.reader import Reader
@@ -21,64 +20,6 @@ from saev_store.store.reader import Reader
 #: Parts of an epoch that are planned to tell its cost.
 _N_PLANNED = 64
 _PAGES = {None: "", True: ", kept in the page cache", False: ", dropped from the page cache at once"}
-
-
-class PlannedReads(Reads):
-    """Reads that are counted instead of carried out.
-
-    Args:
-        reader: The store's.
-        task_bytes: As of the reads that this stands for.
-        waits: Likewise.
-        direct: Whether their target is read into.
-    """
-
-    def __init__(self, reader: Reader, *, task_bytes: int, waits: bool, direct: bool) -> None:
-        self._count = PlanCount(reader)
-        super().__init__(reader, ReadTotals(), threading.Event(), task_bytes=task_bytes, waits=waits)
-        self._direct = direct and self._reads_into
-
-    def count(self, runs: Runs) -> int:
-        """Count what reading these runs costs; returns how many vectors they have."""
-        n_rows = int(runs.count.sum())
-        target = ArrayTarget(np.empty((0, self._layout.d_model), np.float32))
-        for task, _ in self.tasks(runs, target):
-            task()
-        return n_rows
-
-    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, target: Target) -> None:
-        del place, target
-        self._count.add([self._reader.plan_rows(example, layer, token)], sizes=False)
-
-    def _read(self, runs: Runs, target: Target) -> None:
-        del target
-        begins, stops, first = self._requests(runs, direct=self._direct)
-        for lo, hi in pairwise(first):
-            self._count.add_range(stops[hi - 1] - begins[lo])
-
-    def _check(self, shard: int, highest: int) -> None:
-        pass
-
-    def total(self, share: float, examples: Axis) -> tuple[int, int]:
-        """(requests, bytes) of everything, of which `share` was counted, in the shards of these examples."""
-        capacity, count = self._layout.examples_per_shard, self._count
-        shards: range | list[int]
-        if isinstance(examples, Progression) and abs(examples.step) <= capacity:
-            shards = (
-                range(examples.lowest // capacity, examples.highest // capacity + 1) if examples.count else range(0)
-            )
-        else:
-            chosen = examples.positions() if isinstance(examples, Progression) else examples
-            shards = np.unique(chosen // capacity).tolist()
-        sizes = sum(map(self._reader.is_unchecked, shards))
-        # A shard is mapped once, and where some are, all are in the end; everything else grows with what is read.
-        n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
-        requests, n_bytes = (count.requests - n_maps) / share, (count.bytes_read - map_bytes) / share
-        if n_maps and share < 1:
-            for shard in shards:
-                count.add_map(shard)
-            n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
-        return round(requests) + n_maps + sizes, round(n_bytes) + map_bytes
 
 
 @dataclass(frozen=True)
@@ -120,14 +61,46 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
         world: How many ranks share the work.
         waits: Whether the shards lie where a fault on a map waits.
     """
-    reads = PlannedReads(reader, task_bytes=task_bytes, waits=waits, direct=plan.mixing is None)
-    n_parts = plan.n_parts
+    layout, count = space.layout, PlanCount(reader)
+    reads = Reads(reader, Totals(layout.vector_nbytes), threading.Event(), task_bytes=task_bytes, waits=waits)
+    n_parts, n_found = plan.n_parts, 0
     some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
-    found = sum(reads.count(plan.runs(number)) for number in some)
-    share = 1.0 if len(some) == n_parts or not plan.n_vectors else found / plan.n_vectors
-    requests, n_bytes = reads.total(share or 1.0, space.examples)
-    wanted = len(space) * space.layout.vector_nbytes // world
-    return estimate(price_of(reader.transport), requests=requests, bytes_read=n_bytes, bytes_wanted=wanted)
+    for number in some:
+        runs = plan.runs(number)
+        n_found += int(runs.n_vectors.sum())
+        is_scattered, parts = reads.split(runs)
+        for part in parts:
+            if is_scattered:
+                count.add([reader.plan_rows(*reads.positions(part))], sizes=False)
+                continue
+            begins, stops, first = reads.requests(part, into_target=plan.mixing is None)
+            for lo, hi in pairwise(first):
+                count.add_range(stops[hi - 1] - begins[lo])
+    share = 1.0 if len(some) == n_parts or not plan.n_vectors else n_found / plan.n_vectors or 1.0
+    shards = _shards_of(space)
+    # A shard is mapped once, and where some are, all are in the end; everything else grows with what is read.
+    n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
+    requests, n_bytes = (count.requests - n_maps) / share, (count.bytes_read - map_bytes) / share
+    if n_maps and share < 1:
+        for shard in shards:
+            count.add_map(shard)
+        n_maps, map_bytes = len(count.mapped), sum(count.mapped.values())
+    return estimate(
+        price_of(reader.transport),
+        requests=round(requests) + n_maps + sum(map(reader.is_unchecked, shards)),
+        bytes_read=round(n_bytes) + map_bytes,
+        bytes_wanted=space.n_rows * layout.vector_nbytes // world,
+    )
+
+
+def _shards_of(space: RowSpace) -> Sequence[int]:
+    """The shards that hold the chosen examples."""
+    capacity, examples = space.layout.examples_per_shard, space.examples
+    if not isinstance(examples, Progression):
+        return np.unique(examples // capacity).tolist()
+    if abs(examples.step) > capacity:
+        return np.unique(examples.positions() // capacity).tolist()
+    return range(examples.lowest // capacity, examples.highest // capacity + 1) if examples.count else ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +177,7 @@ class Explanation:
 
 
 def _size(n_bytes: float) -> str:
+    """A number of bytes as text."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n_bytes < 1024:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"

@@ -1,5 +1,7 @@
 """What a loader's state says, checked before use, and the factor that is a part of it."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,8 @@
-"""One iteration of a loader: its measures, the thread that makes batches ahead of the consumer, and the consumer's end."""
+"""One iteration of a loader: its measures, its threads, and the consumer's end.
+
+Everything a loader does at length (`preadv`, copies, `np.take`) releases the GIL, so threads are enough. They are daemons:
+a read that hangs in the kernel must not keep the interpreter from ending.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,28 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
-from saev_store._runtime.abandoned import ABANDONED
-from saev_store.errors import ArgumentError, ForkError
-from saev_store.loaders._reads import Reads, ReadTotals, Task
-from saev_store.loaders._rows import Batch, BatchMaker
-from saev_store.loaders._workers import JOIN_S, Group, Handoff, StoppedError, Workers
+import numpy as np
+
+from saev_store._runtime.threads import ABANDONED
+from saev_store.errors import ArgumentError, DeadlineError, ForkError
+
+#: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
+#: `token_labels` (n,) uint8.
+Batch = dict[str, np.ndarray]
+#: What a thread carries out, and the name of the file that it reads, for messages about time-outs.
+Task: TypeAlias = tuple[Callable[[], None], str]
+
+#: Waits come in slices of at most this length, so that Ctrl-C and `close` are noticed.
+SLICE_S = 0.2
+#: How long `close` waits for threads that are inside a system call, so that Ctrl-C takes less than a second. The memory
+#: that such a thread may still write to is not used again.
+JOIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,173 +71,281 @@ class Metrics:
 
 @dataclass
 class Totals:
-    """Running sums behind `Metrics`; each number has one writer."""
+    """Running sums behind `Metrics`. Reading threads call `add`; each other number has one writer."""
 
     vector_nbytes: int
-    reads: ReadTotals = field(default_factory=ReadTotals)
     n_batches: int = 0
     n_rows: int = 0
     waited_s: float = 0.0
     window_fill: float = 0.0
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
+    n_requests: int = 0
+    bytes_read: int = 0
+    n_retries: int = 0
+    read_s: float = 0.0
+    copy_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(
+        self, *, n_requests: int = 0, bytes_read: int = 0, n_retries: int = 0, read_s: float = 0.0, copy_s: float = 0.0
+    ) -> None:
+        """Count what a thread has read."""
+        with self._lock:
+            self.n_requests += n_requests
+            self.bytes_read += bytes_read
+            self.n_retries += n_retries
+            self.read_s += read_s
+            self.copy_s += copy_s
 
     def metrics(self, batches_ready: int) -> Metrics:
         """The sums as they are now."""
         elapsed = max((self.ended or time.perf_counter()) - self.started, 1e-9)
-        reads = self.reads
         return Metrics(
             n_batches=self.n_batches,
             n_rows=self.n_rows,
             elapsed_s=elapsed,
             rows_per_s=self.n_rows / elapsed,
             mb_per_s=self.n_rows * self.vector_nbytes / elapsed / 1e6,
-            n_requests=reads.n_requests,
-            bytes_read=reads.n_bytes,
-            n_retries=reads.n_retries,
-            read_s=reads.read_s,
-            copy_s=reads.copy_s,
+            n_requests=self.n_requests,
+            bytes_read=self.bytes_read,
+            n_retries=self.n_retries,
+            read_s=self.read_s,
+            copy_s=self.copy_s,
             waited_s=self.waited_s,
             window_fill=self.window_fill,
             batches_ready=batches_ready,
         )
 
 
-class LoaderRuntime:
-    """Threads and counters of one iteration.
+class StoppedError(Exception):
+    """Control flow inside the threads: the iteration was closed during a wait. Never leaves a loader."""
+
+
+@dataclass
+class Group:
+    """Tasks that are waited for together: how many are left, and the first error."""
+
+    n_left: int
+    error: BaseException | None = None
+
+
+class Iteration:
+    """The threads of one iteration: one makes batches ahead of the consumer, up to `n_threads` others read for it.
 
     Args:
-        n_threads: Reading threads.
+        n_threads: Reading threads at most; there are more only when all are at work.
+        depth: Batches that may wait for the consumer.
         totals: Where measures are kept.
         helps: Whether the thread that makes batches reads as well instead of waiting for reads, because they are copies.
+        on_close: Called once the threads have ended.
+
+    Attributes:
+        stop: Set when the iteration ends: nothing more is wanted.
+        pid: The process whose threads these are.
     """
 
-    def __init__(self, n_threads: int, totals: Totals, *, helps: bool = False) -> None:
-        self.stop = threading.Event()
-        self.totals = totals
-        #: Called once the threads have ended.
-        self.on_close: Callable[[], None] = lambda: None
-        #: The thread that makes batches.
-        self.maker: threading.Thread | None = None
-        self.readers = Workers(n_threads, "saev-read", self.stop)
-        self._helps = helps
+    def __init__(
+        self, n_threads: int, depth: int, totals: Totals, *, helps: bool, on_close: Callable[[], object] | None = None
+    ) -> None:
+        self.stop, self.totals, self.pid = threading.Event(), totals, os.getpid()
+        self._n_threads, self._depth, self._helps, self._on_close = n_threads, depth, helps, on_close
+        self._tasks: SimpleQueue[tuple[Callable[[], None], str, Group] | None] = SimpleQueue()
+        # Notified when a group or a batch is done, a batch is taken, or the iteration is closed. Guards all that follows.
+        self._changed = threading.Condition()
+        self._ready: deque[Batch] = deque()
+        self._is_complete = False
+        self._error: BaseException | None = None
+        self._n_open = 0  # tasks that wait or are under way
+        self._n_readers = 0
+        self._threads: list[threading.Thread] = []
+        self._busy: dict[int, str] = {}
+        # For `close`, which two threads may call at once; no finalizer waits for it.
+        self._closing, self._is_closed = threading.RLock(), False
+
+    def start(self, batches: Callable[[], Iterable[Batch]]) -> None:
+        """Begin to make batches; `batches` is called in the thread that makes them."""
+        maker = threading.Thread(target=self._make, args=(batches,), name="saev-batches", daemon=True)
+        self._threads.append(maker)
+        maker.start()
+
+    # -- in the thread that makes batches ------------------------------------------------------------------------------
+
+    def _make(self, batches: Callable[[], Iterable[Batch]]) -> None:
+        """Put batches into the queue until there are no more, an error, or the end of the iteration."""
+        error: BaseException | None = None
+        try:
+            for batch in batches():
+                with self._changed:
+                    while len(self._ready) >= self._depth and not self.stop.is_set():
+                        self._changed.wait(SLICE_S)
+                    if self.stop.is_set():
+                        break
+                    self._ready.append(batch)
+                    self._changed.notify_all()
+                # The consumer alone decides how long a batch lives.
+                del batch
+        except StoppedError:
+            pass
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            self._is_complete, self._error = True, error
+            self._changed.notify_all()
 
     def read(self, tasks: Iterable[Task]) -> Group:
         """Queue tasks for the reading threads; gives what to wait for."""
-        found = list(tasks)
-        group = Group(len(found))
-        for task, where in found:
-            self.readers.submit(task, group, where)
+        queued = list(tasks)
+        group = Group(len(queued))
+        with self._changed:
+            self._n_open += len(queued)
+            while self._n_readers < min(self._n_open, self._n_threads) and not self.stop.is_set():
+                number = self._n_readers
+                thread = threading.Thread(target=self._work, args=(number,), name=f"saev-read-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+                self._n_readers += 1
+        for task, where in queued:
+            self._tasks.put((task, where, group))
         return group
 
     def wait(self, group: Group) -> None:
-        """Wait for tasks, and help where these are copies.
+        """Return when all tasks of a group are done; carry out queued ones meanwhile, the oldest first, where these are copies.
 
         Raises:
             StoppedError: the iteration was closed meanwhile.
-            Exception: what a task raised.
+            Exception: whatever a task raised, with its traceback.
         """
-        if self._helps:
-            self.readers.help(group)
-        group.wait(self.stop)
+        while self._helps and group.n_left and group.error is None:
+            try:
+                item = self._tasks.get_nowait()
+            except Empty:
+                break
+            if item is None:  # it tells a thread to end
+                self._tasks.put(None)
+                break
+            self._carry_out(-1, *item)
+            del item
+        with self._changed:
+            while group.n_left and group.error is None:
+                if self.stop.is_set():
+                    raise StoppedError
+                self._changed.wait(SLICE_S)
+        if group.error is not None:
+            raise group.error
+
+    # -- in the reading threads ----------------------------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        """Carry out tasks until told to end."""
+        while (item := self._tasks.get()) is not None:
+            self._carry_out(number, *item)
+            # Nothing may keep the memory of the last task alive while waiting for the next.
+            del item
+
+    def _carry_out(self, number: int, task: Callable[[], None], where: str, group: Group) -> None:
+        """Carry out a task, unless the iteration has ended, and count it as done."""
+        error: BaseException | None = None
+        if self.stop.is_set():
+            error = StoppedError()
+        else:
+            self._busy[number] = where
+            try:
+                task()
+            except BaseException as raised:
+                error = raised
+            self._busy.pop(number, None)
+        with self._changed:
+            self._n_open -= 1
+            group.n_left -= 1
+            group.error = group.error or error
+            if group.n_left == 0 or error is not None:
+                self._changed.notify_all()
+
+    # -- in the consumer's thread --------------------------------------------------------------------------------------
+
+    def get(self, timeout_s: float, progress: Callable[[], object]) -> Batch | None:
+        """The next batch, or None at the end.
+
+        Args:
+            timeout_s: Seconds to wait while `progress` gives the same value.
+            progress: Gives another value whenever something has arrived.
+
+        Raises:
+            DeadlineError: neither a batch nor progress came within `timeout_s`.
+            Exception: what a thread raised.
+        """
+        # Slices are counted, not the clock: a process that was stopped (Ctrl-Z, a suspended machine) goes on where it was.
+        left, seen = timeout_s, progress()
+        with self._changed:
+            while not self._ready:
+                if self._is_complete or self.stop.is_set():
+                    if self._error is not None:
+                        raise self._error
+                    return None
+                if (found := progress()) != seen:
+                    left, seen = timeout_s, found
+                if left <= 0:
+                    reading = ", ".join(sorted(set(self._busy.copy().values()))) or "nothing"
+                    raise DeadlineError(
+                        f"no batch and nothing read within {timeout_s:g} s; reading threads are busy with: {reading}",
+                        where="batch_timeout_s",
+                        remedy="Allow more time, or look at loader.explain() and loader.metrics().",
+                    )
+                started, slice_s = time.monotonic(), min(SLICE_S, left)
+                self._changed.wait(slice_s)
+                left -= min(time.monotonic() - started, slice_s)
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+            return batch
+
+    @property
+    def n_ready(self) -> int:
+        """Batches that wait for the consumer."""
+        return len(self._ready)
 
     @property
     def has_strays(self) -> bool:
         """Whether a thread has not ended yet, and may still use the memory it was given."""
-        return self.readers.is_alive or (self.maker is not None and self.maker.is_alive())
-
-    def close(self, deadline: float) -> None:
-        """End all threads; those that hang in a system call are left behind at `deadline` (`time.monotonic()`)."""
-        self.readers.close()
-        self.readers.join(deadline)
-        self.on_close()
-
-
-@dataclass(frozen=True)
-class BatchContext:
-    """What batches are made with, in both orders.
-
-    Attributes:
-        reads: Brings vectors into memory.
-        runtime: Threads and counters.
-        maker: Makes a batch of vectors and their positions.
-    """
-
-    reads: Reads
-    runtime: LoaderRuntime
-    maker: BatchMaker
-
-
-class Iteration:
-    """A thread that makes batches of its own, at most `depth` ahead.
-
-    Args:
-        runtime: Threads to read with; closed together with the iteration.
-        batches: Makes the iterator of batches; called in the thread.
-        depth: Batches that may wait for the consumer.
-    """
-
-    def __init__(self, runtime: LoaderRuntime, batches: Callable[[], Iterable[Batch]], depth: int) -> None:
-        self.runtime = runtime
-        self.pid, self._is_closed = os.getpid(), False
-        # For those who close on purpose, who may be two threads at once; nothing that collects garbage waits for it.
-        self._closing = threading.RLock()
-        self.handoff: Handoff[Batch] = Handoff(depth, runtime.stop)
-        self._thread = threading.Thread(target=_produce, args=(batches, self.handoff), name="saev-batches", daemon=True)
-        runtime.maker = self._thread
-        self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        return self.runtime.stop.is_set()
+        return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """End all threads and give back all memory that no batch holds; calling it again does nothing.
+        """End all threads and drop all batches that wait; calling it again does nothing.
 
-        Who comes second waits for who came first. Not for finalizers, which may be called by a thread that holds a lock.
+        A thread that hangs in a system call is left behind after `JOIN_S`. A second caller waits for the first. Not for
+        finalizers, which may be called by a thread that holds a lock.
         """
         # A forked child inherits the object, but not its threads.
         if os.getpid() != self.pid:
             return
         with self._closing:
             if not self._is_closed:
-                self._close()
+                deadline = time.monotonic() + JOIN_S
+                self.stop.set()
+                with self._changed:
+                    self._ready.clear()
+                    for _ in range(self._n_readers):
+                        self._tasks.put(None)
+                    self._changed.notify_all()
+                for thread in self._threads:
+                    if thread is not threading.current_thread():
+                        thread.join(max(0.0, deadline - time.monotonic()))
+                if self._on_close is not None:
+                    self._on_close()
+                self.totals.ended = time.perf_counter()
             self._is_closed = True
         ABANDONED.remove(self)
 
-    def _close(self) -> None:
-        deadline = time.monotonic() + JOIN_S
-        self.runtime.stop.set()
-        self.handoff.wake()
-        self.runtime.close(deadline)
-        if self._thread is not threading.current_thread():
-            self._thread.join(max(deadline - time.monotonic(), 0.0))
-        self.runtime.totals.ended = time.perf_counter()
-
-
-def _produce(batches: Callable[[], Iterable[Batch]], handoff: Handoff[Batch]) -> None:
-    try:
-        for batch in batches():
-            handoff.put(batch)
-            # The consumer alone decides how long a batch lives.
-            del batch
-        handoff.end()
-    except StoppedError:
-        handoff.end()
-    except BaseException as error:
-        handoff.end(error)
-
 
 class BatchIterator(Iterator[Batch]):
-    """The consumer's end of an iteration. Its threads end with the last batch, an error, `close`, or when it is forgotten.
+    """The consumer's end of an iteration. Its threads end with the last batch, an error, `close`, or its own collection.
 
     Args:
         iteration: Makes the batches.
         n_batches: How many.
         timeout_s: Seconds without a batch and without progress before `DeadlineError`.
         progress: Gives another value whenever something has arrived.
-        on_batch: Called for each batch that is handed out.
-        on_end: Called when the last one has been handed out.
+        advance: Called for each batch that is handed out, and at the end: whether that is reached.
     """
 
     def __init__(
@@ -229,12 +355,10 @@ class BatchIterator(Iterator[Batch]):
         *,
         timeout_s: float,
         progress: Callable[[], object],
-        on_batch: Callable[[], None],
-        on_end: Callable[[], None],
+        advance: Callable[[bool], None],
     ) -> None:
         self._iteration, self._n_left, self._timeout_s, self._progress = iteration, n_batches, timeout_s, progress
-        self._on_batch, self._on_end, self._ended = on_batch, on_end, False
-        ABANDONED.start()
+        self._advance, self._has_ended = advance, False
         ABANDONED.add(iteration)
         self._finalizer = weakref.finalize(self, ABANDONED.enqueue, iteration)
         self._finalizer.atexit = False  # everything is closed then
@@ -243,38 +367,37 @@ class BatchIterator(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._ended:
+        if self._has_ended:
             raise StopIteration
-        if os.getpid() != self._iteration.pid:
+        iteration, started = self._iteration, time.perf_counter()
+        if os.getpid() != iteration.pid:
             raise ForkError(
                 "this iterator's threads live in the parent process",
                 where="iter(loader)",
                 remedy="Call iter(loader) in the child; loaders themselves may be inherited.",
             )
-        if self._iteration.is_closed:
+        if iteration.stop.is_set():
             raise ArgumentError(
                 "this iterator was closed: its loader was closed, iterated anew or given another state",
                 where="iter(loader)",
                 remedy="Call iter(loader) again.",
             )
-        runtime, started = self._iteration.runtime, time.perf_counter()
         try:
-            batch = self._iteration.handoff.get(self._timeout_s, runtime.readers.busy_with, self._progress)
+            batch = iteration.get(self._timeout_s, self._progress)
         except BaseException:
             self.close()
             raise
-        totals = runtime.totals
+        totals = iteration.totals
         totals.waited_s += time.perf_counter() - started
         if batch is not None:
             totals.n_batches += 1
             totals.n_rows += len(batch["act"])
             self._n_left -= 1
-            self._on_batch()
         # The epoch is over with its last batch: loops that count batches never see the end.
         if batch is None or not self._n_left:
-            self._ended = True
+            self._has_ended = True
             self.close()
-            self._on_end()
+        self._advance(self._has_ended)
         if batch is None:
             raise StopIteration
         return batch

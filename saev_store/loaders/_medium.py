@@ -47,25 +47,25 @@ class Medium:
         return self.kind in ("flash", "disk", "parallel")
 
 
-def unwrapped(transport: Transport) -> Transport:
-    """The innermost transport: the one that moves the bytes."""
-    while (inner := getattr(transport, "inner", None)) is not None:
-        transport = inner
-    return transport
+def layers_of(transport: Transport) -> list[Transport]:
+    """A transport and those that it is around, such as behind a cache. The last one moves the bytes."""
+    found = [transport]
+    while (inner := getattr(found[-1], "inner", None)) is not None:
+        found.append(inner)
+    return found
 
 
 def medium_of(transport: Transport, layout: Layout, said: Kind | None = None) -> Medium:
-    """Find out what a store's shards lie on, or believe what is said; never raises, never reads more than a few pages."""
-    found = _looked_up(transport, layout)
-    return found if said is None else Medium(said, "as was said", found.path)
-
-
-def _looked_up(transport: Transport, layout: Layout) -> Medium:
-    innermost = unwrapped(transport)
+    """What a store's shards lie on, or what is said; never raises, never reads more than a few pages."""
+    innermost = layers_of(transport)[-1]
+    path = innermost.local_path
+    if path is not None and not os.path.isdir(path):
+        path = None
+    if said is not None:
+        return Medium(said, "as was said", path)
     if not innermost.is_local:
         return Medium("remote", f"{innermost.name} is a client of something else")
-    path = innermost.url
-    if not os.path.isdir(path):
+    if path is None:
         return Medium("memory", f"{innermost.name} holds its files in this process")
     file_system, device = _mount(path)
     if file_system in _IN_MEMORY:
@@ -135,7 +135,7 @@ def _cached_share(path: str, layout: Layout) -> float | None:
     return found / _N_PROBES
 
 
-#: From this many times the machine's memory on, what was read is forgotten: keeping it would only push out other things.
+#: From this many times the machine's memory on, what was read is dropped: keeping it would only push out other things.
 _MUCH_LARGER = 2
 
 
@@ -148,55 +148,54 @@ class Advice:
         folder: Where the shards are.
         layout: Their geometry.
         keep_pages: Whether what was read stays in the page cache; None: unless the store is much larger than memory.
+
+    Attributes:
+        drops_pages: Whether pages are to be dropped once they were read, by `after`.
     """
 
     def __init__(self, folder: str, layout: Layout, keep_pages: bool | None) -> None:
         self._folder = folder
         self._advised: dict[int, int] = {}
-        self._forgets = self.forgets(layout, keep_pages)
-
-    @staticmethod
-    def forgets(layout: Layout, keep_pages: bool | None) -> bool:
-        """Whether pages are dropped once they were read."""
-        if keep_pages is not None or not hasattr(os, "sysconf"):
-            return keep_pages is False
-        return layout.nbytes > _MUCH_LARGER * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def _path(self, shard: int) -> str:
-        return os.path.join(self._folder, shard_name(shard))
+        if keep_pages is None:
+            memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            keep_pages = layout.nbytes <= _MUCH_LARGER * memory_nbytes
+        self.drops_pages = not keep_pages
 
     def before(self, shard: int) -> None:
         """A shard is about to be read; costs nothing once it is known."""
-        file = DESCRIPTORS.peek(self._path(shard))
+        path = os.path.join(self._folder, shard_name(shard))
+        file = DESCRIPTORS.peek(path)
         if file is None:
             # What cannot be opened is said by the read itself.
             with contextlib.suppress(OSError, SaevStoreError):
-                file = DESCRIPTORS.open(self._path(shard))
+                file = DESCRIPTORS.open(path)
         if file is not None and self._advised.get(shard) != id(file):
             self._advised[shard] = id(file)
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def soon(self, shard: int, starts: list[int], ends: list[int]) -> None:
         """Small extents are about to be read, one after the other: the system begins with all of them at once."""
-        if (file := DESCRIPTORS.peek(self._path(shard))) is not None:
-            with contextlib.suppress(OSError):  # a file system that does not know how
-                for start, end in zip(starts, ends, strict=True):
-                    os.posix_fadvise(file.fd, start, end - start, os.POSIX_FADV_WILLNEED)
+        with contextlib.suppress(OSError):  # a file system that does not know how
+            self._advise(shard, starts, ends, os.POSIX_FADV_WILLNEED)
 
-    def after(self, shard: int, start: int, end: int) -> None:
-        """An extent was read."""
-        if self._forgets and (file := DESCRIPTORS.peek(self._path(shard))) is not None:
-            os.posix_fadvise(file.fd, start, end - start, os.POSIX_FADV_DONTNEED)
+    def after(self, shard: int, starts: list[int], ends: list[int]) -> None:
+        """Extents were read, and their pages are not wanted any more."""
+        self._advise(shard, starts, ends, os.POSIX_FADV_DONTNEED)
+
+    def _advise(self, shard: int, starts: list[int], ends: list[int], what: int) -> None:
+        """Advise about extents of an open shard."""
+        if (file := DESCRIPTORS.peek(os.path.join(self._folder, shard_name(shard)))) is not None:
+            for start, end in zip(starts, ends, strict=True):
+                os.posix_fadvise(file.fd, start, end - start, what)
 
     def close(self) -> None:
-        """Others who use the same open files read as before."""
-        for shard in self._advised:
-            file = DESCRIPTORS.peek(self._path(shard))
+        """Take the advice back: other users of the same open files read as before."""
+        for shard in list(self._advised):  # a thread that hangs in a read may come back now
+            file = DESCRIPTORS.peek(os.path.join(self._folder, shard_name(shard)))
             if file is not None:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_NORMAL)
         self._advised.clear()
 
 
-def advice_for(folder: str | None, layout: Layout, keep_pages: bool | None) -> Advice | None:
-    """Advice about a local folder, where the system takes any."""
-    return Advice(folder, layout, keep_pages) if folder is not None and hasattr(os, "posix_fadvise") else None
+#: Whether the system takes advice.
+TAKES_ADVICE = hasattr(os, "posix_fadvise")

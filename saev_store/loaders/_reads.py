@@ -6,19 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.layout import IntArray, shard_name
+from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import NotFoundError, TransportError
-from saev_store.loaders._medium import Advice, Medium, advice_for, unwrapped
+from saev_store.loaders._iteration import Task, Totals
+from saev_store.loaders._medium import TAKES_ADVICE, Advice, Medium, layers_of
 from saev_store.loaders._ring import allocate
-from saev_store.loaders._rows import Positions, Runs, cut, runs_of_planes
 from saev_store.store.reader import FloatArray, Reader
 from saev_store.store.selection import Selection
 from saev_store.transport import Buffer
@@ -32,70 +31,80 @@ _REQUESTS_AT_ONCE = 128
 #: Runs shorter than this are cheaper as one gather than as a request each.
 SMALL_RUN_BYTES = 16 << 10
 
-#: What a thread carries out, and the name of the file that it reads.
-Task: TypeAlias = tuple[Callable[[], None], str]
+#: Copies rows, as bytes, to some rows of a target; called by several threads.
+Put: TypeAlias = Callable[[slice | IntArray, Buffer], None]
 #: Memory to read into before rows are put where they belong, for as many threads as read at a time.
 Scratch: TypeAlias = deque[npt.NDArray[np.uint8]]
 
 
-@dataclass
-class ReadTotals:
-    """What reading has cost so far; threads add to it under its lock."""
+class Positions(NamedTuple):
+    """Positions of rows on the axes of the store, int64. Layers count from 0; they are no labels."""
 
-    n_requests: int = 0
-    n_bytes: int = 0
-    n_retries: int = 0
-    read_s: float = 0.0
-    copy_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, requests: int, n_bytes: int, seconds: float) -> None:
-        """Count finished requests."""
-        with self.lock:
-            self.n_requests += requests
-            self.n_bytes += n_bytes
-            self.read_s += seconds
-
-    def add_copy(self, seconds: float) -> None:
-        """Count time in which what was read was copied to batches."""
-        with self.lock:
-            self.copy_s += seconds
+    example: IntArray
+    layer: IntArray
+    token: IntArray
 
 
-class Target(Protocol):
-    """Rows that reading threads fill."""
+class Runs(NamedTuple):
+    """Vectors that are neighbours both in a shard and in their target, int64 arrays of equal length.
 
-    def memory(self, place: int, count: int) -> memoryview | None:
-        """The memory of successive rows, to read straight into; None where they have to be `put`."""
-        ...
-
-    def put(self, place: slice | IntArray, source: Buffer) -> None:
-        """Copy rows, as bytes, to some places."""
-        ...
-
-
-class ArrayTarget:
-    """An array as a target.
-
-    Args:
-        array: float32, C order, (n, d_model); borrowed.
+    Attributes:
+        shard: Number of the shard.
+        vector: First vector, counted from the shard's beginning.
+        place: First row of the target.
+        n_vectors: How many.
+        origin: Runs of different origins have requests of their own, however near they are: what a cache keeps of one must
+            not depend on what happened to be read with it.
     """
 
-    def __init__(self, array: FloatArray) -> None:
-        self._array, self._raw = array, None if array.size == 0 else memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]  # an array is a buffer
+    shard: IntArray
+    vector: IntArray
+    place: IntArray
+    n_vectors: IntArray
+    origin: IntArray
 
-    def memory(self, place: int, count: int) -> memoryview | None:
-        """See `Target`."""
-        nbytes = self._array.strides[0]
-        return None if self._raw is None else self._raw[place * nbytes : (place + count) * nbytes]
+    def take(self, index: IntArray | slice) -> Runs:
+        """Some of the runs."""
+        return Runs(*(column[index] for column in self))
 
-    def put(self, place: slice | IntArray, source: Buffer) -> None:
-        """See `Target`."""
-        self._array[place] = np.frombuffer(source, np.float32).reshape(-1, self._array.shape[1])
+
+def runs_of_planes(
+    layout: Layout, where: Positions, count: IntArray, place: IntArray, origin: IntArray | None = None
+) -> Runs:
+    """One run of `count` tokens for each position, in as few runs as possible. All have one origin where none is given."""
+    shard, within = np.divmod(where.example, np.int64(layout.examples_per_shard))
+    vector = (within * layout.n_layers + where.layer) * layout.tokens_per_example + where.token
+    origin = np.zeros_like(shard) if origin is None else origin
+    runs = Runs(shard, vector, place, count, origin)
+    follows = (
+        (shard[1:] == shard[:-1])
+        & (vector[1:] == vector[:-1] + count[:-1])
+        & (place[1:] == place[:-1] + count[:-1])
+        & (origin[1:] == origin[:-1])
+    )
+    if not follows.any():
+        return runs
+    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return runs.take(first)._replace(n_vectors=np.add.reduceat(count, first))
+
+
+def cut(runs: Runs, longest: int) -> Runs:
+    """The same vectors in runs of at most `longest`."""
+    if int(runs.n_vectors.max(initial=0)) <= longest:
+        return runs
+    n_parts = -(-runs.n_vectors // longest)
+    which = np.repeat(np.arange(len(n_parts)), n_parts)
+    part = np.arange(len(which)) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
+    whole = runs.take(which)
+    count = np.minimum(longest, whole.n_vectors - part * longest)
+    return whole._replace(vector=whole.vector + part * longest, place=whole.place + part * longest, n_vectors=count)
 
 
 class Reads:
     """Brings runs of vectors to targets, by whichever way the transport is best at.
+
+    A target is an array, float32 (n, d_model) in C order, whose memory is read into where the transport can, or a function
+    that copies rows to their places.
 
     Args:
         reader: The store's.
@@ -110,7 +119,7 @@ class Reads:
     def __init__(
         self,
         reader: Reader,
-        totals: ReadTotals,
+        totals: Totals,
         stop: threading.Event,
         *,
         task_bytes: int,
@@ -128,105 +137,66 @@ class Reads:
         self._task_bytes = int(min(task_bytes, max_request_bytes))
         self._scratch: Scratch = deque() if scratch is None else scratch
 
-    def tasks(self, runs: Runs, target: Target) -> Iterator[Task]:
-        """Tasks that together fill the rows of `target` which `runs` name."""
+    def tasks(self, runs: Runs, target: FloatArray | Put) -> Iterator[Task]:
+        """Tasks that together fill the rows of a target which `runs` name."""
+        is_scattered, parts = self.split(runs)
+        read = self._gather if is_scattered else self._read
+        for part in parts:
+            yield partial(read, part, target), shard_name(int(part.shard[0]))
+
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
+
+    def split(self, runs: Runs) -> tuple[bool, list[Runs]]:
+        """What each task brings, and whether these are scattered vectors, in runs of one, which the reader gathers.
+
+        The runs of other tasks are of one shard, in its order.
+        """
         v = self._layout.vector_nbytes
-        if not len(runs.count):
-            return
         runs = cut(runs, max(1, self._task_bytes // v))
         runs = runs.take(np.lexsort((runs.vector, runs.shard)))
-        gap = runs.vector[1:] - runs.vector[:-1] - runs.count[:-1]
+        gap = runs.vector[1:] - runs.vector[:-1] - runs.n_vectors[:-1]
         is_far = (gap * v > self._max_gap_bytes) | (runs.shard[1:] != runs.shard[:-1])
         n_far = 1 + np.count_nonzero(is_far)
-        if int(runs.count.sum()) * v < SMALL_RUN_BYTES * n_far and not self._one_by_one:
-            yield from self._small(runs, target)
-            return
-        end = np.cumsum(runs.count * v)
-        begin = end - runs.count * v
+        nbytes = int(runs.n_vectors.sum()) * v
+        if nbytes < SMALL_RUN_BYTES * n_far and not self._one_by_one:
+            single = cut(runs, 1)
+            step = max(1, self._task_bytes // v)
+            return True, [single.take(slice(at, at + step)) for at in range(0, len(single.n_vectors), step)]
+        if not nbytes:
+            return False, []
+        end = np.cumsum(runs.n_vectors * v)
+        begin = end - runs.n_vectors * v
         # Runs that one request brings stay together, unless they are more than a task.
         first = np.flatnonzero(np.concatenate(([True], is_far | (gap < 0) | (runs.origin[1:] != runs.origin[:-1]))))
-        length = np.diff(np.append(begin[first], end[-1]))
+        length = np.diff(np.append(begin[first], nbytes))
         n_runs = np.diff(np.append(first, len(begin)))
         begin = np.where(np.repeat(length <= self._task_bytes, n_runs), np.repeat(begin[first], n_runs), begin)
         # A task ends with its shard, and where it has enough to do.
-        part = runs.shard * (int(end[-1]) // self._task_bytes + 2) + begin // self._task_bytes
-        for lo, hi in pairwise([0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]):
-            yield partial(self._read, runs.take(slice(lo, hi)), target), shard_name(int(runs.shard[lo]))
+        part = runs.shard * (nbytes // self._task_bytes + 2) + begin // self._task_bytes
+        bounds = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
+        return False, [runs.take(slice(lo, hi)) for lo, hi in pairwise(bounds)]
 
-    def _small(self, runs: Runs, target: Target) -> Iterator[Task]:
-        """Scattered single vectors: the reader gathers them from maps, or merges them into requests."""
-        where = np.repeat(np.arange(len(runs.count)), runs.count)
-        within = np.arange(len(where)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
-        shard, vector, place = runs.shard[where], runs.vector[where] + within, runs.place[where] + within
-        rest, token = np.divmod(vector, np.int64(self._layout.tokens_per_example))
+    def positions(self, runs: Runs) -> Positions:
+        """Where the first vectors of runs lie on the axes of the store."""
+        rest, token = np.divmod(runs.vector, np.int64(self._layout.tokens_per_example))
         in_shard, layer = np.divmod(rest, np.int64(self._layout.n_layers))
-        example = shard * self._layout.examples_per_shard + in_shard
-        step = max(1, self._task_bytes // self._layout.vector_nbytes)
-        for start in range(0, len(example), step):
-            some = slice(start, start + step)
-            task = partial(self._gather, example[some], layer[some], token[some], place[some], target)
-            yield task, shard_name(int(shard[start]))
+        return Positions(runs.shard * self._layout.examples_per_shard + in_shard, layer, token)
 
-    def _gather(self, example: IntArray, layer: IntArray, token: IntArray, place: IntArray, target: Target) -> None:
-        started, n, nbytes = time.perf_counter(), len(place), len(place) * self._layout.vector_nbytes
-        memory = target.memory(int(place[0]), n) if bool((np.diff(place) == 1).all()) else None
-        scratch = self._borrow(nbytes if memory is None else 0)
-        out = (scratch[:nbytes] if memory is None else np.frombuffer(memory, np.uint8)).view(np.float32).reshape(n, -1)
-        self._retried(lambda: self._reader.read_rows(example, layer, token, out))
-        if memory is None:
-            target.put(place, scratch[:nbytes].data)
-        self._scratch.append(scratch)
-        self._totals.add(n, nbytes, time.perf_counter() - started)
-
-    def _read(self, runs: Runs, target: Target) -> None:
-        """Runs of one shard, in the order of the shard."""
-        started, shard = time.perf_counter(), int(runs.shard[0])
-        places, counts = runs.place.tolist(), runs.count.tolist()
-        direct = self._reads_into and target.memory(places[0], counts[0]) is not None
-        begins, stops, first = self._requests(runs, direct=direct)
-        if self._advice is not None:
-            self._advice.before(shard)
-        nbytes, requests = 0, list(pairwise(first))
-        for at in range(0, len(requests), _REQUESTS_AT_ONCE):
-            some = requests[at : at + _REQUESTS_AT_ONCE]
-            starts, ends = [begins[lo] for lo, _ in some], [stops[hi - 1] for _, hi in some]
-            if (
-                self._one_by_one
-                and self._advice is not None
-                and len(some) > 1
-                and ends[0] - starts[0] < SMALL_RUN_BYTES
-            ):
-                self._advice.soon(shard, starts, ends)
-            if direct:
-                buffers = [memory for lo, _ in some if (memory := target.memory(places[lo], counts[lo])) is not None]
-                self._retried(partial(self._fill, shard, starts, buffers))
-            else:
-                scratch = self._borrow(sum(ends) - sum(starts)) if self._reads_into else None
-                for (lo, hi), found in zip(some, self._bytes(shard, starts, ends, scratch), strict=True):
-                    view = memoryview(found)
-                    for run in range(lo, hi):
-                        rows = slice(places[run], places[run] + counts[run])
-                        target.put(rows, view[begins[run] - begins[lo] : stops[run] - begins[lo]])
-                if scratch is not None:
-                    self._scratch.append(scratch)
-            nbytes += sum(ends) - sum(starts)
-            if self._advice is not None:
-                for start, end in zip(starts, ends, strict=True):
-                    self._advice.after(shard, start, end)
-        self._totals.add(len(requests), nbytes, time.perf_counter() - started)
-
-    def _requests(self, runs: Runs, *, direct: bool) -> tuple[list[int], list[int], list[int]]:
+    def requests(self, runs: Runs, *, into_target: bool) -> tuple[list[int], list[int], list[int]]:
         """First and last byte of each run, and the number of the first run of each request, with how many runs there are.
 
-        Runs that are read straight to where they belong have a request each. Vectors that are wanted twice are read twice.
+        Runs that are read into their target have a request each. Vectors that are wanted twice are read twice.
+
+        Args:
+            runs: Of one shard, in its order.
+            into_target: Whether the target is memory to read into, where the transport can.
         """
-        v, example_nbytes = self._layout.vector_nbytes, self._layout.example_nbytes
+        v = self._layout.vector_nbytes
         # Lists: a task has few runs, often one.
-        begins, origins = (runs.vector * v).tolist(), runs.origin.tolist()
-        stops = ((runs.vector + runs.count) * v).tolist()
-        self._check(int(runs.shard[0]), (max(stops) - 1) // example_nbytes)
-        if direct:
+        begins, stops = (runs.vector * v).tolist(), ((runs.vector + runs.n_vectors) * v).tolist()
+        if into_target and self._reads_into:
             return begins, stops, list(range(len(begins) + 1))
+        origins = runs.origin.tolist()
         first = [
             run
             for run in range(1, len(begins))
@@ -234,24 +204,84 @@ class Reads:
         ]
         return begins, stops, [0, *first, len(begins)]
 
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, runs: Runs, target: FloatArray | Put) -> None:
+        """Scattered vectors: the reader gathers them from maps, or merges them into requests."""
+        started, place, nbytes = time.perf_counter(), runs.place, len(runs.place) * self._layout.vector_nbytes
+        scratch = self._borrow(nbytes)
+        out = scratch[:nbytes].view(np.float32).reshape(len(place), -1)
+        self._retried(int(runs.shard[0]), lambda: self._reader.read_rows(*self.positions(runs), out))
+        copied = time.perf_counter()
+        put = target if callable(target) else partial(_put_rows, target)
+        put(place, scratch[:nbytes].data)
+        self._scratch.append(scratch)
+        ended = time.perf_counter()
+        self._totals.add(n_requests=len(place), bytes_read=nbytes, read_s=ended - started, copy_s=ended - copied)
+
+    def _read(self, runs: Runs, target: FloatArray | Put) -> None:
+        """Runs of one shard, in its order."""
+        started, shard, v = time.perf_counter(), int(runs.shard[0]), self._layout.vector_nbytes
+        places, counts, name = runs.place.tolist(), runs.n_vectors.tolist(), shard_name(shard)
+        put = target if callable(target) else partial(_put_rows, target)
+        array = None if callable(target) or not self._reads_into else target
+        begins, stops, first = self.requests(runs, into_target=array is not None)
+        # Examples that are known to be lost are refused before they are read.
+        self._reader.check(shard, (max(stops) - 1) // self._layout.example_nbytes)
+        if self._advice is not None:
+            self._advice.before(shard)
+        nbytes, copy_s, requests = 0, 0.0, list(pairwise(first))
+        for at in range(0, len(requests), _REQUESTS_AT_ONCE):
+            some = requests[at : at + _REQUESTS_AT_ONCE]
+            starts, ends = [begins[lo] for lo, _ in some], [stops[hi - 1] for _, hi in some]
+            nbytes += sum(ends) - sum(starts)
+            if (
+                self._advice is not None
+                and self._one_by_one
+                and len(some) > 1
+                and ends[0] - starts[0] < SMALL_RUN_BYTES
+            ):
+                self._advice.soon(shard, starts, ends)
+            if array is not None:
+                memory = memoryview(array).cast("B")
+                views = [memory[places[lo] * v : (places[lo] + counts[lo]) * v] for lo, _ in some]
+                self._retried(shard, partial(self._transport.readinto, name, starts=starts, buffers=views))
+            else:
+                found, scratch = self._bytes(shard, starts, ends)
+                begun = time.perf_counter()
+                for (lo, hi), source in zip(some, found, strict=True):
+                    view = memoryview(source)
+                    for run in range(lo, hi):
+                        rows = slice(places[run], places[run] + counts[run])
+                        put(rows, view[begins[run] - begins[lo] : stops[run] - begins[lo]])
+                copy_s += time.perf_counter() - begun
+                if scratch is not None:
+                    self._scratch.append(scratch)
+            if self._advice is not None and self._advice.drops_pages:
+                self._advice.after(shard, starts, ends)
+        ended = time.perf_counter()
+        self._totals.add(n_requests=len(requests), bytes_read=nbytes, read_s=ended - started, copy_s=copy_s)
+
     def _bytes(
-        self, shard: int, starts: list[int], ends: list[int], scratch: npt.NDArray[np.uint8] | None
-    ) -> Sequence[Buffer]:
-        """Ranges of a shard, in memory that lives until the scratch memory is used again."""
-        if scratch is None:
-            if len(starts) > 1:
-                try:
-                    return self._get(shard, starts, ends)
-                except TransportError as error:
-                    self._count_retry(error)
-            # One by one: of many, another one might fail each time.
-            return [self._retried(partial(self._get, shard, [a], [b]))[0] for a, b in zip(starts, ends, strict=True)]
-        at, views = 0, list[memoryview]()
-        for start, end in zip(starts, ends, strict=True):
-            views.append(memoryview(scratch)[at : at + end - start])
-            at += end - start
-        self._retried(partial(self._fill, shard, starts, views))
-        return views
+        self, shard: int, starts: list[int], ends: list[int]
+    ) -> tuple[Sequence[Buffer], npt.NDArray[np.uint8] | None]:
+        """Ranges of a shard, and the scratch memory that they are in, if any."""
+        name = shard_name(shard)
+        if self._reads_into:
+            scratch = self._borrow(sum(ends) - sum(starts))
+            memory, bounds = memoryview(scratch), np.cumsum([0, *np.subtract(ends, starts)]).tolist()
+            views = [memory[lo:hi] for lo, hi in pairwise(bounds)]
+            self._retried(shard, partial(self._transport.readinto, name, starts=starts, buffers=views))
+            return views, scratch
+        get = partial(self._transport.get_ranges, name)
+
+        def one_by_one() -> Sequence[Buffer]:
+            """Each range by itself."""
+            ranges = zip(starts, ends, strict=True)
+            return [self._retried(shard, partial(get, starts=[start], ends=[end]))[0] for start, end in ranges]
+
+        whole = partial(get, starts=starts, ends=ends)
+        return self._retried(shard, whole, one_by_one if len(starts) > 1 else None), None
 
     def _borrow(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Scratch memory of at least so many bytes; to be appended to `_scratch` after use."""
@@ -264,48 +294,38 @@ class Reads:
         # Touched for the first time in small pages, this memory took more CPU than all copies of an epoch.
         return allocate((1, -(-max(nbytes, self._task_bytes) // 4))).reshape(-1).view(np.uint8)
 
-    def _get(self, shard: int, starts: list[int], ends: list[int]) -> Sequence[Buffer]:
+    def _retried(self, shard: int, read: Callable[[], T], in_steps: Callable[[], T] | None = None) -> T:
+        """Carry out a read, again where the reason of a failure may have passed.
+
+        Args:
+            shard: What is read.
+            read: Reads it.
+            in_steps: Reads the same in steps, after a failure of the whole: of many ranges another one may fail each time.
+        """
         try:
-            return self._transport.get_ranges(shard_name(shard), starts=starts, ends=ends)
-        except NotFoundError:
-            self._look_again(shard)
-            raise
-
-    def _fill(self, shard: int, starts: list[int], buffers: list[memoryview]) -> None:
-        try:
-            self._transport.readinto(shard_name(shard), starts=starts, buffers=buffers)
-        except NotFoundError:
-            self._look_again(shard)
-            raise
-
-    def _look_again(self, shard: int) -> None:
-        """A file is gone: say so in words about the store."""
-        self._reader.check_size(shard)
-
-    def _check(self, shard: int, highest: int) -> None:
-        """Refuse examples that are known to be lost, before they are read."""
-        self._reader.check(shard, highest)
-
-    def _retried(self, read: Callable[[], T]) -> T:
-        """Carry out a read, again where the reason of a failure may have passed."""
-        for wait_s in _WAITS_S:
-            try:
-                return read()
-            except TransportError as error:
-                self._count_retry(error)
-                if self._stop.wait(wait_s):
-                    raise
-                if unwrapped(self._transport).is_local:
+            for wait_s in _WAITS_S:
+                try:
+                    return read()
+                except TransportError as error:
+                    if not error.transient:
+                        raise
+                    self._totals.add(n_retries=1)
+                    if self._stop.wait(wait_s):
+                        raise
+                if layers_of(self._transport)[-1].is_local:
                     # A stale handle of a network file system only goes away with a new descriptor.
                     self._transport.close()
-        return read()
+                if in_steps is not None:
+                    return in_steps()
+            return read()
+        except NotFoundError:
+            self._reader.check_size(shard)  # says which examples are gone
+            raise
 
-    def _count_retry(self, error: TransportError) -> None:
-        """Count a failure that is tried again; one that will not pass is raised."""
-        if not error.transient:
-            raise error
-        with self._totals.lock:
-            self._totals.n_retries += 1
+
+def _put_rows(array: FloatArray, place: slice | IntArray, source: Buffer) -> None:
+    """Copy rows, as bytes, to rows of an array."""
+    array[place] = np.frombuffer(source, np.float32).reshape(-1, array.shape[1])
 
 
 #: What a task reads. A disk of this machine is told of 128 vectors at a time; a file system over a network may not listen to
@@ -323,10 +343,12 @@ class ScatteredReads:
 
     def __init__(self, rows: Selection, medium: Medium) -> None:
         self._space = rows.space
-        self._advice = advice_for(medium.path, rows.space.layout, keep_pages=True)
+        self._advice: Advice | None = None
+        if medium.path is not None and TAKES_ADVICE:
+            self._advice = Advice(medium.path, rows.space.layout, keep_pages=True)
         self._reads = Reads(
             rows.reader,
-            ReadTotals(),
+            Totals(rows.space.layout.vector_nbytes),
             threading.Event(),
             task_bytes=_TASK_BYTES.get(medium.kind, 1 << 20),
             advice=self._advice,
@@ -338,7 +360,7 @@ class ScatteredReads:
         where = Positions(*self._space.locate(picked))
         place = np.arange(len(picked), dtype=np.int64)
         runs = runs_of_planes(self._space.layout, where, np.ones_like(place), place)
-        return [task for task, _ in self._reads.tasks(runs, ArrayTarget(out))]
+        return [task for task, _ in self._reads.tasks(runs, out)]
 
     def close(self) -> None:
         """Take back what the system was told."""

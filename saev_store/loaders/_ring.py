@@ -8,14 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
-from saev_store.loaders._rows import Positions
 from saev_store.store.reader import FloatArray
 from saev_store.transport import Buffer
 
@@ -101,20 +100,17 @@ RowNumbers = npt.NDArray[np.int32] | IntArray
 class RingMemory(Protocol):
     """The rows of a ring, wherever they are kept. Only `put` is called by several threads."""
 
-    def reserve(self, n_rows: int, d_model: int) -> None:
-        """Have so many rows, with undefined content."""
+    @property
+    def lendable(self) -> FloatArray | None:
+        """The rows themselves, float32 (n_rows, d_model), where batches may be views of them; None where they are copied."""
         ...
 
-    def put(self, to: RowNumbers, source: Buffer) -> None:
-        """Copy the rows in `source`, bytes, to the rows `to`."""
+    def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
+        """Copy the rows in `source`, bytes, to the rows `to[place]`."""
         ...
 
     def copy_row(self, source: int, to: int) -> None:
         """Copy one row to another."""
-        ...
-
-    def lend(self, start: int, n_rows: int, release: Callable[[], object]) -> FloatArray:
-        """Some rows as a batch; `release` is called, in any thread, when they may be filled anew."""
         ...
 
     def copied(self, start: int, n_rows: int) -> FloatArray:
@@ -126,41 +122,35 @@ class RingMemory(Protocol):
         ...
 
 
+#: Makes the memory of so many rows of `d_model` numbers, with undefined content.
+MakeMemory = Callable[[int, int], RingMemory]
+
+
 class HostMemory:
     """A ring in this machine's memory: made once, because the first touch of a page costs as much as filling it.
 
     Args:
+        n_rows: How many rows.
+        d_model: Numbers of a row.
         pool: Where batches are copied to, such as pinned memory; default: batches are lent from the ring itself.
+
+    Attributes:
+        lendable: See `RingMemory`.
     """
 
-    def __init__(self, pool: BufferPool | None = None) -> None:
-        self._pool = pool
-        self._rows: FloatArray = np.zeros((0, 0), dtype=np.float32)
-        self._as_void: npt.NDArray[np.void] = np.zeros(0, dtype="V4")
-
-    def reserve(self, n_rows: int, d_model: int) -> None:
-        """See `RingMemory`."""
-        # Give it back first: both at once might be too much.
-        self._rows, self._as_void = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype="V4")
-        self._rows = allocate((n_rows, d_model))
+    def __init__(self, n_rows: int, d_model: int, pool: BufferPool | None = None) -> None:
+        self._rows, self._pool = allocate((n_rows, d_model)), pool
+        self.lendable = self._rows if pool is None else None
         # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
-        self._as_void = self._rows.view(f"V{4 * d_model}")[:, 0]
+        self._as_void: npt.NDArray[np.void] = self._rows.view(f"V{4 * d_model}")[:, 0]
 
-    def put(self, to: RowNumbers, source: Buffer) -> None:
+    def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
         """See `RingMemory`."""
-        self._as_void[to] = np.frombuffer(source, self._as_void.dtype)
+        self._as_void[to[place]] = np.frombuffer(source, self._as_void.dtype)
 
     def copy_row(self, source: int, to: int) -> None:
         """See `RingMemory`."""
         self._rows[to] = self._rows[source]
-
-    def lend(self, start: int, n_rows: int, release: Callable[[], object]) -> FloatArray:
-        """See `RingMemory`."""
-        if self._pool is None:
-            return lent(self._rows[start : start + n_rows], release)
-        act = self.copied(start, n_rows)
-        release()
-        return act
 
     def copied(self, start: int, n_rows: int) -> FloatArray:
         """See `RingMemory`."""
@@ -173,67 +163,51 @@ class HostMemory:
         act *= np.float32(factor)
 
 
-class Sources(NamedTuple):
-    """Where the rows of all slots come from: positions on the axes."""
-
-    example: npt.NDArray[np.int64]
-    layer: npt.NDArray[np.int32]
-    token: npt.NDArray[np.int32]
-
-
 class BatchRing:
     """Slots of one batch each, in one piece of memory that is made once. Batches are lent to their consumer from it.
 
-    A slot is free again when no reference to its batch is left. Besides the slots there is a row for each lane, and one for
+    A slot is free again when no reference to its batch is left. Behind the slots there is a row for each lane, and one for
     rows that are read but not wanted. Only one thread may call its methods.
 
     Args:
+        make: Makes the memory.
+        n_slots: Batches that must find room at the same time.
+        n_lent: Batches that consumers may have besides, before they get copies.
+        n_lanes: Rows besides.
+        batch_rows: Rows of a batch.
+        d_model: Numbers of a row.
+
+    Attributes:
         memory: Where the rows are kept.
+        first_row: The first row of each batch that has a slot, by number of the batch.
+        spare: The first of the lanes' rows.
+        unwanted: The row for rows that are not wanted.
+        example, layer, token: Of every row, where it comes from: positions on the axes.
     """
 
-    def __init__(self, memory: RingMemory) -> None:
-        self.memory = memory
-        self._shape = (0, 0, 0)
-        self._batch_rows = self._n_slots = self._n_lent = self._next = 0
+    def __init__(
+        self, make: MakeMemory, *, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int
+    ) -> None:
+        self.n_slots, self.n_lanes, self._n_lent, self._batch_rows = n_slots, n_lanes, n_lent, batch_rows
+        self.spare = (n_slots + n_lent) * batch_rows
+        self.unwanted = self.spare + n_lanes
+        self.memory = make(self.unwanted + 1, d_model)
+        self.example = np.zeros(self.unwanted + 1, np.int64)
+        self.layer = np.zeros(self.unwanted + 1, np.int32)
+        self.token = np.zeros(self.unwanted + 1, np.int32)
+        self.first_row: dict[int, int] = {}
+        self._next = 0
         self._lent: set[int] = set()
         self._returned: deque[int] = deque()
         self._free: list[int] = []
-        self._slots: list[int] = []
-        #: Of every row.
-        self.sources = Sources(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-    def begin(self, first: int, *, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int) -> None:
-        """Begin with the batch number `first`: forget all batches that have not been handed out.
-
-        Args:
-            first: The first batch.
-            n_slots: Batches that must find room at the same time.
-            n_lent: Batches that consumers may have besides, before they get copies.
-            n_lanes: Rows besides.
-            batch_rows: Rows of a batch.
-            d_model: Numbers of a row.
-        """
-        n_rows = (n_slots + n_lent) * batch_rows + n_lanes + 1
-        if self._shape != (n_rows, batch_rows, d_model):
-            self._shape = (0, 0, 0)
-            self.memory.reserve(n_rows, d_model)
-            self.sources = Sources(np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int32), np.zeros(n_rows, np.int32))
-            # What is lent of the memory before comes back to where it is not looked for.
-            self._shape, self._lent, self._returned = (n_rows, batch_rows, d_model), set(), deque()
-        self._batch_rows, self._n_slots, self._n_lent, self._next = batch_rows, n_slots + n_lent, n_lent, first
+    def begin(self, first: int) -> None:
+        """Begin with the batch number `first`: drop all batches that have not been handed out."""
+        self._next = first
+        self.first_row.clear()
         self._reclaim()
-        # The first ones are used first, so that memory which is never needed is never touched.
-        self._free = [slot for slot in reversed(range(self._n_slots)) if slot not in self._lent]
-        self._slots = [0] * self._n_slots
-
-    @property
-    def unwanted(self) -> int:
-        """The row for rows that are not wanted."""
-        return self._shape[0] - 1
-
-    def spare(self, lane: int) -> int:
-        """The row of a lane."""
-        return self._n_slots * self._batch_rows + lane
+        # The first slots are used first, so that memory which is never needed is never touched.
+        self._free = [slot for slot in reversed(range(self.n_slots + self._n_lent)) if slot not in self._lent]
 
     def open(self, stop: int) -> bool:
         """Have slots for all batches before `stop`; False, and nothing done, where not enough are free."""
@@ -242,32 +216,28 @@ class BatchRing:
         if stop - self._next > len(self._free):
             return False
         while self._next < stop:
-            self._slots[self._next % self._n_slots] = self._free.pop()
+            self.first_row[self._next] = self._free.pop() * self._batch_rows
             self._next += 1
         return True
-
-    def row(self, batch: int, row: int) -> int:
-        """Where a row of a batch lies that has a slot."""
-        return self._slots[batch % self._n_slots] * self._batch_rows + row
 
     def copy_row(self, source: int, row: int) -> None:
         """Make a row, and where it comes from, that of another one."""
         self.memory.copy_row(source, row)
-        for column in self.sources:
+        for column in (self.example, self.layer, self.token):
             column[row] = column[source]
 
-    def hand_out(self, batch: int, n_rows: int) -> tuple[FloatArray, Positions]:
-        """A full batch and where it comes from; its memory belongs to its consumer. Every batch once, in order."""
-        slot = self._slots[batch % self._n_slots]
-        start = slot * self._batch_rows
-        where = Positions(*(column[start : start + n_rows].astype(np.int64) for column in self.sources))
+    def hand_out(self, batch: int, n_rows: int) -> FloatArray:
+        """A full batch, whose memory belongs to its consumer. Every batch once, in order."""
+        start = self.first_row.pop(batch)
+        slot = start // self._batch_rows
         if len(self._lent) >= self._n_lent:
             self._reclaim()
-        if len(self._lent) >= self._n_lent:
+        rows = self.memory.lendable
+        if rows is None or len(self._lent) >= self._n_lent:
             self._free.append(slot)
-            return self.memory.copied(start, n_rows), where
+            return self.memory.copied(start, n_rows)
         self._lent.add(slot)
-        return self.memory.lend(start, n_rows, partial(self._returned.append, slot)), where
+        return lent(rows[start : start + n_rows], partial(self._returned.append, slot))
 
     def _reclaim(self) -> None:
         """Take back what is not referred to any more."""

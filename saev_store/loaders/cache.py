@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,6 +87,7 @@ class CachedTransport:
         return (type(self), self._arguments)
 
     def _count(self) -> int:
+        """Note which extents there are; their bytes."""
         listed = self._listed()
         self._found = _by_file(_extents(listed))
         return sum(size for _, size in listed)
@@ -225,6 +226,7 @@ class CachedTransport:
         return version
 
     def _told(self, path: str) -> str | None:
+        """The version that the inner transport knows now; "" where it never tells one."""
         version = self._inner.version(path)
         return "" if version is None and path in self._untold else version
 
@@ -237,10 +239,12 @@ class CachedTransport:
         return version if before in {None, version} else None
 
     def _file(self, path: str, version: str, start: int, end: int) -> str:
+        """Where an extent is kept."""
         suffix = f".{_short(version)}" if version else ""
         return os.path.join(self._folder, f"{_flat(path)}.{start}-{end}{suffix}")
 
     def _kept(self, path: str, version: str | None, start: int, end: int) -> Buffer | None:
+        """An extent from the folder; None where it is not there or damaged."""
         if version is None or end <= start:
             self.misses += end > start
             return None
@@ -303,7 +307,7 @@ class Ledger:
         self._path, self._wait_s = path, _LOCK_WAIT_S
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
+    def _open(self) -> Generator[int]:
         """The open file, locked.
 
         Raises:
@@ -321,6 +325,7 @@ class Ledger:
             os.close(fd)
 
     def _lock(self, fd: int) -> None:
+        """Lock the open file, or raise `DeadlineError`."""
         deadline = time.monotonic() + self._wait_s
         while True:
             try:
@@ -341,11 +346,13 @@ class Ledger:
 
     @staticmethod
     def _number(fd: int) -> int:
+        """The number in the open file."""
         raw = os.pread(fd, 32, 0).strip()
         return int(raw) if raw.isdigit() else 0
 
     @staticmethod
     def _set(fd: int, number: int) -> None:
+        """Write the number to the open file."""
         os.pwrite(fd, b"%-20d" % max(number, 0), 0)
 
     def get(self) -> int:
@@ -405,11 +412,13 @@ class _Extent(NamedTuple):
 
 
 def _extents(listed: Sequence[tuple[str, int]]) -> list[_Extent]:
+    """The extents among listed files."""
     matches = (_NAME.fullmatch(name) for name, _ in listed)
     return [_Extent(found[0], found[1], int(found[2]), found[3] or "") for found in matches if found]
 
 
 def _by_file(extents: Sequence[_Extent]) -> dict[str, list[_Extent]]:
+    """Extents by the file that they are of."""
     found: dict[str, list[_Extent]] = {}
     for extent in extents:
         found.setdefault(extent.file, []).append(extent)
@@ -417,8 +426,10 @@ def _by_file(extents: Sequence[_Extent]) -> dict[str, list[_Extent]]:
 
 
 def _flat(path: str) -> str:
+    """A path as a part of a file name."""
     return path.replace("/", "_")
 
 
 def _short(version: str) -> str:
+    """A version as a part of a file name."""
     return hashlib.sha256(version.encode()).hexdigest()[:16] if version else ""

@@ -2,15 +2,68 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Protocol, TypedDict, cast, get_args
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Protocol, TypedDict, TypeVar, cast, dataclass_transform
 
-from saev_store.errors import ArgumentError
+import numpy as np
+import pydantic
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from saev_store.errors import ArgumentError, brief
 from saev_store.loaders._medium import Kind
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
+    """Makes a frozen dataclass whose values pydantic checks. All that is wrong comes in one error, without credentials.
+
+    Args:
+        error: Raised instead of pydantic's.
+        kw_only: Whether fields are keyword-only.
+    """
+
+    def made_of(cls: type[T]) -> type[T]:
+        """The dataclass."""
+        settings = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        made = cast("type[T]", dataclass(config=settings, frozen=True, kw_only=kw_only)(cls))
+        check: Callable[..., None] = made.__init__
+
+        @wraps(check)
+        def init(self: object, *args: object, **kwargs: object) -> None:
+            """Check the values; all problems come in one error."""
+            problems: dict[str, str] = {}
+            try:
+                check(self, *args, **kwargs)
+            except pydantic.ValidationError as invalid:
+                for found in invalid.errors():
+                    name, rule = str(found["loc"][0]), found["msg"].replace("Input should", "it must")
+                    # Options for file systems hold credentials, so their values are not shown, however misspelled.
+                    is_secret = name.startswith("storage") or found["type"] == "unexpected_keyword_argument"
+                    value = "" if is_secret else f" is {brief(found['input'])}"
+                    problems[name] = f"{problems[name]}, or {rule}" if name in problems else f"{name}{value}; {rule}"
+            if problems:
+                raise error("; ".join(problems.values()), where=", ".join(problems))
+
+        made.__init__ = init
+        return made
+
+    return made_of
+
+
+def _plain(value: object) -> object:
+    """NumPy's numbers as Python's."""
+    return cast("object", value.item()) if isinstance(value, np.generic) else value
+
+
+_number = BeforeValidator(_plain)
+Count = Annotated[int, _number, Field(strict=True, ge=1)]
+Factor = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class ReadArguments(TypedDict, total=False):
@@ -39,7 +92,7 @@ class ShuffleArguments(ReadArguments, total=False):
     n_partitions: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@options_class(ArgumentError)
 class ReadOptions:
     """How rows are read and handed out.
 
@@ -63,51 +116,20 @@ class ReadOptions:
         ArgumentError: an option is out of range; the message lists all of these.
     """
 
-    batch_size: int = 16_384
-    drop_last: bool = False
-    rank: int | None = None
-    world: int | None = None
-    n_threads: int | None = None
-    prefetch_batches: int | None = None
-    batch_timeout_s: float = 30.0
-    scale_norm: bool | float = False
+    batch_size: Count = 16_384
+    drop_last: Annotated[bool, _number] = False
+    rank: Annotated[int, _number, Field(strict=True, ge=0)] | None = None
+    world: Count | None = None
+    n_threads: Count | None = None
+    prefetch_batches: Count | None = None
+    batch_timeout_s: Annotated[float, _number, Field(strict=True, gt=0)] = 30.0
+    scale_norm: Annotated[pydantic.StrictBool | Factor, _number] = False
     medium: Kind | None = None
-    read_bytes: int | None = None
+    read_bytes: Count | None = None
     keep_pages: bool | None = None
 
-    def __post_init__(self) -> None:
-        problems = self._problems()
-        if problems:
-            raise ArgumentError("; ".join(problems.values()), where=", ".join(problems))
 
-    def _problems(self) -> dict[str, str]:
-        """What is wrong, by option."""
-        problems = self._not_integers({"batch_size": 1})
-        lowest = {"prefetch_batches": 1, "rank": 0, "world": 1, "n_threads": 1, "read_bytes": 1}
-        problems |= self._not_integers(lowest, optional=True)
-        if not problems and self.rank is not None and self.world is not None and self.rank >= self.world:
-            problems["rank"] = f"rank is {self.rank} in a world of {self.world}; ranks count from 0"
-        if not _is_positive(self.batch_timeout_s, finite=False):
-            problems["batch_timeout_s"] = f"batch_timeout_s is {self.batch_timeout_s!r}; it must be a positive number"
-        if not isinstance(self.scale_norm, bool) and not _is_positive(self.scale_norm):
-            problems["scale_norm"] = f"scale_norm is {self.scale_norm!r}; it must be True, False or a positive number"
-        if self.medium is not None and self.medium not in get_args(Kind):
-            problems["medium"] = f"medium is {self.medium!r}; it must be one of {', '.join(get_args(Kind))}"
-        return problems
-
-    def _not_integers(self, lowest: dict[str, int], *, optional: bool = False) -> dict[str, str]:
-        """What is wrong with options that are integers from a lowest one on."""
-        problems: dict[str, str] = {}
-        for name, low in lowest.items():
-            value: object = getattr(self, name)
-            if value is None and optional:
-                continue
-            if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
-                problems[name] = f"{name} is {value!r}; it must be an integer of at least {low}"
-        return problems
-
-
-@dataclass(frozen=True, kw_only=True)
+@options_class(ArgumentError)
 class ShuffleOptions(ReadOptions):
     """How rows are shuffled, besides how they are read.
 
@@ -124,25 +146,11 @@ class ShuffleOptions(ReadOptions):
         ArgumentError: an option is out of range; the message lists all of these.
     """
 
-    seed: int = 17
-    window_bytes: int | None = None
-    window_blocks: int | None = None
-    examples_per_block: int | None = None
-    n_partitions: int | None = None
-
-    def _problems(self) -> dict[str, str]:
-        problems = super()._problems()
-        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
-            problems["seed"] = f"seed is {self.seed!r}; it must be an integer"
-        lowest = {"window_bytes": 1, "window_blocks": 1, "examples_per_block": 1, "n_partitions": 1}
-        return problems | self._not_integers(lowest, optional=True)
-
-
-def _is_positive(value: object, *, finite: bool = True) -> bool:
-    """Whether a value is a positive number."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    return float(value) > 0 and (math.isfinite(float(value)) or not finite)
+    seed: Annotated[int, _number, Field(strict=True)] = 17
+    window_bytes: Count | None = None
+    window_blocks: Count | None = None
+    examples_per_block: Count | None = None
+    n_partitions: Count | None = None
 
 
 class _Distributed(Protocol):
@@ -163,11 +171,9 @@ def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
     Raises:
         ArgumentError: what is given contradicts what is found, or is not enough.
     """
-    if rank is not None and world is not None:
-        return int(rank), int(world)
-    if world == 1:
+    if rank is None and world == 1:
         return 0, 1
-    found = _from_torch() or _from_environment()
+    found = (rank, world) if rank is not None and world is not None else _found_ranks()
     found_rank, found_world = found or (0 if world is None else None, 1)
     if world is not None and (found_rank is None or found_world != world):
         raise ArgumentError(
@@ -180,24 +186,18 @@ def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
         raise ArgumentError(
             f"rank is {rank} in a world of {found_world}; ranks count from 0",
             where="rank",
-            remedy="Give world as well.",
+            remedy="Give both rank and world, as they are.",
         )
-    return int(rank if rank is not None else found_rank or 0), found_world
+    return rank if rank is not None else found_rank or 0, found_world
 
 
-def _from_torch() -> tuple[int, int] | None:
-    """What torch.distributed says, which is not imported for it."""
+def _found_ranks() -> tuple[int, int] | None:
+    """What torch.distributed says, which is not imported for it, else RANK and WORLD_SIZE where both are set."""
     module = sys.modules.get("torch.distributed")
-    if module is None:
-        return None
-    distributed = cast("_Distributed", module)
-    if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def _from_environment() -> tuple[int, int] | None:
-    """What RANK and WORLD_SIZE say, where both are set."""
+    if module is not None:
+        distributed = cast("_Distributed", module)
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not rank or not world:
         return None

@@ -3,67 +3,92 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
 import numpy as np
 
-from saev_store.core.rows import Labels
-from saev_store.loaders._base import Loader
+from saev_store.core.rows import Labels, RowSpace
+from saev_store.loaders._base import BatchSource, Loader
 from saev_store.loaders._explain import Plan
-from saev_store.loaders._iteration import BatchContext
-from saev_store.loaders._reads import ArrayTarget
+from saev_store.loaders._iteration import Group, Iteration
+from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
 from saev_store.loaders._ring import Allocate, BufferPool, allocate
-from saev_store.loaders._rows import Batch, Positions, Runs, runs_of_rows
-from saev_store.loaders._workers import Group
 from saev_store.loaders.options import ReadArguments, ReadOptions
 from saev_store.order import Batching
 from saev_store.store.reader import FloatArray
 from saev_store.store.selection import Selection
 
 
+def runs_of_rows(space: RowSpace, start: int, stop: int) -> tuple[Positions, Runs]:
+    """Where the rows `start` to `stop` in storage order come from, and the reads that bring them.
+
+    Past the end the last row is repeated.
+    """
+    if space.ends is not None or stop > space.n_rows or space.tokens.count == 1:
+        # Row by row: where labels leave holes, and where the last row is repeated.
+        row = np.minimum(np.arange(start, stop, dtype=np.int64), space.n_rows - 1)
+        where = Positions(*space.locate(row))
+        place = np.arange(stop - start, dtype=np.int64)
+        return where, runs_of_planes(space.layout, where, np.ones_like(place), place)
+    n_tokens = space.tokens.count
+    plane = np.arange(start // n_tokens, -(-stop // n_tokens), dtype=np.int64)
+    first = np.maximum(start - plane * n_tokens, 0)
+    count = np.minimum(stop - plane * n_tokens, n_tokens) - first
+    example, layer, _ = space.locate(plane * n_tokens)
+    begin = Positions(example, layer, space.tokens.start + first)
+    runs = runs_of_planes(space.layout, begin, count, np.cumsum(count) - count)
+    within = np.arange(start, stop, dtype=np.int64) - np.repeat(plane * n_tokens, count)
+    return Positions(np.repeat(example, count), np.repeat(layer, count), within + space.tokens.start), runs
+
+
 class OrderedBatches:
-    """Batches `first` to `stop` in storage order, read several at a time.
+    """Batches in storage order, of which several are read at a time.
 
     Args:
-        batching: How rows are cut into batches.
+        space: The row space.
+        batching: How its rows are cut into batches.
         rank: Which slice of each is taken.
         first: The first batch.
-        stop: The batch after the last.
         n_ahead: Batches whose reads are under way at the same time.
         pool: Memory of batches.
-        context: What to make them with.
+        iteration: Threads.
+        reads: Brings vectors into memory.
+        scale: Factor for all vectors, or None.
     """
 
     def __init__(
-        self, batching: Batching, rank: int, first: int, stop: int, *, n_ahead: int, pool: BufferPool,
-        context: BatchContext,
-    ) -> None:  # fmt: skip
-        self._batching, self._rank, self._numbers = batching, rank, range(first, stop)
-        self._n_ahead, self._pool, self._context = n_ahead, pool, context
+        self,
+        space: RowSpace,
+        batching: Batching,
+        rank: int,
+        first: int,
+        *,
+        n_ahead: int,
+        pool: BufferPool,
+        iteration: Iteration,
+        reads: Reads,
+        scale: float | None,
+    ) -> None:
+        self._space, self._batching, self._rank, self._next, self._n_ahead = space, batching, rank, first, n_ahead
+        self._pool, self._iteration, self._reads, self._scale = pool, iteration, reads, scale
+        self._reading: deque[tuple[FloatArray, Positions, Group]] = deque()
 
-    def __iter__(self) -> Iterator[Batch]:
-        reading: deque[tuple[FloatArray, Positions, Group]] = deque()
-        for number in self._numbers:
-            reading.append(self._start(number))
-            if len(reading) > self._n_ahead:
-                yield self._finish(*reading.popleft())
-        while reading:
-            yield self._finish(*reading.popleft())
-
-    def _start(self, number: int) -> tuple[FloatArray, Positions, Group]:
-        start, stop = self._batching.rows_of_rank(number, self._rank)
-        act = self._pool.get()[: stop - start]
-        where, runs = runs_of_rows(self._context.maker.space, start, stop)
-        return act, where, self._context.runtime.read(self._context.reads.tasks(runs, ArrayTarget(act)))
-
-    def _finish(self, act: FloatArray, where: Positions, group: Group) -> Batch:
-        group.wait(self._context.runtime.stop)
-        if self._context.maker.scale is not None:
-            act *= np.float32(self._context.maker.scale)
-        return self._context.maker.batch(act, where)
+    def batch(self, number: int) -> tuple[FloatArray, Positions]:
+        """A batch, and where its rows come from; reads of the following ones are started before. Every batch once, in order."""
+        while self._next <= min(number + self._n_ahead, self._batching.n_batches - 1):
+            start, stop = self._batching.rows_of_rank(self._next, self._rank)
+            act = self._pool.get()[: stop - start]
+            where, runs = runs_of_rows(self._space, start, stop)
+            self._reading.append((act, where, self._iteration.read(self._reads.tasks(runs, act))))
+            self._next += 1
+        act, where, group = self._reading.popleft()
+        self._iteration.wait(group)
+        if self._scale is not None:
+            act *= np.float32(self._scale)
+        return act, where
 
 
 class OrderedLoader(Loader):
@@ -105,43 +130,59 @@ class OrderedLoader(Loader):
         super().__init__(rows, replace(options or ReadOptions(), **changed), labels, make_buffer)
         self._pool: BufferPool | None = None
 
+    def _divide(self) -> None:
+        """Nothing depends on the ranks besides the batches."""
+
     @property
     def _n_ahead(self) -> int:
         """Enough batches under way that all threads have something to read."""
         batch_bytes = self.batch_size * self._space.layout.vector_nbytes
-        return min(1 + self._n_threads * self._read_bytes // max(batch_bytes, 1), 64)
+        return min(1 + self.n_threads * self._read_bytes // max(batch_bytes, 1), 64)
 
-    def _batches(self, epoch: int, first: int, stop: int, context: BatchContext) -> Callable[[], Iterable[Batch]]:
+    def _source(self, epoch: int, first: int, iteration: Iteration, reads: Reads) -> Callable[[], BatchSource]:
+        """See `Loader`."""
         del epoch
-        shape = (min(self.batch_size, max(len(self._space), 1)), self.d_model)
+        shape = (min(self.batch_size, max(self.n_samples, 1)), self.d_model)
         if self._pool is None or self._pool.shape != shape:
             self._pool = BufferPool(shape, self._prefetch + 6, self._make_buffer or allocate)
         return partial(
             OrderedBatches,
+            self._space,
             self._batching,
             self._rank,
             first,
-            stop,
             n_ahead=self._n_ahead,
             pool=self._pool,
-            context=context,
+            iteration=iteration,
+            reads=reads,
+            scale=self.scale,
         )
 
     def _forget_memory(self) -> None:
+        """See `Loader`."""
         self._pool = None
 
+    def _order_state(self) -> dict[str, object]:
+        """See `Loader`."""
+        return {}
+
+    def _adopt(self, state: Mapping[str, object]) -> None:
+        """A state says nothing about storage order."""
+
     def _plan(self) -> Plan:
+        """See `Loader`."""
         layout, space = self._space.layout, self._space
 
         def runs(number: int) -> Runs:
+            """The reads of a batch."""
             return runs_of_rows(space, *self._batching.rows_of_rank(number, self._rank))[1]
 
         plane_bytes = space.tokens.count * layout.vector_nbytes
         contiguous = len(space.layer_idx) == layout.n_layers and space.tokens.count == layout.tokens_per_example
         return Plan(
             extent_bytes=self._read_bytes if contiguous else min(plane_bytes, self._read_bytes),
-            n_parts=len(self),
+            n_parts=self._batching.n_batches,
             runs=runs,
-            n_vectors=-(-len(space) // self._world),
+            n_vectors=-(-space.n_rows // self._world),
             n_buffers=self._prefetch + self._n_ahead + 2,
         )

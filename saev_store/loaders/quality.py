@@ -90,7 +90,7 @@ def shuffle_quality(loader: ShuffledLoader, *, n_batches: int = 10) -> ShuffleQu
         )
     numbers = np.unique(np.linspace(n_full // 4, max(n_full - 1 - n_full // 4, n_full // 4), n_batches).astype(int))
     rng = np.random.default_rng(0)
-    found, drawn = [], []
+    found, drawn = list[tuple[float, float, float]](), list[float]()
     for number in numbers.tolist():
         found.append(_measures(loader.examples_of(number)))
         drawn.append(_measures(rng.integers(0, loader.n_examples, loader.batch_size))[2])
@@ -104,5 +104,6 @@ def shuffle_quality(loader: ShuffledLoader, *, n_batches: int = 10) -> ShuffleQu
 
 
 def _measures(examples: np.ndarray) -> tuple[float, float, float]:
+    """Distinct examples, inverse Simpson index and entropy in bits of the rows of a batch."""
     share = np.unique(examples, return_counts=True)[1] / len(examples)
     return float(len(share)), float(1 / (share**2).sum()), float(-(share * np.log2(share)).sum())

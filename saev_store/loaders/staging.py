@@ -81,11 +81,13 @@ class Lease:
                 self._folder.delete(self._path)
 
     def _is_given_up(self, found: bytes) -> bool:
+        """Whether the document has not changed for as many looks as patience allows."""
         self._n_same = self._n_same + 1 if found == self._seen else 0
         self._seen = found
         return self._n_same >= self._patience
 
     def _beat(self) -> None:
+        """Renew the document until the lease ends or is lost."""
         while not self._ended.wait(BEAT_S):
             with suppress(SaevStoreError):  # the next beat may arrive
                 if not self._is_ours():
@@ -93,14 +95,17 @@ class Lease:
                 self._folder.put(self._path, self._document())
 
     def _document(self) -> bytes:
+        """The next content of the document."""
         self._n_beats += 1
         who = {"attempt": self._attempt, "pid": os.getpid(), "host": socket.gethostname(), "beat": self._n_beats}
         return json.dumps(who).encode()
 
     def _look(self) -> bytes | None:
+        """The document, or None."""
         return self._folder.read_or_none(self._path, max_bytes=_MAX_BYTES)
 
     def _is_ours(self) -> bool:
+        """Whether this process wrote the document."""
         return self._attempt.encode() in (self._look() or b"")
 
 
@@ -142,7 +147,7 @@ def stage(
     from saev_store.writer.copying import copy_store, target_of
 
     wanted = None if isinstance(layers, str) else [layers] if isinstance(layers, int) else list(layers)
-    folder = os.path.expandvars(os.fspath(to))
+    folder: str = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout)).encode()
@@ -187,6 +192,7 @@ def _remove(root: Transport, name: str) -> None:
 
 
 def _is_published(root: Transport, name: str) -> bool:
+    """Whether a copy has its metadata, which is written last."""
     try:
         root.size(f"{name}/{METADATA}")
     except NotFoundError:
@@ -206,6 +212,7 @@ def stage_in_background(
     future: Future[str] = Future()
 
     def work() -> None:
+        """Copy, and set the result."""
         try:
             future.set_result(stage(url, to, layers=layers, tokens=tokens, storage_options=storage_options))
         except BaseException as error:

@@ -7,11 +7,10 @@ cuts storage order into batches. With ignored labels a `ShuffledOrder` keeps eig
 
 from __future__ import annotations
 
-from saev_store.order._blocks import Blocks
-from saev_store.order._mixing import Mixing
+from saev_store.order._mixing import Mixing, predict_mixing
+from saev_store.order._partition import Partition, Placement
 from saev_store.order._permutation import Permutation, derive, shuffled
-from saev_store.order._placement import Placement
-from saev_store.order._shuffle import Batching, Partition, ShuffledOrder
+from saev_store.order._shuffle import Batching, Blocks, ShuffledOrder
 
 __all__ = [
     "Batching",
@@ -22,5 +21,6 @@ __all__ = [
     "Placement",
     "ShuffledOrder",
     "derive",
+    "predict_mixing",
     "shuffled",
 ]

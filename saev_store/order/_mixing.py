@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from saev_store.order._shuffle import Partition, ShuffledOrder
+from saev_store.order._partition import Partition
+from saev_store.order._shuffle import ShuffledOrder
 
 #: Batches, spread over the middle half of the epoch, whose position relative to the ticks is looked at.
 _N_BATCHES = 64
@@ -44,9 +43,19 @@ class Mixing:
 
 
 def predict_mixing(order: ShuffledOrder, batch_size: int, n_partitions: int | None = None) -> Mixing:
-    """See `ShuffledOrder.mixing`."""
+    """The expected mixing of a batch that takes `batch_size` rows from `n_partitions` of the partitions; default: all.
+
+    >>> from saev_store.core.layout import Layout
+    >>> from saev_store.core.rows import row_space
+    >>> from saev_store.order import Blocks
+    >>> rows = row_space(Layout(1_281_167, (11,), 196, True, 768, 4000), tokens="content")
+    >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
+    >>> mixing = predict_mixing(order, 16_384)
+    >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
+    (3573, 16280)
+    """
     n_partitions = n_partitions or order.n_partitions
-    part = order.partition(order.n_partitions // 2)
+    part = Partition(order, order.n_partitions // 2)
     n_examples = order.blocks.space.n_examples
     n_layers, group = order.blocks.n_layers, order.blocks.examples_per_block
     if part.n_rows == 0:

@@ -63,8 +63,7 @@ def shuffled(key: int, n: int) -> IntArray:
     >>> shuffled(7, 6).tolist()
     [1, 5, 0, 4, 3, 2]
     """
-    number = np.arange(n, dtype=np.int64)
-    return _sorted_by(words(key, number), number, max(n - 1, 1).bit_length())
+    return shuffled_each(np.array([key], dtype=np.uint64), np.array([n], dtype=np.int64))
 
 
 def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
@@ -111,15 +110,8 @@ def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
     if (counts < longest).any():
         # Rows that a block does not have are sorted behind all others.
         word[number >= counts[:, None]] = np.uint64(1 << 63)
-    return _sorted_by(word, number, _ROW_BITS)
-
-
-def _sorted_by(word: Words, number: IntArray, n_bits: int) -> IntArray:
-    """The numbers in the order of the words' upper bits: one plain sort, since the lower bits make every word unique.
-
-    The words are overwritten.
-    """
-    low = np.uint64((1 << n_bits) - 1)
+    # One plain sort: the lower bits, a row's number, make every word unique.
+    low = np.uint64((1 << _ROW_BITS) - 1)
     word &= ~low
     word |= number.view(np.uint64)
     word.sort(axis=-1)
@@ -128,6 +120,7 @@ def _sorted_by(word: Words, number: IntArray, n_bits: int) -> IntArray:
 
 
 def _mix(word: int) -> int:
+    """The finaliser of SplitMix64."""
     word &= _MASK
     word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
     word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
@@ -175,6 +168,7 @@ class Permutation:
         return self._walk(things, self._decipher)
 
     def _walk(self, numbers: IntArray, step: Callable[[Words], Words]) -> IntArray:
+        """Apply a step again to each number that it took outside 0 … n - 1."""
         found = step(numbers.astype(np.uint64))
         while True:
             outside = found >= np.uint64(self.n)
@@ -183,12 +177,14 @@ class Permutation:
             found[outside] = step(found[outside])
 
     def _encipher(self, word: Words) -> Words:
+        """Eight rounds of the network."""
         left, right = word >> self._half_bits, word & self._half_mask
         for key in self._keys:
             left, right = right, left ^ (words(key, right.view(np.int64)) & self._half_mask)
         return (left << self._half_bits) | right
 
     def _decipher(self, word: Words) -> Words:
+        """The inverse of `_encipher`."""
         left, right = word >> self._half_bits, word & self._half_mask
         for key in reversed(self._keys):
             left, right = right ^ (words(key, left.view(np.int64)) & self._half_mask), left

@@ -1,32 +1,24 @@
 """The shuffled order: a function of (seed, epoch, position), never materialised.
 
-Blocks are permuted; the permuted blocks' rows are cut into equal *partitions*; a window of blocks slides over each
-partition, one *tick* at a time. Blocks enter and leave the window in *cohorts*. A cohort that lives l ticks emits, in its
-tick number a, the rows `floor(a*m/l)` to `floor((a+1)*m/l)` of each block's own permutation (m: the block's rows), and
-the rows of a tick are permuted among each other. docs/loaders.md has the picture, and why it mixes well.
-
-The window is stationary from the first row to the last: the first cohorts live 1, 2, … w ticks and are as much smaller
-as they live shorter, likewise the last ones. A window that holds all blocks is one tick, and thus one exact permutation.
+Blocks are permuted; the permuted blocks' rows are cut into equal *partitions*, which `saev_store.order._partition` describes.
+docs/loaders.md has the picture, and why it mixes well.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from saev_store.core.indexing import Progression
 from saev_store.core.layout import IntArray
+from saev_store.core.rows import RowSpace
 from saev_store.errors import ArgumentError
-from saev_store.order._blocks import Blocks
-from saev_store.order._mixing import Mixing, predict_mixing
 from saev_store.order._permutation import Permutation, derive
-from saev_store.order._placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
 class Batching:
     """How many batches an epoch has, and which rows a rank takes of each; all closed forms.
 
@@ -36,33 +28,27 @@ class Batching:
         drop_last: Leave out the last batch where it would not be full.
         world: How many ranks share the work; divides `batch_size`.
 
+    Attributes:
+        n_batches: Batches of an epoch.
+        n_samples: Rows that are handed out in an epoch, over all ranks, without those that fill up.
+
     Raises:
         ArgumentError: a number is out of range.
 
     >>> batching = Batching(n_rows=10, batch_size=4, drop_last=False, world=2)
-    >>> len(batching), [batching.rows_of_rank(2, rank) for rank in (0, 1)]
+    >>> batching.n_batches, [batching.rows_of_rank(2, rank) for rank in (0, 1)]
     (3, [(8, 9), (9, 10)])
     """
 
-    n_rows: int
-    batch_size: int
-    drop_last: bool
-    world: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.world < 1 or self.batch_size % self.world:
+    def __init__(self, n_rows: int, batch_size: int, drop_last: bool, world: int = 1) -> None:
+        if batch_size < 1 or world < 1 or batch_size % world:
             raise ArgumentError(
-                f"a batch of {self.batch_size} rows cannot be shared by {self.world} ranks; it must be a positive multiple",
+                f"a batch of {batch_size} rows cannot be shared by {world} ranks; it must be a positive multiple",
                 where="batch_size",
             )
-
-    def __len__(self) -> int:
-        return self.n_rows // self.batch_size if self.drop_last else -(-self.n_rows // self.batch_size)
-
-    @property
-    def n_samples(self) -> int:
-        """Rows that are handed out in an epoch, over all ranks, without those that fill up."""
-        return len(self) * self.batch_size if self.drop_last else self.n_rows
+        self.n_rows, self.batch_size, self.drop_last, self.world = n_rows, batch_size, drop_last, world
+        self.n_batches = n_rows // batch_size if drop_last else -(-n_rows // batch_size)
+        self.n_samples = self.n_batches * batch_size if drop_last else n_rows
 
     def rows_of_rank(self, batch: int, rank: int) -> tuple[int, int]:
         """The half-open range of rows of a batch that a rank takes.
@@ -76,17 +62,150 @@ class Batching:
         return start, start + per_rank
 
 
-_BLOCKS, _ROWS, _TICKS = 1, 2, 3
+class Places(NamedTuple):
+    """Where blocks lie, one int64 array each.
+
+    Attributes:
+        first: The first chosen example of the block, counted among the chosen ones.
+        n_examples: How many chosen examples it has: `examples_per_block`, fewer in the last group.
+        layer: Its layer, counted among the chosen ones.
+    """
+
+    first: IntArray
+    n_examples: IntArray
+    layer: IntArray
 
 
-class Emitted(NamedTuple):
-    """Rows in the order they are handed out: number of the block and cell inside it, int64."""
+class Blocks:
+    """The blocks of a row space: one layer of `examples_per_block` successive chosen examples each.
 
-    block: IntArray
-    cell: IntArray
+    Blocks are numbered by group of examples, in it by layer; those of which no row is kept have no number. Inside a block
+    a *cell* is a vector of the full block (example by example, token by token), and a *row* is a cell that is kept.
+
+    Args:
+        space: The chosen rows.
+        examples_per_block: Examples of a full block.
+
+    Attributes:
+        n_blocks: How many there are.
+        cells_per_block: Vectors of a full block, ignored ones included.
+        n_layers, n_rows: Of the row space.
+        n_short, short_rows: Without ignored labels: how many blocks at the end are smaller than the others, and their rows.
+        is_uniform: Whether sizes follow from arithmetic: nothing is ignored.
+
+    Raises:
+        ArgumentError: a block would be empty or too large.
+
+    >>> from saev_store.core.layout import Layout
+    >>> from saev_store.core.rows import row_space
+    >>> blocks = Blocks(row_space(Layout(7, (2, 5), 4, True, 8, 3), tokens="content"), examples_per_block=2)
+    >>> blocks.n_blocks, blocks.sizes(np.arange(8)).tolist()
+    (8, [8, 8, 8, 8, 8, 8, 4, 4])
+    """
+
+    #: A block's permutation is sorted in 24 bits (`shuffled_rows`), and no read of this many vectors is sensible anyway.
+    MAX_ROWS: ClassVar[int] = (1 << 24) - 1
+
+    def __init__(self, space: RowSpace, examples_per_block: int = 1) -> None:
+        self.space, self.examples_per_block = space, examples_per_block
+        self.cells_per_block = examples_per_block * space.tokens.count
+        if examples_per_block < 1 or self.cells_per_block > self.MAX_ROWS:
+            raise ArgumentError(
+                f"a block of {examples_per_block} examples has {self.cells_per_block} vectors of a layer; it must "
+                f"have 1 to {self.MAX_ROWS}",
+                where="examples_per_block",
+            )
+        self.n_layers, self.n_rows = len(space.layer_idx), space.n_rows
+        n_groups = -(-space.n_examples // examples_per_block) if self.n_rows else 0
+        self.n_short = self.short_rows = 0
+        # With ignored labels: the groups of examples that keep any row, and their rows of one layer.
+        self._groups: IntArray | None = None
+        self._rows_of_group: IntArray | None = None
+        self.is_uniform = space.ends is None
+        if space.ends is not None:
+            n_ends = len(space.ends)
+            last = np.minimum(np.arange(n_groups) * examples_per_block + examples_per_block, n_ends) - 1
+            rows = np.diff(space.ends[last], prepend=0) // max(self.n_layers, 1)
+            self._groups = np.flatnonzero(rows)
+            self._rows_of_group = rows[self._groups]
+            n_groups = len(self._groups)
+        elif n_groups and space.n_examples % examples_per_block:
+            self.n_short = self.n_layers
+            self.short_rows = space.n_examples % examples_per_block * space.tokens.count
+        self.n_blocks = n_groups * self.n_layers
+
+    def sizes(self, numbers: IntArray) -> IntArray:
+        """Rows of blocks, int64."""
+        if self._rows_of_group is not None:
+            return self._rows_of_group[numbers // self.n_layers]
+        return self.places(numbers).n_examples * self.space.tokens.count
+
+    def places(self, numbers: IntArray) -> Places:
+        """Which examples and which layer blocks hold."""
+        group, layer = np.divmod(numbers, np.int64(max(self.n_layers, 1)))
+        if self._groups is not None:
+            group = self._groups[group]
+        first = group * self.examples_per_block
+        return Places(first, np.minimum(self.examples_per_block, self.space.n_examples - first), layer)
+
+    def examples(self, ordinal: IntArray) -> IntArray:
+        """Positions on the example axis of chosen examples."""
+        chosen = self.space.examples
+        return chosen.start + chosen.step * ordinal if isinstance(chosen, Progression) else chosen[ordinal]
+
+    def kept_cells(self, numbers: IntArray) -> IntArray | None:
+        """The cell of every row: (blocks, cells), each line beginning with the kept cells in order; None if all are kept."""
+        labels, kept = self.space.labels, self.space.kept
+        if labels is None or kept is None:
+            return None
+        places = self.places(numbers)
+        n_content = self.space.layout.content_tokens_per_example
+        n_special = self.space.tokens.count - n_content
+        within = np.arange(self.examples_per_block, dtype=np.int64)
+        there = within < places.n_examples[:, None]
+        ordinal = np.minimum(places.first[:, None] + within, self.space.n_examples - 1)
+        stays = np.ones((len(numbers), self.examples_per_block, self.space.tokens.count), dtype=np.bool_)
+        stays[:, :, n_special:] = kept[labels[self.examples(ordinal)]]
+        stays &= there[:, :, None]
+        # A stable sort of "not kept" puts the kept cells first, in order.
+        return np.argsort(~stays.reshape(len(numbers), self.cells_per_block), axis=1, kind="stable").astype(np.int64)
+
+    def numbers_of(self, example: IntArray, layer_idx: IntArray) -> IntArray:
+        """The blocks that hold examples and layers, both by position on their axes; -1 where none does."""
+        layers = np.full(self.space.layout.n_layers, -1, dtype=np.int64)
+        layers[list(self.space.layer_idx)] = np.arange(self.n_layers)
+        layer, ordinal = layers[layer_idx], self._ordinals(example)
+        group = ordinal // self.examples_per_block
+        known = (layer >= 0) & (ordinal >= 0)
+        if self._groups is not None:
+            found = np.minimum(np.searchsorted(self._groups, group), max(len(self._groups) - 1, 0))
+            known &= self._groups[found] == group if len(self._groups) else False
+            group = found
+        return np.where(known, group * self.n_layers + layer, -1)
+
+    def _ordinals(self, example: IntArray) -> IntArray:
+        """Which of the chosen examples these are; the first one where it was chosen repeatedly; -1 if it was not."""
+        chosen = self.space.examples
+        if isinstance(chosen, Progression):
+            ordinal, rest = np.divmod(example - chosen.start, chosen.step or 1)
+            return np.where((rest == 0) & (ordinal >= 0) & (ordinal < chosen.count), ordinal, -1)
+        order, ascending = self._sorted_examples
+        found = np.minimum(np.searchsorted(ascending, example), max(len(order) - 1, 0))
+        return np.where(ascending[found] == example, order[found], -1) if len(order) else np.full_like(example, -1)
+
+    @cached_property
+    def _sorted_examples(self) -> tuple[IntArray, IntArray]:
+        """Chosen one by one: which of them, and the examples, by rising example."""
+        chosen = self.examples(np.arange(self.space.n_examples, dtype=np.int64))
+        order = np.argsort(chosen, kind="stable")
+        return order, chosen[order]
 
 
-@dataclass(frozen=True, eq=False)
+_BLOCKS, _ROWS = 1, 2
+#: Blocks whose sizes are looked up at once.
+_N_AT_ONCE = 1 << 20
+
+
 class ShuffledOrder:
     """A seeded shuffle of all rows of a row space, in `n_partitions` streams of equal length.
 
@@ -98,6 +217,13 @@ class ShuffledOrder:
         window_blocks: How many blocks of one partition are in the window at most.
         rows_per_tick: About how many rows a tick hands out: the rows of a batch that come from one partition.
 
+    Attributes:
+        permutation: Which block stands at which position.
+        key: Seeds everything else in this order.
+        row_key: Seeds every block's own permutation.
+        n_rows: Rows of all partitions.
+        longest: Rows of the longest partition; the others have at most one row less.
+
     Raises:
         ArgumentError: a number is below 1.
     """
@@ -105,74 +231,49 @@ class ShuffledOrder:
     #: Changes whenever the same arguments would give another order; part of every saved state.
     VERSION: ClassVar[int] = 1
 
-    blocks: Blocks
-    seed: int
-    epoch: int
-    n_partitions: int
-    window_blocks: int
-    rows_per_tick: int
-
-    def __post_init__(self) -> None:
-        for name in ("n_partitions", "window_blocks", "rows_per_tick"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1", where=name)
-
-    @cached_property
-    def key(self) -> int:
-        return derive(self.seed, self.epoch, self.VERSION)
-
-    @cached_property
-    def _permutation(self) -> Permutation:
-        return Permutation(max(len(self.blocks), 1), derive(self.key, _BLOCKS))
-
-    @cached_property
-    def row_key(self) -> int:
-        """Seeds every block's own permutation."""
-        return derive(self.key, _ROWS)
-
-    @cached_property
-    def _ends(self) -> IntArray | None:
-        """With ignored labels: rows in the first 0, 1, 2, … permuted blocks; 8 bytes a block, the only table there is."""
-        if self.blocks.is_uniform:
-            return None
-        ends = np.zeros(len(self.blocks) + 1, dtype=np.int64)
-        step = 1 << 20
-        for start in range(0, len(self.blocks), step):
-            stop = min(start + step, len(self.blocks))
-            ends[start + 1 : stop + 1] = self.blocks.sizes(self._permutation.at(np.arange(start, stop, dtype=np.int64)))
-        return np.cumsum(ends, out=ends)
-
-    @cached_property
-    def _odd_positions(self) -> IntArray:
-        return np.sort(self._permutation.position_of(self.blocks.odd()))
-
-    @property
-    def _odd_size(self) -> int:
-        """Rows of the blocks that are not full, where no labels are ignored."""
-        return (self.blocks.space.n_examples % self.blocks.examples_per_block) * self.blocks.space.tokens.count
-
-    def block_numbers(self, start: int, stop: int) -> IntArray:
-        """The blocks at positions `start` to `stop` of the permutation."""
-        return self.blocks_at(np.arange(start, stop, dtype=np.int64))
-
-    def blocks_at(self, positions: IntArray) -> IntArray:
-        """The blocks at some positions of the permutation."""
-        return self._permutation.at(positions)
+    def __init__(
+        self, blocks: Blocks, seed: int, epoch: int, n_partitions: int, window_blocks: int, rows_per_tick: int
+    ) -> None:
+        numbers = {"n_partitions": n_partitions, "window_blocks": window_blocks, "rows_per_tick": rows_per_tick}
+        for name, number in numbers.items():
+            if number < 1:
+                raise ArgumentError(f"{name} is {number}; it must be at least 1", where=name)
+        self.blocks, self.n_rows = blocks, blocks.n_rows
+        self.n_partitions, self.window_blocks, self.rows_per_tick = n_partitions, window_blocks, rows_per_tick
+        self.key = derive(seed, epoch, self.VERSION)
+        self.row_key = derive(self.key, _ROWS)
+        self.permutation = Permutation(max(blocks.n_blocks, 1), derive(self.key, _BLOCKS))
+        self.longest = -(-self.n_rows // n_partitions)
+        # The positions of the blocks that are not full, and how many rows these lack.
+        self._short = np.zeros(0, dtype=np.int64)
+        self._n_missing = blocks.cells_per_block - blocks.short_rows
+        if blocks.n_short:
+            short = np.arange(blocks.n_blocks - blocks.n_short, blocks.n_blocks, dtype=np.int64)
+            self._short = np.sort(self.permutation.position_of(short))
+        # With ignored labels: rows in the first 0, 1, 2, … permuted blocks; 8 bytes a block, the only table there is.
+        self._ends: IntArray | None = None
+        if not blocks.is_uniform:
+            self._ends = np.zeros(blocks.n_blocks + 1, dtype=np.int64)
+            for start in range(0, blocks.n_blocks, _N_AT_ONCE):
+                stop = min(start + _N_AT_ONCE, blocks.n_blocks)
+                numbers_at = self.permutation.at(np.arange(start, stop, dtype=np.int64))
+                self._ends[start + 1 : stop + 1] = blocks.sizes(numbers_at)
+            np.cumsum(self._ends, out=self._ends)
 
     def rows_before(self, position: int) -> int:
         """Rows in all permuted blocks before a position."""
         if self._ends is not None:
             return int(self._ends[position])
-        odd, full = self._odd_positions, self.blocks.cells_per_block
-        return position * full - int(np.searchsorted(odd, position)) * (full - self._odd_size)
+        n_short = int(np.searchsorted(self._short, position))
+        return position * self.blocks.cells_per_block - n_short * self._n_missing
 
     def sizes_between(self, start: int, stop: int) -> IntArray:
         """Rows of the blocks at positions `start` to `stop` of the permutation, without asking which blocks these are."""
         if self._ends is not None:
             return np.diff(self._ends[start : stop + 1])
         sizes = np.full(stop - start, self.blocks.cells_per_block, dtype=np.int64)
-        first, last = np.searchsorted(self._odd_positions, [start, stop])
-        sizes[self._odd_positions[first:last] - start] = self._odd_size
+        first, last = np.searchsorted(self._short, [start, stop])
+        sizes[self._short[first:last] - start] = self.blocks.short_rows
         return sizes
 
     def position_of(self, row: int) -> int:
@@ -180,176 +281,6 @@ class ShuffledOrder:
         if self._ends is not None:
             return int(np.searchsorted(self._ends, row, side="right")) - 1
         full = self.blocks.cells_per_block
-        missing = len(self._odd_positions) * (full - self._odd_size)
-        near = range(row // full, min((row + missing) // full, len(self.blocks) - 1) + 1)
+        missing = len(self._short) * self._n_missing
+        near = range(row // full, min((row + missing) // full, self.blocks.n_blocks - 1) + 1)
         return near.start + bisect_right(near, row, lo=1, key=self.rows_before) - 1
-
-    @property
-    def n_rows(self) -> int:
-        return self.blocks.n_rows
-
-    def partition(self, number: int) -> Partition:
-        """One of the streams, by number from 0."""
-        return Partition(self, number)
-
-    def mixing(self, batch_size: int, n_partitions: int | None = None) -> Mixing:
-        """The expected mixing of a batch that takes `batch_size` rows from `n_partitions` of the partitions; default: all.
-
-        >>> from saev_store.core.layout import Layout
-        >>> from saev_store.core.rows import row_space
-        >>> rows = row_space(Layout(1_281_167, (11,), 196, True, 768, 4000), tokens="content")
-        >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
-        >>> mixing = order.mixing(16_384)
-        >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
-        (3573, 16280)
-        """
-        return predict_mixing(self, batch_size, n_partitions)
-
-    def longest(self) -> int:
-        """Rows of the longest partition; the others have at most one row less."""
-        return -(-self.n_rows // self.n_partitions)
-
-
-class Partition:
-    """One stream of a `ShuffledOrder`: an equal share of the permuted rows, give or take one.
-
-    The share's first and last block may belong to a neighbour in part; both then read it.
-
-    Attributes:
-        order: The order.
-        number: Which of its partitions, from 0.
-        first_row, end_row, n_rows: The share, counted in permuted rows.
-        first_position, n_blocks: Its blocks, counted in the permutation.
-        blocks_per_tick: Blocks of a full cohort.
-        window_ticks: How many cohorts are in the window (w).
-        n_ticks: Ticks that hand out all rows.
-        n_cohorts: Cohorts of all blocks.
-    """
-
-    def __init__(self, order: ShuffledOrder, number: int) -> None:
-        self.order, self.number = order, number
-        self.first_row = number * order.n_rows // order.n_partitions
-        self.end_row = (number + 1) * order.n_rows // order.n_partitions
-        self.n_rows, self.first_position, self.n_blocks = self.end_row - self.first_row, 0, 0
-        if self.n_rows:
-            self.first_position = order.position_of(self.first_row)
-            self.n_blocks = order.position_of(self.end_row - 1) + 1 - self.first_position
-        if self.n_blocks <= order.window_blocks:
-            self.blocks_per_tick, self.window_ticks = max(self.n_blocks, 1), 1
-        else:
-            wanted = round(order.rows_per_tick * self.n_blocks / self.n_rows)
-            self.blocks_per_tick = min(max(wanted, 1), order.window_blocks)
-            self.window_ticks = order.window_blocks // self.blocks_per_tick
-        self.n_ticks = -(-self.n_blocks // self.blocks_per_tick)
-        self.n_cohorts = self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
-
-    def window_rows(self, n_ahead: int) -> int:
-        """Rows of the blocks of a window, with those of `n_ahead` cohorts read ahead."""
-        # A window that holds everything has nothing to read ahead.
-        n_cohorts = self.window_ticks + min(n_ahead, max(self.n_cohorts - self.window_ticks, 0))
-        return n_cohorts * self.blocks_per_tick * self.order.blocks.cells_per_block
-
-    def placed_rows(self, n_ahead: int) -> int:
-        """Rows that as many successive ticks hand out at most: the room that `Placement` needs.
-
-        These are the rows of as many cohorts, with what is rounded: cohorts are whole blocks, the first blocks hand out less
-        than their share at first (never where a block is one row), and the last ones hand out the rest in the last tick.
-        """
-        w, longest = self.window_ticks, self.order.blocks.cells_per_block
-        rounded = 2 * longest + (w + 1) // 2 * self.blocks_per_tick * (longest > 1)
-        last = self.n_rows - self.emitted_before(max(self.n_ticks - w - n_ahead, 0))
-        return min(max(self.window_rows(n_ahead) + rounded, last), self.n_rows)
-
-    def first_block(self, cohort: int) -> int:
-        """Blocks of this partition in the cohorts before `cohort`: their share of all block-ticks, rounded down."""
-        w, n = self.window_ticks, self.n_cohorts
-        if cohort <= w:
-            lived = cohort * (cohort + 1) // 2
-        elif cohort <= n - w:
-            lived = w * (w + 1) // 2 + (cohort - w) * w
-        else:
-            lived = self.n_ticks * w - (n - cohort) * (n - cohort + 1) // 2
-        return lived * self.n_blocks // (self.n_ticks * w)
-
-    def first_tick(self, cohort: int) -> int:
-        """The first tick that a cohort is needed for."""
-        return max(0, cohort - self.window_ticks + 1)
-
-    def life_ticks(self, cohort: int) -> int:
-        """How many ticks a cohort lives."""
-        return min(cohort, self.n_ticks - 1) - self.first_tick(cohort) + 1
-
-    def block_numbers(self, cohort: int) -> IntArray:
-        """The blocks of a cohort."""
-        start, stop = self.first_block(cohort), self.first_block(cohort + 1)
-        return self.order.block_numbers(self.first_position + start, self.first_position + stop)
-
-    def trim(self, start: int, stop: int, counts: IntArray) -> int:
-        """Take the neighbours' rows off the rows of this partition's blocks `start` to `stop`, in place.
-
-        Returns:
-            How many rows of the first of them come before this partition's.
-        """
-        if start == stop:
-            return 0
-        if stop == self.n_blocks:
-            counts[-1] -= self.order.rows_before(self.first_position + self.n_blocks) - self.end_row
-        if start > 0:
-            return 0
-        skipped = self.first_row - self.order.rows_before(self.first_position)
-        counts[0] -= skipped
-        return skipped
-
-    def _counts(self, start: int, stop: int) -> IntArray:
-        """Rows of blocks, counted from this partition's first."""
-        counts = self.order.sizes_between(self.first_position + start, self.first_position + stop)
-        self.trim(start, stop, counts)
-        return counts
-
-    def emitted_before(self, tick: int) -> int:
-        """Rows handed out in all ticks before `tick`: what makes resuming a binary search."""
-        if tick >= self.n_ticks:
-            return self.n_rows
-        done = self.first_block(tick)
-        total = min(self.order.rows_before(self.first_position + done), self.end_row) - self.first_row if done else 0
-        last = min(tick + self.window_ticks - 1, self.n_cohorts)
-        bounds = [self.first_block(cohort) for cohort in range(tick, last + 1)]
-        if last <= tick or bounds[-1] == done:
-            return total
-        counts = self._counts(done, bounds[-1])
-        cohort, n = np.arange(tick, last), np.diff(bounds)
-        first = np.maximum(cohort - self.window_ticks + 1, 0)
-        life = np.minimum(cohort, self.n_ticks - 1) - first + 1
-        return total + int((np.repeat(tick - first, n) * counts // np.repeat(life, n)).sum())
-
-    def tick_of(self, position: int) -> int:
-        """The tick that hands out the row at a position from 0 to `n_rows - 1`."""
-        # Ticks are near their average pace, so that is where to look first.
-        low = position * self.n_ticks // self.n_rows
-        high, step = low + 1, 1
-        while self.emitted_before(low) > position:
-            low, high, step = max(low - step, 0), low, 2 * step
-        while self.emitted_before(high) <= position:
-            low, high, step = high, min(high + step, self.n_ticks), 2 * step
-        return low + bisect_right(range(low + 1, high), position, key=self.emitted_before)
-
-    def tick_key(self, tick: int) -> int:
-        """Seeds the permutation of the rows of a tick."""
-        return derive(self.order.key, _TICKS, self.number, tick)
-
-    def rows(self, start: int, stop: int) -> Emitted:
-        """The rows at positions `start` to `stop`, by nothing but arithmetic; a loader gives them in the same order."""
-        stop = min(stop, self.n_rows)
-        if start >= stop:
-            return Emitted(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        first, last = self.tick_of(start), self.tick_of(stop - 1)
-        begin = self.emitted_before(first)
-        placement = Placement([self], [first], lambda _, low, high: np.arange(low - begin, high - begin))
-        # Rows of all ticks whose cohorts enter get a place.
-        n_placed = self.emitted_before(min(last + self.window_ticks, self.n_ticks)) - begin
-        block, cell = np.zeros(n_placed, np.int64), np.zeros(n_placed, np.int64)
-        for cohort in range(first, min(last + self.window_ticks, self.n_cohorts)):
-            placed = placement.enter([0], [cohort])
-            block[placed.place], cell[placed.place] = placed.numbers[placed.block], placed.cell
-        wanted = slice(start - begin, stop - begin)
-        return Emitted(block[wanted], cell[wanted])

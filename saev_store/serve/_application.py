@@ -6,6 +6,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
@@ -21,7 +22,6 @@ from zarr.abc.store import RangeByteRequest
 
 from saev_store.core.chunk_grid import Extent, default_chunk
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
-from saev_store.serve._ranges import UnsatisfiableError, parse_range
 from saev_store.store.identity import recording_identity
 from saev_store.validation import local_folder
 
@@ -36,6 +36,7 @@ _PIECE_BYTES = 1 << 20
 _REMOTE_PIECE_BYTES = 4 << 20
 _EXPOSED = ("Accept-Ranges", "Content-Length", "Content-Range", "ETag")
 _BINARY = "application/octet-stream"
+_ONE_RANGE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))", re.ASCII | re.IGNORECASE)
 
 
 def application(
@@ -223,3 +224,36 @@ def _refusal(error: SaevStoreError) -> Response:
     where = (error.where or "").rsplit("/", 1)[-1]
     document = {"error": {"kind": error.kind, "type": type(error).__name__, "message": error.message, "where": where}}
     return JSONResponse(document, status_code=status, headers={"Cache-Control": "no-store"})
+
+
+class UnsatisfiableError(Exception):
+    """No byte of the range exists."""
+
+
+def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
+    """The half-open range that a `Range` header requests (RFC 9110, section 14), or None for the whole value.
+
+    A malformed header and one with several ranges are ignored, as the standard allows.
+
+    Raises:
+        UnsatisfiableError: no byte of the range exists.
+
+    >>> parse_range("bytes=0-9", 100), parse_range("bytes=90-", 100), parse_range("bytes=-5", 100)
+    ((0, 10), (90, 100), (95, 100))
+    >>> parse_range("bytes=0-1,5-6", 100) is None
+    True
+    """
+    match = _ONE_RANGE.fullmatch(header.strip(" \t")) if header else None
+    if match is None:
+        return None
+    first, last, suffix = match.groups()
+    if suffix is not None:
+        if int(suffix) == 0 or nbytes == 0:
+            raise UnsatisfiableError
+        return max(nbytes - int(suffix), 0), nbytes
+    start = int(first)
+    if last is not None and int(last) < start:
+        return None  # malformed according to the standard
+    if start >= nbytes:
+        raise UnsatisfiableError
+    return start, nbytes if last is None else min(int(last) + 1, nbytes)

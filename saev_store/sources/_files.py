@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError
 from saev_store.sources._source import DigestScope
 from saev_store.transport import Buffer, Transport
@@ -23,7 +21,7 @@ _SAMPLE_BYTES = 32 << 10
 
 
 def is_resident(transport: Transport) -> bool:
-    """Whether ranges are views of memory: a whole file is one array, and nothing is fetched."""
+    """Whether ranges are views of memory, so that a whole file is one array and nothing is fetched."""
     return math.isinf(transport.cost.max_gap_bytes) and math.isinf(transport.cost.max_request_bytes)
 
 
@@ -33,17 +31,10 @@ def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> I
         yield from transport.get_ranges(path, starts=[first], ends=[min(first + CHUNK_BYTES, nbytes)])
 
 
-def download(transport: Transport, path: str, nbytes: int, file: BinaryIO) -> None:
-    """Copy a file into an open one of this machine."""
-    for chunk in chunks(transport, path, nbytes):
-        with os_errors(path, "copy"):
-            file.write(chunk)
-
-
 def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
-    """What differs for another file of the same name: device, inode, size and time; elsewhere the size.
+    """Numbers that differ for another file of the same name: device, inode, size and time; elsewhere the size.
 
-    Unlike `Transport.version`, this looks at the name again, not at the file that the transport has pinned.
+    It looks at the name again; `Transport.version` is that of the file that the transport has pinned.
     """
     if transport.local_path is None:
         return (transport.size(path),)
@@ -54,7 +45,7 @@ def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
 
 
 def sample_ranges(nbytes: int) -> tuple[list[int], list[int]]:
-    """Starts and ends of the ranges that a sampled digest covers: the whole file up to a MiB, else 32 even pieces.
+    """Starts and ends of the ranges that a sampled digest covers: the whole file up to 1 MiB, else 32 even pieces.
 
     >>> sample_ranges(10)
     ([0], [10])
@@ -65,31 +56,29 @@ def sample_ranges(nbytes: int) -> tuple[list[int], list[int]]:
     return starts, [start + _SAMPLE_BYTES for start in starts]
 
 
-def digest_files(
-    transport: Transport, files: Sequence[tuple[str, int]], *, scope: DigestScope, progress: bool | None = False
-) -> str:
+def digest_files(transport: Transport, files: Sequence[tuple[str, int]], *, scope: DigestScope) -> str:
     """The xxh3_128 digest of files (path and size of each) in order, as 32 hex digits.
 
     The digest covers each file's size (8 bytes, little-endian) and its bytes: all of them, or those of `sample_ranges`.
+
+    Raises:
+        ArgumentError: `scope` is neither `"sampled"` nor `"full"`.
     """
     if scope not in {"sampled", "full"}:
         raise ArgumentError(f"{scope!r} is no scope of a digest: 'sampled' or 'full'", where="digest")
     hasher = xxhash.xxh3_128()
-    total = sum(nbytes for _, nbytes in files) if scope == "full" else 0
-    with Progress(total, "digest", shown=progress if scope == "full" else False) as bar:
-        for path, nbytes in files:
-            hasher.update(nbytes.to_bytes(8, "little"))
-            if scope == "sampled":
-                starts, ends = sample_ranges(nbytes)
-                parts = iter(transport.get_ranges(path, starts=starts, ends=ends))
-            else:
-                parts = chunks(transport, path, nbytes)
-            for part in parts:
-                hasher.update(part)
-                bar.advance(len(part))
+    for path, nbytes in files:
+        hasher.update(nbytes.to_bytes(8, "little"))
+        if scope == "sampled":
+            starts, ends = sample_ranges(nbytes)
+            parts: Iterable[Buffer] = transport.get_ranges(path, starts=starts, ends=ends)
+        else:
+            parts = chunks(transport, path, nbytes)
+        for part in parts:
+            hasher.update(part)
     return hasher.hexdigest()
 
 
 def describe_digest(transport: Transport, files: Sequence[tuple[str, int]], *, scope: DigestScope) -> dict[str, object]:
-    """The digest as `Source.describe` gives it."""
+    """The digest of files as `Source.describe` returns it."""
     return {"algorithm": ALGORITHM, "scope": scope, "value": digest_files(transport, files, scope=scope)}

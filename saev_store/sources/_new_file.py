@@ -1,4 +1,4 @@
-"""A new file, written from its beginning to its end, that appears under its name when it is complete and not before."""
+"""Writes a file that appears under its name when it is complete and not before."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ class NewFile:
     """A file under construction: `write` appends, `commit` publishes, leaving a `with` block otherwise deletes it.
 
     On this machine it grows under a hidden name in its folder. Elsewhere it is collected in `$TMPDIR` and uploaded whole.
-    Publication is exclusive unless `overwrite` is true: of several writers exactly one gets the name, and nothing that has
-    the name is replaced.
+    Publication is exclusive unless `overwrite` is true: of several writers exactly one gets the name, and no file of that
+    name is replaced.
 
     Args:
-        transport: Where it will be.
+        transport: The storage.
         path: Its name, below the transport's root.
         overwrite: Replace a file of that name; it stays until the new one is complete.
+
+    Attributes:
+        transport: The storage.
+        temporary: The path of the growing file on this machine.
 
     Raises:
         StoreExistsError: a file of that name exists, and `overwrite` is false.
@@ -36,34 +40,37 @@ class NewFile:
     """
 
     def __init__(self, transport: Transport, path: str, *, overwrite: bool = False) -> None:
-        self.where, self._process = full_url(transport, path), os.getpid()
-        self.path, self._overwrite = path, overwrite
+        self.path, self._where, self._overwrite = path, full_url(transport, path), overwrite
         self._file: BinaryIO | None = None
+        self._process = os.getpid()
         check_path(path)
         if not isinstance(transport, Writes):
-            raise ReadOnlyError(f"nothing can be written through {transport.name}", where=self.where)
+            raise ReadOnlyError(f"nothing can be written through {transport.name}", where=self._where)
         if not overwrite:
             refuse_existing(transport, path)
-        self._transport = transport
+        self.transport = transport
         self._local = transport if isinstance(transport, MmapTransport | PreadTransport) else None
-        self._name = _temporary(path)
-        with os_errors(self.where if self._local else tempfile.gettempdir(), "write"):
-            if self._local is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `abort`)
-            else:
-                self._temporary = f"{self._local.url}/{self._name}"
-                make_folders(os.path.dirname(self._temporary))
-                self._file = open(self._temporary, "xb")  # noqa: SIM115 (closed by `abort`)
+        folder, slash, _ = path.rpartition("/")
+        self._hidden = f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        if self._local is None:
+            with os_errors(tempfile.gettempdir(), "write"):
+                descriptor, self.temporary = tempfile.mkstemp(prefix=TEMP_PREFIX)
+                self._file = os.fdopen(descriptor, "w+b")
+        else:
+            self.temporary = f"{self._local.local_path}/{self._hidden}"
+            with os_errors(self._where, "write"):
+                make_folders(os.path.dirname(self.temporary))
+                self._file = open(self.temporary, "x+b")  # noqa: SIM115 (closed by `abort`)
 
-    def _under_construction(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
         if self._file is None:
-            raise ReadOnlyError("this file is complete or abandoned", where=self.where)
+            raise ReadOnlyError("this file is complete or abandoned", where=self._where)
         return self._file
 
     def write(self, data: Buffer) -> None:
         """Append; the memory may be reused afterwards."""
-        file = self._under_construction()
-        with os_errors(self.where, "write"):
+        file = self._open_file()
+        with os_errors(self._where, "write"):
             file.write(data)
 
     def commit(self) -> None:
@@ -72,31 +79,54 @@ class NewFile:
         Raises:
             StoreExistsError: another writer has published a file of that name meanwhile, and `overwrite` is false.
         """
-        file = self._under_construction()
-        with os_errors(self.where, "commit"):
+        file, transport = self._open_file(), self.transport
+        with os_errors(self._where, "commit"):
             file.flush()
             if self._local is not None:
                 os.fsync(file.fileno())
-        if self._local is None:
-            upload(self._transport, self.path, file, overwrite=self._overwrite)
-        elif self._overwrite:
-            self._local.move(self._name, self.path)
+        if not isinstance(transport, Moves):  # an object appears when its upload is complete
+            if not self._overwrite:
+                refuse_existing(transport, self.path)
+            self._upload(file, self.path)
+        elif not self._overwrite and self._link():
+            transport.delete(self._hidden)  # also makes the new name durable
         else:
-            with os_errors(self.where, "publish"):
-                self._publish_exclusively(self._local, f"{self._local.url}/{self.path}")
-        self._file = None
-        file.close()
+            try:
+                if self._local is None:
+                    self._upload(file, self._hidden)
+                if not self._overwrite:
+                    transport.create(self.path, b"")  # takes the name, or fails; it is empty for a moment
+                transport.move(self._hidden, self.path)
+            except BaseException:
+                transport.delete(self._hidden)
+                raise
+        self.abort()
 
-    def _publish_exclusively(self, transport: MmapTransport | PreadTransport, where: str) -> None:
+    def _link(self) -> bool:
+        """Publish by a hard link; False where the storage has none."""
+        if self._local is None:
+            return False
+        with os_errors(self._where, "publish"):
+            try:
+                os.link(self.temporary, f"{self._local.local_path}/{self.path}")
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                return False
+        return True
+
+    def _upload(self, file: BinaryIO, path: str) -> None:
+        nbytes = file.seek(0, os.SEEK_END)
+        resume = self._overwrite and path == self.path
+        sink = self.transport.open_sink(path, used_nbytes=nbytes, file_nbytes=nbytes, resume=resume)
         try:
-            os.link(self._temporary, where)
-        except FileExistsError:
+            file.seek(0)
+            for start in range(0, nbytes, CHUNK_BYTES):
+                sink.write(start, [memoryview(file.read(CHUNK_BYTES))])
+            sink.commit()
+        except BaseException:
+            sink.abort()
             raise
-        except OSError:  # a file system without hard links: readers may see an empty file for a moment
-            os.close(os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            transport.move(self._name, self.path)
-        else:
-            transport.delete(self._name)  # syncs the folder, too
 
     def abort(self) -> None:
         """Leave nothing behind; has no effect after `commit`."""
@@ -105,9 +135,8 @@ class NewFile:
             return
         with contextlib.suppress(OSError):
             file.close()
-        if self._local is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(self.temporary)
 
     def __del__(self) -> None:
         if os.getpid() == self._process:  # a forked child must not delete its parent's file
@@ -120,45 +149,11 @@ class NewFile:
         self.abort()
 
 
-def upload(transport: Writes, path: str, file: BinaryIO, *, overwrite: bool) -> None:
-    """Copy an open file of this machine to `path`; it appears there whole.
-
-    Raises:
-        StoreExistsError: a file of that name exists, and `overwrite` is false.
-    """
-    # An object appears when it is uploaded; where files grow in place, they do so under another name.
-    temporary = _temporary(path) if isinstance(transport, Moves) else path
-    if not overwrite and isinstance(transport, Transport):
-        refuse_existing(transport, path)
-    nbytes = file.seek(0, os.SEEK_END)
-    sink = transport.open_sink(
-        temporary, used_nbytes=nbytes, file_nbytes=nbytes, resume=overwrite and temporary == path
-    )
-    try:
-        file.seek(0)
-        for start in range(0, nbytes, CHUNK_BYTES):
-            sink.write(start, [memoryview(file.read(CHUNK_BYTES))])
-        sink.commit()
-        if isinstance(transport, Moves) and temporary != path:
-            if not overwrite:
-                transport.create(path, b"")  # takes the name, or fails
-            transport.move(temporary, path)
-    except BaseException:
-        sink.abort()
-        if temporary != path:
-            transport.delete(temporary)
-        raise
-
-
-def refuse_existing(transport: Transport, path: str) -> None:
+def refuse_existing(transport: Transport, path: str, *, remedy: str | None = None) -> None:
     """Raise `StoreExistsError` if a file of that name exists."""
     with contextlib.suppress(NotFoundError):
         transport.size(path)
+        where = full_url(transport, path)
         raise StoreExistsError(
-            "a file of that name exists already", where=full_url(transport, path), remedy="Pass overwrite=True."
+            "a file of that name exists already", where=where, remedy=remedy or "Pass overwrite=True."
         )
-
-
-def _temporary(path: str) -> str:
-    folder, slash, _ = path.rpartition("/")
-    return f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"

@@ -1,11 +1,11 @@
-"""What activations come from: one small protocol over formats as different as token streams and folders of images."""
+"""Base class of data sets that activations are recorded from, and the checks of positions and counts that they share."""
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, Self, SupportsIndex, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -21,48 +21,63 @@ if TYPE_CHECKING:
     from saev_store.validation import Report
 
 SampleT_co = TypeVar("SampleT_co", covariant=True)
-#: How much of the data a digest has seen: everything, or the index and evenly spread pieces of the rest.
+#: The bytes that a digest covers: all, or the index and evenly spread pieces of the rest.
 DigestScope = Literal["sampled", "full"]
 
 
-@runtime_checkable
-class Source(Protocol[SampleT_co]):
+class Source(ABC, Generic[SampleT_co]):
     """A data set opened for reading: numbered samples, each with a key, on any storage.
 
-    `open_source` makes one from an address. Every source is a Python sequence of its samples, can be shared between
-    threads, and is a context manager. What a sample is depends on the format: an array of token ids, or parts by name.
+    `open_source` opens one. A source is a Python sequence of its samples and a context manager, and can be shared between
+    threads. The format decides what a sample is: an array of token ids, or parts by name. By default the key of a sample
+    is its position in decimal digits, and there is one split, `"all"`.
 
     Attributes:
         format: The format's short name, such as `"mmididx"`.
-        url: Where it lies, without credentials.
-        problems: What is odd about it, although it can be read.
-        splits: Names that `split` takes; `("all",)` for a format that has none.
+        url: Its address, without credentials.
+        problems: What is unusual about it, although it can be read.
+        splits: Names that `split` takes.
     """
 
-    @property
-    def format(self) -> str: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def problems(self) -> tuple[Problem, ...]: ...
-    @property
-    def splits(self) -> tuple[str, ...]: ...
+    format: str
+    url: str
+    problems: tuple[Problem, ...]
+    splits: tuple[str, ...] = ("all",)
 
+    @abstractmethod
     def __len__(self) -> int:
-        """How many samples there are."""
-        ...
+        """Number of samples."""
 
+    @abstractmethod
     def __getitem__(self, index: SupportsIndex) -> SampleT_co:
         """The sample at a position; negative ones count from the end.
 
         Raises:
             SelectionError: there is no such position.
         """
-        ...
+
+    @abstractmethod
+    def rows(self, indices: npt.ArrayLike | slice) -> Iterable[SampleT_co]:
+        """Several samples by position, in the order asked for, fetched together.
+
+        Raises:
+            SelectionError: a position does not exist.
+        """
+
+    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Iterable[SampleT_co]]:
+        """Consecutive samples, `batch_size` at a time, each batch as `rows` returns it.
+
+        Args:
+            batch_size: Samples in a batch; the last one may have fewer.
+            start: Position of the first sample.
+            drop_last: Leave out a last batch that is not full.
+        """
+        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
+            yield self.rows(slice(first, end))
 
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position; no two samples share one."""
-        ...
+        return str(check_index(index, len(self), what="sample"))
 
     def index_of(self, key: str) -> int:
         """The position of a key: the inverse of `key`.
@@ -70,83 +85,36 @@ class Source(Protocol[SampleT_co]):
         Raises:
             SelectionError: no sample has that key.
         """
-        ...
-
-    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Iterable[SampleT_co]]:
-        """Consecutive samples in order, `batch_size` at a time, read together: arrays or lists of samples.
-
-        Args:
-            batch_size: Samples in a batch; the last one may have fewer.
-            start: Position of the first sample.
-            drop_last: Leave out a last batch that is not full.
-        """
-        ...
-
-    def split(self, name: str) -> Source[SampleT_co]:
-        """The samples of one split, as a source of their own.
-
-        Raises:
-            SelectionError: there is no split of that name.
-        """
-        ...
-
-    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
-        """What a store's `metadata.data` says about this source, in plain JSON types: enough for `reopen`.
-
-        Args:
-            digest: `"sampled"` digests the index and some pieces of the data, in time that hardly depends on its size;
-                `"full"` reads every byte.
-        """
-        ...
-
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """What is wrong with it. Opening has checked sizes, headers and indices; `deep` reads every byte."""
-        ...
-
-    def close(self) -> None:
-        """Release maps and connections; using the source afterwards opens them again."""
-        ...
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
-
-
-class NumberedSource(ABC):
-    """What sources share whose samples have no names: the key of sample 7 is `"7"`, and there is one split."""
-
-    splits: tuple[str, ...] = ("all",)
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    def key(self, index: SupportsIndex) -> str:
-        """The position in decimal digits."""
-        return str(check_index(index, len(self), what="sample"))
-
-    def index_of(self, key: str) -> int:
-        """The position that decimal digits name.
-
-        Raises:
-            SelectionError: they are no position of this source, or not written the way `key` writes them.
-        """
         if key.isascii() and key.isdigit() and len(key) <= 19 and int(key) < len(self) and str(int(key)) == key:
             return int(key)
         raise SelectionError(f"no sample has the key {brief(key)}; keys are '0' to '{len(self) - 1}'", where="key")
 
     def split(self, name: str) -> Self:
-        """The source itself, for `"all"`.
+        """The samples of one split, as a source of their own.
 
         Raises:
-            SelectionError: the name is another one.
+            SelectionError: there is no split of that name.
         """
         if name != "all":
             raise SelectionError(f"there is no split {brief(name)}: this format has only 'all'", where="split")
         return self
 
     @abstractmethod
-    def close(self) -> None: ...
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """The description of this source for a store's `metadata.data`, in plain JSON types: enough for `reopen`.
+
+        Args:
+            digest: `"sampled"` digests the index and some pieces of the data, in time that hardly depends on its size;
+                `"full"` reads every byte.
+        """
+
+    @abstractmethod
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """Report what is wrong. Opening has checked sizes, headers and indices; `deep` reads every byte."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release maps and connections; returned views stay valid, and later reads open the files again."""
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +143,11 @@ def check_index(index: SupportsIndex, n: int, *, what: str) -> int:
 
 
 def check_positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
-    """Check a slice or a list of positions; negative ones count from the end."""
+    """Positions of a slice or a list, int64; negative ones count from the end.
+
+    Raises:
+        SelectionError: a position is no integer, or does not exist.
+    """
     if isinstance(wanted, slice):
         try:
             return np.arange(*wanted.indices(n), dtype=np.int64)
@@ -209,10 +181,10 @@ def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 -
     raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from {least} to {most}", where=name)
 
 
-def steps(n: int, batch_size: int, *, start: int, drop_last: bool) -> Iterator[tuple[int, int]]:
-    """The half-open ranges of positions that `batches` goes through.
+def steps(n: int, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:
+    """The half-open ranges of positions of consecutive batches.
 
-    >>> list(steps(7, 3, start=0, drop_last=False))
+    >>> list(steps(7, 3))
     [(0, 3), (3, 6), (6, 7)]
     """
     batch_size = check_count(batch_size, name="batch_size")
@@ -223,16 +195,12 @@ def steps(n: int, batch_size: int, *, start: int, drop_last: bool) -> Iterator[t
 
 
 def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Problem]) -> str:
-    """What a source's `repr` shows."""
+    """The text of a source's `repr`: facts, and the first problems with the names of their files."""
     rows = [(name, str(value)) for name, value in facts.items()]
-    rows += [("problem", _placed(problem)) for problem in problems[:5]]
+    for problem in problems[:5]:
+        name = problem.where.rsplit("/", 1)[-1]
+        rows.append(("problem", problem.message if name in problem.message else f"{name}: {problem.message}"))
     if len(problems) > 5:
         rows.append(("problems", f"{len(problems) - 5} more"))
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)])
-
-
-def _placed(problem: Problem) -> str:
-    """What is wrong, and with which file where the words do not say so."""
-    name = problem.where.rsplit("/", 1)[-1]
-    return problem.message if name in problem.message else f"{name}: {problem.message}"

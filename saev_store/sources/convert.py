@@ -1,16 +1,25 @@
-"""From documents (MMIDIDX) to pre-formed batches (LLMBATCH) and back: streamed, in bounded memory, and verified."""
+"""Converts between formats: streamed, in bounded memory, and verified by reading back.
+
+Documents (MMIDIDX) become pre-formed batches (LLMBATCH); samples of token ids, or texts, become documents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError
-from saev_store.sources._source import check_count
+from saev_store._runtime.progress import Progress
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
+from saev_store.sources._source import Source, check_count, steps
 from saev_store.sources.address import Url
+from saev_store.sources.energon._fetch import RawSample
+from saev_store.sources.energon.field_map import FieldPath, resolve
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import BatchFileReader
@@ -21,8 +30,12 @@ from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
 
+#: Turns one text into token ids.
+Tokenizer = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 _PIECE_TOKENS = 1 << 20
-Records = npt.NDArray[np.uint32]
+#: Samples that are read at a time.
+_BATCH = 256
+_Tokens = npt.NDArray[np.generic]
 
 
 def documents_to_batches(
@@ -32,9 +45,7 @@ def documents_to_batches(
     seq_len: int,
     batch_size: int,
     seed: int = 0,
-    how: Literal["pack", "pad"] = "pack",
     end_token: int | None = None,
-    pad_token: int | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -42,22 +53,21 @@ def documents_to_batches(
     verify: bool = True,
     progress: bool | None = None,
 ) -> int:
-    """Cut the documents of an MMIDIDX data set into records, shuffle them into batches and write them.
+    """Join the documents of an MMIDIDX data set, cut them into records, shuffle those into batches and write them.
+
+    Tokens at the end that fill no record are dropped.
 
     Args:
         source: The documents, in order; their sequences are joined.
         output_path: As in `write_batch_file`.
         seq_len: Tokens of a record.
         batch_size: Records in a batch.
-        seed: Of the order of records.
-        how: `"pack"` joins all documents and cuts the run every `seq_len` tokens, dropping the rest at the end; `"pad"`
-            makes one record of each document, cut at `seq_len` or filled up with `pad_token`.
-        end_token: Put this behind every document (with `"pad"`, where it fits).
-        pad_token: For `"pad"`.
-        overwrite: Replace files of these names.
-        storage_options: Options of the fsspec file system that is written to.
-        engine: As in `open_transport`.
-        transport: Write through this transport.
+        seed: Seed of the order of records.
+        end_token: Append this token to every document.
+        overwrite: Replace a file of that name.
+        storage_options: As in `open_source`.
+        engine: As in `open_source`.
+        transport: As in `open_source`.
         verify: Read every record back and compare it with the source.
         progress: Show a bar on stderr; default: when it is a terminal.
 
@@ -66,42 +76,75 @@ def documents_to_batches(
 
     Raises:
         ArgumentError: the tokens are no integers from 0 to 2^32 - 1, or a number is out of range.
-        StoreExistsError: a file of that name is there, and `overwrite` is false.
-        CorruptShardError: what was read back is not what was written.
+        StoreExistsError: a file of that name exists, and `overwrite` is false.
+        CorruptShardError: the file that was read back differs from the source.
     """
     seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
     if source.dtype.kind not in "iu":
         raise ArgumentError(f"the documents are of {source.dtype.name}; token ids are integers", where="source")
-    if how not in {"pack", "pad"}:
-        raise ArgumentError(f"how is {how!r}; it must be 'pack' or 'pad'", where="how")
-    if (how == "pad") != (pad_token is not None):
-        raise ArgumentError("pad_token is for how='pad', and needed there", where="pad_token")
-    for name, token in (("end_token", end_token), ("pad_token", pad_token)):
-        if token is not None:
-            check_count(token, name=name, least=0, most=MAX_U32)
-
-    def records() -> Iterator[Records]:
-        if how == "pad":
-            return _padded(source, seq_len, end_token, pad_token or 0)
-        return _packed(source, seq_len, end_token)
-
-    n_ends = source.n_documents if end_token is not None else 0
-    total = source.n_documents if how == "pad" else (source.n_tokens + n_ends) // seq_len
+    n_ends = 0
+    if end_token is not None:
+        check_count(end_token, name="end_token", least=0, most=MAX_U32)
+        n_ends = source.n_documents
     n_batches = write_batch_dataset(
-        output_path, records(), total, batch_size, seq_len, seed,
+        output_path, _records(source, seq_len, end_token), (source.n_tokens + n_ends) // seq_len, batch_size, seq_len, seed,
         overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport, progress=progress,
     )  # fmt: skip
     if verify:
         with BatchFileReader(output_path, storage_options, engine=engine, transport=transport) as written:
-            _compare_records(written, records())
+            order, first = RecordOrder(written.total_records, written.seed), 0
+            for records in _records(source, seq_len, end_token):
+                places = order.places(np.arange(first, first + len(records), dtype=np.int64))
+                kept = np.flatnonzero(places < len(written))
+                if not np.array_equal(written.rows(places[kept]), records[kept]):
+                    raise _differs(written.url)
+                first += len(records)
     return n_batches
 
 
-def batches_to_documents(
-    source: BatchFileReader,
+def _records(source: IndexedDataset, seq_len: int, end_token: int | None) -> Iterator[npt.NDArray[np.uint32]]:
+    """All documents as one run of tokens, cut into records, about a million tokens at a time."""
+    waiting: list[npt.NDArray[np.uint32]] = []
+    n = 0
+    ends = [] if end_token is None else [np.array([end_token], np.uint32)]
+    for document in _documents(source):
+        for tokens in chain(map(as_tokens, document), ends):
+            waiting.append(tokens)
+            n += len(tokens)
+            if n >= max(_PIECE_TOKENS, seq_len):
+                run = np.concatenate(waiting)
+                cut = n // seq_len * seq_len
+                yield run[:cut].reshape(-1, seq_len)
+                waiting, n = [run[cut:].copy()], n - cut
+    if n >= seq_len:
+        yield np.concatenate(waiting)[: n // seq_len * seq_len].reshape(-1, seq_len)
+
+
+def _documents(source: IndexedDataset) -> Iterator[Iterable[_Tokens]]:
+    """The pieces of each document; the sequences of short documents are read many at a time."""
+    ends = np.concatenate(([0], np.cumsum(source.sizes, dtype=np.int64)))[source.doc_idx]
+    first = 0
+    while first < source.n_documents:
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _PIECE_TOKENS, side="right")) - 1)
+        if last == first + 1:
+            cuts = steps(int(ends[last] - ends[first]), _PIECE_TOKENS)
+            yield (source.document(first, start, stop) for start, stop in cuts)
+        else:
+            numbers = source.doc_idx[first : last + 1].tolist()
+            sequences = source.rows(slice(numbers[0], numbers[-1]))
+            for start, stop in pairwise(numbers):
+                yield sequences[start - numbers[0] : stop - numbers[0]]
+        first = last
+
+
+def samples_to_documents(
+    source: Source[object],
     output_path: Url,
+    tokenizer: Tokenizer | None = None,
     *,
+    part: str = "txt",
     dtype: npt.DTypeLike = np.int32,
+    end_token: int | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -109,134 +152,106 @@ def batches_to_documents(
     verify: bool = True,
     progress: bool | None = None,
 ) -> int:
-    """Write every record of an LLMBATCH file as a document of an MMIDIDX data set, in file order.
+    """Write every sample of a source as a document of an MMIDIDX data set, in the order of the source.
+
+    Sample i becomes document i, so a store recorded from the documents is traced back to the sample by its number.
 
     Args:
-        source: The records.
+        source: Samples that are token ids, such as the records of an LLMBATCH file, or an `EnergonDataset` with texts.
         output_path: As in `IndexedDatasetBuilder`.
+        tokenizer: For texts; called once for each, such as `tokenizers.Tokenizer.from_file(...).encode(text).ids`.
+        part: For texts: name of the part, in UTF-8, or a path as in a field map: `"json[caption],txt"`.
         dtype: Type of a token in the new data set.
-        overwrite: Replace a data set of that name.
-        storage_options: Options of the fsspec file system that is written to.
-        engine: As in `open_transport`.
-        transport: Write through this transport.
-        verify: Read every document back and compare it with the source.
+        end_token: Append this token to every document.
+        overwrite: As in `IndexedDatasetBuilder`.
+        storage_options: As in `IndexedDatasetBuilder`.
+        engine: As in `IndexedDatasetBuilder`.
+        transport: As in `IndexedDatasetBuilder`.
+        verify: Read every document back and compare its digest.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
         The number of documents.
 
     Raises:
-        ArgumentError: `dtype` does not hold a token.
-        StoreExistsError: a file of that name is there, and `overwrite` is false.
-        CorruptShardError: what was read back is not what was written.
+        SelectionError: a sample has no such part.
+        DocumentError: a text is not UTF-8, or there is none at that path.
+        ArgumentError: a sample is not token ids, or not ones that `dtype` holds. Nothing is published in these cases.
+        StoreExistsError: a file of that name exists, and `overwrite` is false.
+        CorruptShardError: the data set that was read back differs from the source.
     """
-    from saev_store._runtime.progress import Progress
-
-    step = max(1, _PIECE_TOKENS // source.seq_len)
+    ends = [] if end_token is None else [check_count(end_token, name="end_token", least=0)]
+    expected, found = xxhash.xxh3_128(), xxhash.xxh3_128()
+    samples = source.rows if tokenizer is None else partial(_tokenized, source, tokenizer, part)
     with (
         IndexedDatasetBuilder(
             output_path, dtype, overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport
         ) as builder,
-        Progress(source.nbytes, "convert", shown=progress) as bar,
+        Progress(len(source), "convert", shown=progress) as bar,
     ):
-        for records in source.batches(step):
-            for record in records:
-                builder.add_document(record)
-            bar.advance(records.nbytes)
+        for first, end in steps(len(source), _BATCH):
+            for sample in samples(slice(first, end)):
+                tokens = _as_ids(sample)
+                if ends:
+                    kind = np.uint64 if tokens.dtype == np.uint64 else np.int64
+                    tokens = np.concatenate((tokens.astype(kind), np.array(ends, kind)))
+                builder.add_document(tokens)
+                _digest(expected, tokens.astype(builder.dtype))
+                bar.advance(1)
     if verify:
-        with IndexedDataset(output_path, storage_options, engine=engine, transport=transport) as written:
-            at = 0
-            for records in source.batches(step):
-                found = written.read_many(slice(at, at + len(records)))
-                if len(found) != len(records) or not np.array_equal(np.stack(found), records):
-                    raise _differs(written.url, at, len(records))
-                at += len(records)
-            if at != len(written):
-                raise _differs(written.url, at, len(written) - at)
+        with IndexedDataset(output_path, storage_options, engine=engine, transport=transport, dtype=dtype) as written:
+            for first, end in steps(len(written), _BATCH):
+                for tokens in written.rows(slice(first, end)):
+                    _digest(found, tokens)
+            if len(written) != len(source) or found.digest() != expected.digest():
+                raise _differs(written.url)
     return len(source)
 
 
-def _packed(source: IndexedDataset, seq_len: int, end_token: int | None) -> Iterator[Records]:
-    """All documents as one run of tokens, cut into records; what is left at the end is dropped."""
-    left = np.zeros(0, np.uint32)
-    for tokens in _pieces(source, end_token):
-        run = np.concatenate((left, tokens)) if len(left) else tokens
-        n = len(run) // seq_len
-        if n:
-            yield run[: n * seq_len].reshape(n, seq_len)
-        left = run[n * seq_len :].copy()
-
-
-def _pieces(source: IndexedDataset, end_token: int | None) -> Iterator[npt.NDArray[np.uint32]]:
-    """The tokens of all documents in order, about a million at a time."""
-    waiting: list[npt.NDArray[np.uint32]] = []
-    n = 0
-    ends = None if end_token is None else np.array([end_token], np.uint32)
-    for document in _documents(source):
-        for part in document:
-            waiting.append(as_tokens(part))
-            n += len(part)
-            if n >= _PIECE_TOKENS:
-                yield np.concatenate(waiting)
-                waiting, n = [], 0
-        if ends is not None:
-            waiting.append(ends)
-            n += 1
-    if waiting:
-        yield np.concatenate(waiting)
-
-
-def _documents(source: IndexedDataset) -> Iterator[Iterator[npt.NDArray[np.generic]]]:
-    """Every document as the pieces that its sequences are read in; short documents are read many at a time."""
-    ends = np.concatenate(([0], np.cumsum(source.sizes, dtype=np.int64)))[source.doc_idx]
-    first = 0
-    while first < source.n_documents:
-        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _PIECE_TOKENS, side="right")) - 1)
-        if last == first + 1:
-            yield _long(source, first, int(ends[last] - ends[first]))
+def _tokenized(source: Source[object], tokenizer: Tokenizer, part: str, positions: slice) -> Iterator[object]:
+    """The token ids of samples' texts."""
+    for sample in source.rows(positions):
+        if not isinstance(sample, RawSample):
+            raise ArgumentError(
+                f"a tokenizer is for texts; samples of format {source.format} are not", where="tokenizer"
+            )
+        where = f"{source.url}/{sample.shard}/{sample.key}"
+        if {"[", ","} & set(part):
+            text = resolve(FieldPath.parse(part, where="part"), sample.parts, where=where, images="bytes")
+            if not isinstance(text, str):
+                raise DocumentError(f"{part!r} is {brief(text)}, which is no text", where=where)
         else:
-            sequences = source.read_many(slice(int(source.doc_idx[first]), int(source.doc_idx[last])))
-            at = 0
-            for document in range(first, last):
-                n = len(source.sequences_of(document))
-                yield iter(sequences[at : at + n])
-                at += n
-        first = last
+            try:
+                text = sample[part].decode()
+            except UnicodeDecodeError as error:
+                raise DocumentError(f"part {part!r} is no text in UTF-8 ({error})", where=where) from error
+        try:
+            yield tokenizer(text)
+        except (ValueError, TypeError) as error:
+            message = f"the tokenizer failed on a text of {len(text)} characters: {error}"
+            raise ArgumentError(message, where="tokenizer") from error
 
 
-def _long(source: IndexedDataset, document: int, n_tokens: int) -> Iterator[npt.NDArray[np.generic]]:
-    for start in range(0, n_tokens, _PIECE_TOKENS):
-        yield source.document(document, start, min(start + _PIECE_TOKENS, n_tokens))
-
-
-def _padded(source: IndexedDataset, seq_len: int, end_token: int | None, pad_token: int) -> Iterator[Records]:
-    for document in _documents(source):
-        record = np.full((1, seq_len), pad_token, np.uint32)
-        at = 0
-        for part in document:
-            tokens = as_tokens(part[: seq_len - at])
-            record[0, at : at + len(tokens)] = tokens
-            at += len(tokens)
-            if at == seq_len:
-                break
-        if end_token is not None and at < seq_len:
-            record[0, at] = end_token
-        yield record
-
-
-def _compare_records(written: BatchFileReader, records: Iterator[Records]) -> None:
-    order, number = RecordOrder(written.total_records, written.seed), 0
-    for expected in records:
-        places = order.places(np.arange(number, number + len(expected), dtype=np.int64))
-        kept = np.flatnonzero(places < len(written))
-        if not np.array_equal(written.rows(places[kept]), expected[kept]):
-            raise _differs(written.url, number, len(expected))
-        number += len(expected)
-    if number != written.total_records:
-        raise DocumentError(f"it says {written.total_records:,} records were given, not {number:,}", where=written.url)
-
-
-def _differs(where: str, first: int, n: int) -> CorruptShardError:
-    return CorruptShardError(
-        f"read back, records {first:,} to {first + n:,} are not what was written", where=where, remedy="Write it again."
+def _as_ids(sample: object) -> npt.NDArray[np.integer]:
+    """The token ids of a sample as an array of integers."""
+    try:
+        ids = np.asarray(sample)
+    except ValueError:
+        ids = np.asarray(None)
+    if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
+        return ids.astype(ids.dtype if ids.size else np.int64, copy=False)
+    raise ArgumentError(
+        f"a sample is {ids.dtype} of shape {ids.shape}; token ids are a list of integers",
+        where="source",
+        remedy="Pass a tokenizer for texts.",
     )
+
+
+def _digest(digest: xxhash.xxh3_128, tokens: _Tokens) -> None:
+    """Add a document to a digest: its length, so that tokens cannot move to the next document, and its tokens."""
+    digest.update(len(tokens).to_bytes(8, "little"))
+    digest.update(tokens.tobytes())
+
+
+def _differs(where: str) -> CorruptShardError:
+    return CorruptShardError("read back, the file differs from the source", where=where, remedy="Write it again.")

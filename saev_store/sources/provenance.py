@@ -1,8 +1,8 @@
-"""From a vector back to what it was computed from: which sample of which data set, and where in it.
+"""Traces a vector back to its origin: the sample of a data set that it was computed from, and the place in it.
 
-A store that was recorded from a source says so in `metadata.data`, as `recorded_from` puts it: the source's own description
-(format, address, digest), which sample each example is, and what its content tokens stand for. Plain JSON throughout; nothing in
-it is ever executed or imported.
+A store that was recorded from a source has a description in `metadata.data`, made by `recorded_from`: the source's own
+description (format, address, digest), which sample each example is, and what its content tokens are. It is plain JSON;
+nothing in it is executed or imported.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar, cast
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.sources._source import DigestScope, check_count, check_index
@@ -21,12 +22,45 @@ from saev_store.sources.sniff import reopen
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
     from saev_store.sources._source import Source
     from saev_store.sources.address import Url
 
 _REMEDY = "Stores recorded with data=recorded_from(source) name theirs."
+_Count = Annotated[int, Field(ge=1)]
+_Pair = Annotated[tuple[_Count, _Count], Field(strict=False)]
+
+
+class _Part(BaseModel):
+    """A part of the description in `metadata.data`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
+
+
+class _Examples(_Part):
+    """The sample of example i: `samples[i]`, or else `first + i`."""
+
+    first: int | None = None
+    samples: list[int] | None = None
+
+
+class _Tokens(_Part):
+    first: int | None
+
+
+class _Patches(_Part):
+    grid: _Pair
+    image_px: _Pair
+
+
+class _Content(_Part):
+    """The meaning of content tokens: tokens of a text, or patches of an image."""
+
+    tokens: _Tokens | None = None
+    patches: _Patches | None = None
+
+
+_PartT = TypeVar("_PartT", bound=_Part)
 
 
 @dataclass(frozen=True)
@@ -35,9 +69,9 @@ class TokenPlace:
 
     Attributes:
         position: Its position in the sample.
-        token_id: What stands there.
-        before: The ids to its left, nearest last.
-        after: The ids to its right, nearest first.
+        token_id: Its id.
+        before: The ids before it, nearest last.
+        after: The ids after it, nearest first.
     """
 
     position: int
@@ -64,7 +98,7 @@ class PatchPlace:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a vector, or a whole example, comes from.
+    """The origin of a vector, or of a whole example.
 
     Attributes:
         sample_idx: Position of the sample in the source.
@@ -89,18 +123,19 @@ def recorded_from(
     image_px: tuple[int, int] | None = None,
     digest: DigestScope = "sampled",
 ) -> dict[str, object]:
-    """What to give as `data` to `new_metadata` when recording from a source.
+    """The description of a source to pass as `data` to `new_metadata` when recording from it.
 
     Args:
-        source: What the examples are taken from.
+        source: The data set that the examples are taken from.
         first: Example i is sample `first + i`.
-        samples: Or: example i is sample `samples[i]`. All of them are written down, so keep this for small selections.
+        samples: Instead of `first`: example i is sample `samples[i]`. The whole list is stored, so use it for small
+            selections.
         first_token: For texts: content token t is token `first_token + t` of the sample. Needed for stores with a special
             token (`cls_token`): 1 if that token (BOS) is the sample's first one, 0 if it was put before the sample. Stores
             without a special token begin with token 0.
         patches: For images: content token t is patch t of a grid of (rows, columns), row by row.
-        image_px: For images: (height, width) of what the model sees, in pixels.
-        digest: Whether the source's digest covers every byte or the index and pieces of the rest.
+        image_px: For images: (height, width) of the model's input, in pixels.
+        digest: What the source's digest covers.
 
     Raises:
         ArgumentError: the numbers fit neither the source nor each other.
@@ -114,7 +149,7 @@ def recorded_from(
     else:
         examples = {"samples": [check_index(sample, len(source), what="sample") for sample in samples]}
     if (patches is None) != (image_px is None):
-        raise ArgumentError("a patch grid needs the image's size in pixels, and the other way round", where="patches")
+        raise ArgumentError("patches and image_px must be given together", where="patches")
     if patches is None or image_px is None:
         if first_token is not None:
             first_token = check_count(first_token, name="first_token", least=0)
@@ -144,16 +179,16 @@ def source_of(
     Args:
         metadata: The document of the store.
         storage_options: Options of the fsspec file system of the source.
-        url: Where the source is now, if not where it was.
+        url: The address of the source now, if it was moved.
         outside_ok: Send requests to the server that the metadata name; paths of this machine need no permission.
 
     Raises:
         UnsafeContentError: the metadata name a server, and neither `url` nor `outside_ok` is given.
         DocumentError: the metadata name no source.
-        NotFoundError: it is not where it was; `url` says where it is now.
-        CorruptShardError: other data lie there by now.
+        NotFoundError: it is no longer at its address; pass `url`.
+        CorruptShardError: the data at the address are not those that were described.
     """
-    description = _mapping(_described(metadata), "source", metadata)
+    description = cast("Mapping[str, object]", _described(metadata)["source"])
     address = description.get("url")
     scheme = address.partition("://")[0] if isinstance(address, str) and "://" in address else "file"
     if url is None and not outside_ok and scheme not in {"file", "local", "memory"}:
@@ -168,36 +203,44 @@ def source_of(
 def origin_of(
     metadata: Metadata, source: Source[object], example_idx: int, token_idx: int | None = None, *, neighbours: int = 8
 ) -> Origin:
-    """Where one vector comes from.
+    """The origin of one vector.
 
     Args:
         metadata: The document of the store.
-        source: What `source_of` gave.
+        source: The source, from `source_of`.
         example_idx: Position of the example; negative ones count from the end.
         token_idx: The content token, as loaders and `Selection.coordinates` number it: -1 is CLS. None for the example.
-        neighbours: So many tokens of a text to each side.
+        neighbours: Number of tokens of a text to return on each side.
 
     Raises:
         SelectionError: there is no such example or token.
-        DocumentError: the metadata say nothing usable about it.
+        DocumentError: the description in the metadata is not usable.
     """
     layout = metadata.layout
     described = _described(metadata)
     example = check_index(example_idx, layout.n_examples, what="example")
-    sample_idx = _sample_of(_mapping(described, "examples", metadata), example, source, metadata)
+    sample_idx = _sample_of(_part(_Examples, "examples", described, metadata), example, source, metadata)
     sample = source[sample_idx]
     place = None
-    if token_idx is not None:
-        token = _content_token(token_idx, layout)
-        if token is not None:
-            content = _mapping(described, "content", metadata)
-            place = _place(content, token, sample, neighbours, metadata)
+    if token_idx is not None and not (token_idx == -1 and layout.cls_token):
+        if not 0 <= token_idx < layout.content_tokens_per_example:
+            cls = "-1 for CLS, or " if layout.cls_token else ""
+            raise SelectionError(
+                f"token {brief(token_idx)} does not exist; it is {cls}from 0 to {layout.content_tokens_per_example - 1}",
+                where="token_idx",
+            )
+        content = _part(_Content, "content", described, metadata)
+        if content.patches is not None:
+            place = _patch(content.patches, int(token_idx), metadata)
+        else:
+            place = _token(content.tokens, int(token_idx), sample, neighbours, metadata)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
 
 
 def _described(metadata: Metadata) -> dict[str, object]:
+    """The description of the source in a store's metadata."""
     data = metadata.data
-    if isinstance(data, str):  # protocol 2.1 has a string there; ours is JSON, a foreign one a pickle that stays shut
+    if isinstance(data, str):  # protocol 2.1 has a string: JSON from this package, a pickle from others, never loaded
         try:
             data = cast("object", json.loads(data))
         except (ValueError, RecursionError):
@@ -207,39 +250,29 @@ def _described(metadata: Metadata) -> dict[str, object]:
     raise DocumentError("names no source that its examples were recorded from", where=metadata.where, remedy=_REMEDY)
 
 
-def _mapping(described: Mapping[str, object], name: str, metadata: Metadata) -> Mapping[str, object]:
-    value = described.get(name)
-    if isinstance(value, Mapping):
-        return cast("Mapping[str, object]", value)
-    raise _unusable(name, value, metadata)
+def _part(kind: type[_PartT], name: str, described: Mapping[str, object], metadata: Metadata) -> _PartT:
+    """A part of the description, validated."""
+    try:
+        return kind.model_validate(described.get(name))
+    except ValidationError:
+        raise _unusable(name, described.get(name), metadata) from None
 
 
 def _unusable(name: str, value: object, metadata: Metadata) -> DocumentError:
     return DocumentError(
-        f"data.{name} is {brief(value)}, which says nothing about where examples come from",
+        f"data.{name} is {brief(value)}, which does not tell where examples come from",
         where=metadata.where,
         remedy=_REMEDY,
     )
 
 
-def _numbers(value: object) -> list[int] | None:
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        return None
-    items = cast("Sequence[object]", value)
-    good = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-    return good if len(good) == len(items) else None
-
-
-def _sample_of(examples: Mapping[str, object], example: int, source: Source[object], metadata: Metadata) -> int:
-    listed, first = _numbers(examples.get("samples")), _numbers([examples.get("first")])
-    if listed is not None:
-        if example >= len(listed):
-            raise _unusable("examples.samples", listed, metadata)
-        sample = listed[example]
-    elif first is not None:
-        sample = first[0] + example
+def _sample_of(examples: _Examples, example: int, source: Source[object], metadata: Metadata) -> int:
+    if examples.samples is not None and example < len(examples.samples):
+        sample = examples.samples[example]
+    elif examples.samples is None and examples.first is not None:
+        sample = examples.first + example
     else:
-        raise _unusable("examples", dict(examples), metadata)
+        raise _unusable("examples", examples.model_dump(), metadata)
     if not 0 <= sample < len(source):
         raise DocumentError(
             f"example {example} is said to be sample {brief(sample)}, but the source has {len(source)}",
@@ -249,40 +282,22 @@ def _sample_of(examples: Mapping[str, object], example: int, source: Source[obje
     return sample
 
 
-def _content_token(token_idx: int, layout: Layout) -> int | None:
-    """The content token, or None for CLS."""
-    if token_idx == -1 and layout.cls_token:
+def _token(
+    tokens: _Tokens | None, token: int, sample: object, neighbours: int, metadata: Metadata
+) -> TokenPlace | None:
+    """The token of a text; None for a sample that is no text."""
+    if tokens is None:
+        raise _unusable("content", None, metadata)
+    if not isinstance(sample, np.ndarray) or cast("np.ndarray", sample).ndim != 1:
         return None
-    if 0 <= token_idx < layout.content_tokens_per_example:
-        return int(token_idx)
-    cls = "-1 for CLS, or " if layout.cls_token else ""
-    raise SelectionError(
-        f"token {brief(token_idx)} does not exist; it is {cls}from 0 to {layout.content_tokens_per_example - 1}",
-        where="token_idx",
-    )
-
-
-def _place(
-    content: Mapping[str, object], token: int, sample: object, neighbours: int, metadata: Metadata
-) -> TokenPlace | PatchPlace | None:
-    patches = content.get("patches")
-    if isinstance(patches, Mapping):
-        return _patch(cast("Mapping[str, object]", patches), token, metadata)
-    tokens = content.get("tokens")
-    found = cast("Mapping[str, object]", tokens).get("first", "") if isinstance(tokens, Mapping) else ""
-    if found is None and metadata.layout.cls_token and isinstance(sample, np.ndarray):
+    if tokens.first is None and metadata.layout.cls_token:
         raise DocumentError(
             "does not say whether the special token of the store is the first token of a sample",
             where=metadata.where,
             remedy="Record with recorded_from(source, first_token=1) if it is (BOS), else with first_token=0.",
         )
-    first = _numbers([0 if found is None else found])
-    if first is None:
-        raise _unusable("content", dict(content), metadata)
-    if not isinstance(sample, np.ndarray) or cast("np.ndarray", sample).ndim != 1:
-        return None  # a sample that is no text: the example is known, the place in it is not
     ids = cast("npt.NDArray[np.integer]", sample)
-    position = first[0] + token
+    position = (tokens.first or 0) + token
     if not 0 <= position < len(ids):
         raise SelectionError(
             f"content token {token} is token {position} of a sample that has {len(ids)}: it is padding",
@@ -294,13 +309,10 @@ def _place(
     return TokenPlace(position, ids[position].item(), tuple(before), tuple(after))
 
 
-def _patch(patches: Mapping[str, object], token: int, metadata: Metadata) -> PatchPlace:
-    grid, image_px = _numbers(patches.get("grid")), _numbers(patches.get("image_px"))
-    if grid is None or image_px is None or len(grid) != 2 or len(image_px) != 2 or min(*grid, *image_px) < 1:
-        raise _unusable("content.patches", dict(patches), metadata)
-    (rows, columns), (height, width) = grid, image_px
+def _patch(patches: _Patches, token: int, metadata: Metadata) -> PatchPlace:
+    (rows, columns), (height, width) = patches.grid, patches.image_px
     if token >= rows * columns:
-        raise _unusable("content.patches.grid", grid, metadata)
+        raise _unusable("content.patches.grid", patches.grid, metadata)
     row, column = divmod(token, columns)
     box = (column * width // columns, row * height // rows, (column + 1) * width // columns, (row + 1) * height // rows)
     return PatchPlace(row, column, box, (height, width))

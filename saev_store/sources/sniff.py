@@ -1,9 +1,9 @@
-"""Recognises the format of a data set from the content of its files."""
+"""Recognises the format of a data set from the content of its files, and opens it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from saev_store.sources._source import Source
 
 _MAGICS = {b"LLMBATCH": "llmbatch", b"MMIDIDX\0\0": "mmididx"}
-#: Endings of file names that are worth a look in a folder.
+#: Endings of the files that a folder is searched for.
 _ENDINGS = (".batch", ".idx")
 _MAX_SHOWN = 8
 
@@ -35,13 +35,31 @@ class Found:
 
     Attributes:
         format: `"llmbatch"`, `"mmididx"` or `"energon"`.
-        transport: Where it lies.
+        transport: The storage that contains it.
         path: The file (for Energon the folder) to open, below the transport's root.
     """
 
     format: str
     transport: Transport
     path: str
+
+    def open(self, *, damaged_ok: bool = False) -> Source[object]:
+        """The data set, opened; raises as `open_source`.
+
+        Args:
+            damaged_ok: Open an Energon data set even if tars are missing; its `problems` list them.
+        """
+        if self.format == "llmbatch":
+            from saev_store.sources.llmbatch import BatchFileReader
+
+            return BatchFileReader(self.path, transport=self.transport)
+        if self.format == "energon":
+            from saev_store.sources.energon import EnergonDataset
+
+            return EnergonDataset(self.path, transport=self.transport, damaged_ok=damaged_ok)
+        from saev_store.sources.mmididx import IndexedDataset
+
+        return IndexedDataset(self.path, transport=self.transport)
 
 
 def sniff(
@@ -51,23 +69,63 @@ def sniff(
     engine: Engine = "auto",
     transport: Transport | None = None,
 ) -> Found | None:
-    """The data set at an address, or None if nothing there is of a known format.
+    """The data set at an address; None if there is none of a known format. Reads a few bytes.
 
-    An address may be the file itself, the `.bin` beside an index, a name without its ending, or a folder that holds
-    exactly one data set. Reads a few bytes.
+    An address may be the file itself, the `.bin` beside an index, a name without its ending, or a folder that contains
+    exactly one data set.
 
     Raises:
-        ArgumentError: a folder holds several data sets.
+        ArgumentError: a folder contains several data sets.
         AccessError, TransportError: the storage could not be read.
     """
     there, name = locate(url, storage_options, engine=engine, transport=transport)
-    for candidate in _candidates(name):
-        kind = _format_of(there, candidate)
-        if kind is not None:
+    if name.endswith(".bin"):
+        candidates = [name.removesuffix(".bin") + ".idx"]
+    else:
+        candidates = [name] if name.endswith(_ENDINGS) else [name, *(name + ending for ending in reversed(_ENDINGS))]
+    for candidate in candidates:
+        if (kind := _format_of(there, candidate)) is not None:
             return Found(kind, there, candidate)
-    if (folder := _prepared_folder(there, name)) is not None:
-        return Found("energon", there, folder)
+    folder = "" if name == ".nv-meta" else name
+    for info in (".info.json", ".info.yaml"):
+        with contextlib.suppress(NotFoundError, CorruptShardError):
+            there.size("/".join(part for part in (folder, ".nv-meta", info) if part))
+            return Found("energon", there, folder)
     return _in_folder(there, name)
+
+
+def find_source(
+    url: Url,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    engine: Engine = "auto",
+    transport: Transport | None = None,
+) -> Found:
+    """The data set at an address, as `sniff` finds it.
+
+    Raises:
+        NotFoundError: nothing exists there.
+        DocumentError: the file is of no known format.
+    """
+    there, name = locate(url, storage_options, engine=engine, transport=transport)
+    found = sniff(name, engine=engine, transport=there)
+    if found is not None:
+        return found
+    where, folder = full_url(there, name), False
+    try:
+        there.size(name)
+    except NotFoundError:
+        with contextlib.suppress(SaevStoreError):
+            folder = isinstance(there, Lists) and bool(there.list(name))
+        if not folder:
+            raise NotFoundError("there is nothing of that name", where=where) from None
+    except SaevStoreError:
+        folder = True
+    if folder:
+        raise DocumentError("the folder holds no data set of a known format", where=where)
+    raise DocumentError(
+        "the file is of no known format: neither LLMBATCH (.batch) nor MMIDIDX (.idx beside .bin)", where=where
+    )
 
 
 def open_source(
@@ -77,7 +135,7 @@ def open_source(
     engine: Engine = "auto",
     transport: Transport | None = None,
 ) -> Source[object]:
-    """The data set at an address, opened, whichever of the known formats it has.
+    """The data set at an address, opened, in any of the known formats.
 
     Args:
         url: A file, a name without its ending, or a folder with one data set: a path, any fsspec URL, or, with
@@ -94,26 +152,7 @@ def open_source(
     >>> open_source(TOKENS).format
     'mmididx'
     """
-    return open_found(find_source(url, storage_options, engine=engine, transport=transport))
-
-
-def find_source(
-    url: Url,
-    storage_options: Mapping[str, object] | None = None,
-    *,
-    engine: Engine = "auto",
-    transport: Transport | None = None,
-) -> Found:
-    """What `sniff` returns where it returns something.
-
-    Raises:
-        NotFoundError: nothing exists there.
-        DocumentError: the file is of no known format.
-    """
-    found = sniff(url, storage_options, engine=engine, transport=transport)
-    if found is None:
-        raise _unknown(*locate(url, storage_options, engine=engine, transport=transport))
-    return found
+    return find_source(url, storage_options, engine=engine, transport=transport).open()
 
 
 def reopen(
@@ -124,18 +163,18 @@ def reopen(
     engine: Engine = "auto",
     transport: Transport | None = None,
 ) -> Source[object]:
-    """The source that a description (of `Source.describe`) was made of, once its digest was compared.
+    """The source that `Source.describe` described, opened again; its digest is compared.
 
     Args:
-        description: What `describe` returned, perhaps out of a store's `metadata.data`.
-        storage_options: Options of the fsspec file system.
-        url: Where the data lie now, if not where they did.
-        engine: As in `open_transport`.
-        transport: Read through this transport.
+        description: What `describe` returned, such as from a store's `metadata.data`.
+        storage_options: As in `open_source`.
+        engine: As in `open_source`.
+        transport: As in `open_source`.
+        url: The address of the data now, if they were moved.
 
     Raises:
         DocumentError: the description is none.
-        CorruptShardError: other data lie there than were described.
+        CorruptShardError: the data there are not those that were described.
     """
     address, digest = description.get("url"), description.get("digest")
     scope = cast("dict[str, object]", digest).get("scope") if isinstance(digest, dict) else None
@@ -145,7 +184,7 @@ def reopen(
         )
     source = open_source(url if url is not None else address, storage_options, engine=engine, transport=transport)
     if description.get("samples") is not None:
-        from saev_store.sources.mmididx.token_samples import from_description
+        from saev_store.sources.mmididx.samples import from_description
 
         source = from_description(source, description["samples"])
     split = description.get("split")
@@ -157,43 +196,13 @@ def reopen(
             raise CorruptShardError(
                 f"{name} is {brief(now[name])}, but was {brief(description.get(name))} when it was described",
                 where=source.url,
-                remedy="Other data lie here now; pass url= if what was described was moved.",
+                remedy="These are other data; pass url= if the described ones were moved.",
             )
     return source
 
 
-def open_found(found: Found, *, damaged_ok: bool = False) -> Source[object]:
-    """What `sniff` found, opened; as `open_source` raises.
-
-    Args:
-        found: What `sniff` returned.
-        damaged_ok: Open an Energon data set even if tars are missing; its `problems` say so.
-    """
-    if found.format == "llmbatch":
-        from saev_store.sources.llmbatch import BatchFileReader
-
-        return BatchFileReader(found.path, transport=found.transport)
-    if found.format == "energon":
-        from saev_store.sources.energon import EnergonDataset
-
-        return EnergonDataset(found.path, transport=found.transport, damaged_ok=damaged_ok)
-    from saev_store.sources.mmididx import IndexedDataset
-
-    return IndexedDataset(found.path, transport=found.transport)
-
-
-def _candidates(name: str) -> Iterator[str]:
-    if name.endswith(".bin"):
-        yield name.removesuffix(".bin") + ".idx"
-        return
-    yield name
-    if not name.endswith((".idx", ".batch")):
-        yield name + ".idx"
-        yield name + ".batch"
-
-
 def _format_of(transport: Transport, path: str) -> str | None:
-    """The format of a file: of its first bytes, or for an empty or damaged one of its name; None if there is none."""
+    """The format of a file: from its first bytes, or for an empty or damaged one from its name; None if there is none."""
     try:
         nbytes = transport.size(path)
         (head,) = transport.get_ranges(path, starts=[0], ends=[min(nbytes, 9)])
@@ -208,20 +217,10 @@ def _format_of(transport: Transport, path: str) -> str | None:
     for magic, kind in _MAGICS.items():
         if bytes(head[: len(magic)]) == magic:
             return kind
-    if path.endswith(".tar.idx"):  # where samples of a tar file lie
+    if path.endswith(".tar.idx"):  # sample offsets of a tar
         return None
-    # A broken file is opened as what it should be: that reader says what is wrong.
+    # A damaged file is opened in the format of its name, whose reader says what is wrong.
     return {"batch": "llmbatch", "idx": "mmididx"}.get(path.rpartition(".")[2])
-
-
-def _prepared_folder(transport: Transport, name: str) -> str | None:
-    """The folder of an Energon data set: the one named, or the one whose `.nv-meta` is named."""
-    folder = "" if name == ".nv-meta" else name
-    for info in (".info.json", ".info.yaml"):
-        with contextlib.suppress(NotFoundError, CorruptShardError):
-            transport.size("/".join(part for part in (folder, ".nv-meta", info) if part))
-            return folder
-    return None
 
 
 def _in_folder(transport: Transport, path: str) -> Found | None:
@@ -240,20 +239,3 @@ def _in_folder(transport: Transport, path: str) -> Found | None:
             remedy="Name one.",
         )
     return Found(found[0][1], transport, found[0][0]) if found else None
-
-
-def _unknown(transport: Transport, path: str) -> SaevStoreError:
-    where = full_url(transport, path)
-    try:
-        transport.size(path)
-    except NotFoundError:
-        if isinstance(transport, Lists):
-            with contextlib.suppress(SaevStoreError):
-                if transport.list(path):
-                    return DocumentError("the folder holds no data set of a known format", where=where)
-        return NotFoundError("there is nothing of that name", where=where)
-    except SaevStoreError:
-        return DocumentError("the folder holds no data set of a known format", where=where)
-    return DocumentError(
-        "the file is of no known format: neither LLMBATCH (.batch) nor MMIDIDX (.idx beside .bin)", where=where
-    )

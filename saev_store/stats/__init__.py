@@ -1,4 +1,4 @@
-"""Statistics of a store per layer and token position, computed with dask and kept beside the store.
+"""Statistics of a store per layer and token position, computed in threads or on a dask cluster, and kept beside the store.
 
 Use `store.stats()`.
 """
@@ -6,6 +6,6 @@ Use `store.stats()`.
 from __future__ import annotations
 
 from saev_store.stats._result import STATISTICS, Stats
-from saev_store.stats._store import STATS_NAME, Sample, sampled_stats, store_stats
+from saev_store.stats._store import STATS_NAME, sampled_stats, store_stats
 
-__all__ = ["STATISTICS", "STATS_NAME", "Sample", "Stats", "sampled_stats", "store_stats"]
+__all__ = ["STATISTICS", "STATS_NAME", "Stats", "sampled_stats", "store_stats"]

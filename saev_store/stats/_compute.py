@@ -24,7 +24,7 @@ from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, TransportError
-from saev_store.stats._moments import Moments, merge, merge_all, moments_of
+from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.validation import Promised
 
 if TYPE_CHECKING:
@@ -80,12 +80,6 @@ def compute(
                 found = merge(found, part)
                 bar.advance(nbytes(layout, work))
     return found
-
-
-def compute_here(store: ShardStore, chosen: IntArray | None, *, digests: Promised | None) -> Moments:
-    """The same as `compute`, in this thread."""
-    unmapped = store.unmapped()
-    return merge_all(work_on(unmapped, (work, digests)) for work in plan(store.layout, chosen))
 
 
 def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:

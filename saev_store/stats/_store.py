@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,15 +13,14 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import (
     AccessError,
     ArgumentError,
-    DocumentError,
     NotFoundError,
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
 )
-from saev_store.stats._compute import compute, compute_here
-from saev_store.stats._document import max_nbytes, parse_stats, stats_bytes
-from saev_store.stats._moments import Moments
+from saev_store.stats._compute import compute, plan, work_on
+from saev_store.stats._document import KeptStats, max_nbytes, parse_stats, stats_bytes
+from saev_store.stats._moments import Moments, merge_all
 from saev_store.stats._result import Stats
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.transport import Writes
@@ -53,27 +53,27 @@ def store_stats(
 ) -> Stats:
     """Statistics of a store for each layer and token position: those kept beside it, or computed now.
 
-    Computed with dask in float64, holding some tens of MiB for each worker. They are kept beside the store as `stats.json`
-    where that may be written, and read from there the next time.
+    Computed in float64 by threads or by a dask cluster, which hold some tens of MiB each. They are kept beside the store as
+    `stats.json`, if that can be written, and read from there the next time.
 
     Args:
         store: The opened store.
-        sample: Use so many examples only, drawn without repeats; kept statistics of all examples are preferred.
-        seed: Of the sample.
+        sample: Read only this number of examples, drawn without repeats; kept statistics of all examples are preferred.
+        seed: Seed of the sample.
         client: A `distributed.Client`, or the address of a scheduler whose workers can read the store. Default: the
             active client, if there is one, else threads of this process.
-        refresh: Compute anew what is kept.
+        refresh: Compute again, also if statistics are kept.
         save: Keep the result beside the store.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: the sample is no positive number.
-        CorruptShardError: a shard is missing or short.
-        MissingDependencyError: dask (or distributed, with `client`) is not installed.
+        ArgumentError: the sample is not a positive integer, or the client is asynchronous.
+        CorruptShardError: a shard is missing, short, or differs from its digests.
+        MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: no scheduler answers.
 
     Warns:
-        SaevStoreWarning: what is kept is broken or about another store; it is replaced.
+        SaevStoreWarning: the kept statistics are broken or belong to another store; they are replaced.
     """
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
@@ -87,19 +87,20 @@ def store_stats(
 def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats:
     """Statistics of at least `n_examples` examples: those kept beside the store, or those of a sample.
 
-    Computed in this thread without dask, so only for small samples. The result is kept beside the store.
+    Computed in this thread, so suited to small samples. The result is kept beside the store.
     """
     wanted = _sample(store, n_examples, seed)
     kept = _kept(store, wanted, or_more=True)
     if kept is not None:
         return kept
     recording, digests = _recording(store, wanted)
-    moments = compute_here(store, _chosen(store, wanted), digests=digests)
+    unmapped = store.unmapped()
+    moments = merge_all(work_on(unmapped, (work, digests)) for work in plan(store.layout, _chosen(store, wanted)))
     return _result(store, moments, wanted, recording, save=True)
 
 
 def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdentity, Promised | None]:
-    """What the statistics will be about, and the digests to compare all bytes with; None where they are not compared.
+    """The identity of the recording, and the digests to compare all bytes with; None if they are not compared.
 
     Statistics of bytes that were not compared with digests are bound to the versions of the files instead. Comparing costs
     little where the bytes are local; elsewhere, and for a sample, whole blocks would have to be read for it.
@@ -153,21 +154,29 @@ def _chosen(store: ShardStore, sample: Sample | None) -> IntArray | None:
     return np.sort(drawn).astype(np.int64)
 
 
-def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) -> Stats | None:
-    """Statistics kept beside the store that answer the request: those of all examples answer for any sample."""
+def _read_kept(store: ShardStore) -> KeptStats | None:
+    """The statistics kept beside the store; None where there are none, or those of another recording.
+
+    Raises:
+        SaevStoreError: the file cannot be read, or breaks a rule.
+    """
     where = f"{store.url}/{STATS_NAME}"
     try:
         raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
-        kept = parse_stats(raw, store.metadata, where=where)
-        if not _is_current(store, kept.recording):
-            return None
     except NotFoundError:
         return None
-    except DocumentError as error:
+    kept = parse_stats(raw, store.metadata, where=where)
+    return kept if _is_current(store, kept.recording) else None
+
+
+def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) -> Stats | None:
+    """Statistics kept beside the store that answer the request: those of all examples answer for any sample."""
+    try:
+        kept = _read_kept(store)
+    except SaevStoreError as error:
         warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=5)
         return None
-    except SaevStoreError as error:
-        warnings.warn(f"{where} cannot be read: {error}", SaevStoreWarning, stacklevel=5)
+    if kept is None:
         return None
     stats = kept.stats
     if not stats.is_sample or (or_more and wanted is not None and stats.n_examples >= wanted.n_examples):
@@ -176,9 +185,15 @@ def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) ->
 
 
 def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: RecordingIdentity) -> None:
+    """Keep statistics beside the store, if that can be written; a sample never replaces those of all examples."""
     transport = store.transport
-    if not isinstance(transport, Writes) or (sample is not None and _has_full_stats(store)):
+    if not isinstance(transport, Writes):
         return
+    if sample is not None:
+        with suppress(SaevStoreError):
+            kept = _read_kept(store)
+            if kept is not None and not kept.stats.is_sample:
+                return
     seed = None if sample is None else sample.seed
     try:
         transport.put(STATS_NAME, stats_bytes(stats, store.metadata, recording=recording, seed=seed))
@@ -186,13 +201,3 @@ def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: Rec
         return  # statistics of a read-only store are not kept
     except SaevStoreError as error:
         warnings.warn(f"{STATS_NAME} could not be written beside the store: {error}", SaevStoreWarning, stacklevel=5)
-
-
-def _has_full_stats(store: ShardStore) -> bool:
-    """Whether current statistics of all examples are kept; a sample never replaces them."""
-    try:
-        raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
-        kept = parse_stats(raw, store.metadata, where=STATS_NAME)
-        return not kept.stats.is_sample and _is_current(store, kept.recording)
-    except SaevStoreError:
-        return False

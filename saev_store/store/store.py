@@ -318,6 +318,13 @@ class ShardStore(OpenedStore):
 
         return open_store(self, chunks=chunks)
 
+    @staticmethod
+    def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:
+        """Several stores of one model as one lazy `xarray.Dataset` along `example`. See `saev_store.xarray.concat`."""
+        from saev_store.xarray import concat
+
+        return concat(stores)
+
     def as_dask(self, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
         """A lazy `dask.array.Array` of the tensor, whose tasks read through this store. See `saev_store.dask.from_store`."""
         from saev_store.dask import from_store
@@ -372,7 +379,7 @@ class ShardStore(OpenedStore):
     ) -> Stats:  # fmt: skip
         """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
 
-        Computed with dask; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
+        Computed in threads or on a dask cluster; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
 
         >>> from saev_store import ShardStore
         >>> stats = ShardStore.open(SAMPLE).stats(save=False)

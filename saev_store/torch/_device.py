@@ -1,19 +1,21 @@
-"""Batches on their way to a device: copied while the one before is used, from memory that is not reused too early."""
+"""Batches on their way to a device: copied while the one before is used, or kept there, each row placed as it is read."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 
+from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
-from saev_store.loaders import Allocate
+from saev_store.loaders import Allocate, RowNumbers
 from saev_store.store.reader import FloatArray
-from saev_store.torch.batch import ExampleBatch
+from saev_store.torch.batch import ExampleBatch, tensor_of
+from saev_store.transport import Buffer
 
 
 class Copies(Protocol):
@@ -45,7 +47,8 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]  # "cuda" has none
+        self.device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.device)
         self._events: dict[int, torch.cuda.Event] = {}
 
@@ -54,6 +57,7 @@ class CudaCopies:
         return torch.cuda.stream(self._stream)
 
     def _event(self) -> torch.cuda.Event:
+        """Marks what has been begun on the side stream."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -134,6 +138,7 @@ def pinned(device: str) -> Allocate | None:
         return None
 
     def make(shape: tuple[int, int]) -> FloatArray:
+        """Pinned memory."""
         found: np.ndarray = torch.empty(shape, dtype=torch.float32, pin_memory=True).numpy()
         return found
 
@@ -160,3 +165,57 @@ def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Iterator[ExampleBa
     while under_way:
         copies.ready(under_way[0])
         yield under_way.popleft()
+
+
+class DeviceMemory:
+    """The rows of a ring as a tensor on a device; see `saev_store.loaders.MakeMemory`.
+
+    What is begun on the device is done in the order of beginning, so a row is handed out after it has arrived, and filled anew
+    after it was handed out, without waiting for the device. Batches are copies, which a device makes at the speed of its
+    memory.
+
+    Args:
+        n_rows: How many rows.
+        d_model: Numbers of a row.
+        copies: How to get to the device.
+
+    Raises:
+        ArgumentError: the device does not have that much memory.
+    """
+
+    lendable = None
+
+    def __init__(self, n_rows: int, d_model: int, copies: Copies) -> None:
+        self._copies = copies
+        try:
+            with copies.queue():
+                self._rows = torch.empty((n_rows, d_model), dtype=torch.float32, device=copies.device)
+        except RuntimeError as error:  # out of memory
+            raise ArgumentError(
+                f"{copies.device} does not give {4 * n_rows * d_model:,} bytes: {error}",
+                where="window_bytes",
+                remedy="Use a smaller window.",
+            ) from None
+
+    def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
+        """Copy the rows in `source`, bytes, to the rows `to[place]`. Of memory that is not pinned, all that is needed has been taken when this returns."""
+        rows = np.frombuffer(source, np.float32).reshape(-1, self._rows.shape[1])
+        rows = rows if rows.flags.writeable else rows.copy()  # a tensor cannot be made of memory that is read-only
+        with self._copies.queue():
+            index = tensor_of(to[place].astype(np.int64)).to(self._rows.device, non_blocking=True)
+            self._rows.index_copy_(0, index, tensor_of(rows).to(self._rows.device, non_blocking=True))
+
+    def copy_row(self, source: int, to: int) -> None:
+        """Copy one row to another."""
+        with self._copies.queue():
+            self._rows[to].copy_(self._rows[source])
+
+    def copied(self, start: int, n_rows: int) -> FloatArray:
+        """Some rows as a batch: a tensor, of which what makes batches only asks for the length."""
+        with self._copies.queue():
+            return cast("FloatArray", self._rows[start : start + n_rows].clone())
+
+    def scale(self, act: FloatArray, factor: float) -> None:
+        """`act *= factor`."""
+        with self._copies.queue():
+            cast("torch.Tensor", cast("object", act)).mul_(factor)

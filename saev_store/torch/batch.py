@@ -28,6 +28,11 @@ class ExampleBatch(dict[str, Value]):
         raise KeyError(key)
 
 
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor."""
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing about the array
+
+
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
     """The same memory as tensors; labels as int64, because PyTorch takes uint8 tensors for masks when they index.
 
@@ -35,7 +40,7 @@ def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
     """
     found = ExampleBatch()
     for name, array in batch.items():
-        found[name] = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+        found[name] = array if isinstance(array, torch.Tensor) else tensor_of(array)
     labels = found.get("token_labels")
     if isinstance(labels, torch.Tensor):
         found["token_labels"] = labels.to(torch.int64)

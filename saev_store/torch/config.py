@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Annotated, Literal, TypeVar, cast, dataclass_transform
+from typing import Annotated, Literal, cast
 
 import numpy as np
-import pydantic
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from saev_store.core.rows import Tokens
-from saev_store.errors import ArgumentError, brief
-from saev_store.loaders import ReadOptions, ShuffleOptions
-
-_SETTINGS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-T = TypeVar("T")
+from saev_store.errors import ArgumentError
+from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
 
 _OLD_TOKENS = {"image": "content", "cls": "special"}
 
@@ -27,45 +19,23 @@ class ConfigError(ArgumentError):
     """Options of a loader that make no sense; the message lists every one of them."""
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(Field,))
-def _config(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose values pydantic checks, and whose errors are ours."""
-    made = cast("type[T]", dataclass(config=_SETTINGS, frozen=True)(cls))
-    check: Callable[..., None] = made.__init__
-
-    @wraps(check)
-    def init(self: object, *args: object, **kwargs: object) -> None:
-        try:
-            check(self, *args, **kwargs)
-        except pydantic.ValidationError as error:
-            raise ConfigError("; ".join(map(_problem, error.errors())), where=cls.__name__) from None
-
-    made.__init__ = init  # type: ignore[method-assign]  # the same arguments, another error
-    return made
-
-
-def _problem(found: ErrorDetails) -> str:
-    """What is wrong as text; options for file systems hold credentials, so their values are not shown, however misspelled."""
-    if found["type"] == "value_error":  # of the options that NumPy's loaders share, which say it themselves
-        return found["msg"].removeprefix("Value error, ")
-    place = ".".join(map(str, found["loc"]))
-    secret = place.startswith("storage") or found["type"] == "unexpected_keyword_argument"
-    shown = "" if secret else f" (it is {brief(found['input'])})"
-    return f"{place}: {found['msg']}{shown}"
+_config = options_class(ConfigError, kw_only=False)
 
 
 def _tokens(value: object) -> object:
+    """The present name of a choice of tokens."""
     return _OLD_TOKENS.get(value, value) if isinstance(value, str) else value
 
 
 def _url(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    """A path as text."""
+    return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
 
 def _examples(value: object) -> object:
     """Positions as integers; masks as positions."""
     if value is None or isinstance(value, slice):
-        return value
+        return cast("object", value)
     found = np.asarray(value)
     return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
 
@@ -119,21 +89,7 @@ class IndexedConfig(_OldNames):
 
 @_config
 class _LoaderConfig(_OldNames):
-    """What both loaders need to know besides how rows are read.
-
-    Attributes:
-        shards, tokens, layer, ignore_labels, storage_options: As in `IndexedConfig`.
-        examples: Which examples: positions, a slice, or a mask over all of them; default: all.
-        damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
-        buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.
-        buffer_bytes: Memory for batches that are ready.
-        debug: Log measures every `log_every_s` seconds.
-        log_every_s: Seconds between two logs.
-        use_tmpdir: With $TMPDIR set, first copy the layers that are wanted there, once per machine.
-        cache_dir: Keep what was read of a remote store in this folder.
-        cache_bytes: How much of it.
-        device: Where batches are wanted, such as `"cuda"`.
-    """
+    """What both loaders need to know besides how rows are read; described in `OrderedConfig`."""
 
     shards: Shards = "./shards"
     tokens: WhichTokens = "content"

@@ -10,13 +10,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportUnknownVariableType]  # of any lists
 
+from saev_store._runtime.threads import n_cores
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of, n_cpus
+from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of
 from saev_store.store.store import ShardStore
-from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
+from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
 from saev_store.torch.config import IndexedConfig
 
 #: Fewer rows than this are gathered by one thread.
@@ -64,7 +65,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """Choose how to read: what is read often is in memory after a while, and then better gathered from a map."""
         self._medium = medium_of(self.store.transport, self.rows.space.layout)
         # A remote transport is its own crowd: one call merges and fetches all ranges.
-        many = {"remote": 1, "memory": min(4, n_cpus()), "cached": min(4, n_cpus()), **_N_WAITING}
+        many = {"remote": 1, "memory": min(4, n_cores()), "cached": min(4, n_cores()), **_N_WAITING}
         self._n_threads = many[self._medium.kind]
 
     @property
@@ -129,6 +130,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         return buffers.get()[:n]
 
     def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
+        """Fill `act` with the rows `picked`, by whichever way the medium is best at."""
         n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
         if n_parts < 2:
             self.rows.rows(picked, out=act)
@@ -158,6 +160,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             task.result()
 
     def _executor(self) -> ThreadPoolExecutor:
+        """Gathering threads of this process."""
         # Threads do not survive a fork.
         if self._pool is None or self._pool[0] != os.getpid():
             self._pool = (os.getpid(), ThreadPoolExecutor(self._n_threads - 1, "saev-indexed"))
@@ -173,7 +176,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     def transform(self, act: npt.NDArray[np.float32]) -> torch.Tensor:
         """A vector as a tensor of its own."""
-        return torch.from_numpy(np.array(act, dtype=np.float32))
+        return tensor_of(np.array(act, dtype=np.float32))
 
     def get_img_patches(self, i: int) -> npt.NDArray[np.float32]:
         """All vectors of an example, (layer, token, d_model): the older name of `store[i]`."""

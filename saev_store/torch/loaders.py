@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from types import TracebackType
@@ -33,8 +33,7 @@ from saev_store.loaders import (
 )
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
-from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
-from saev_store.torch._ring_memory import DeviceMemory
+from saev_store.torch._device import Copies, DeviceMemory, PlainCopies, copies_to, moved, pinned
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import OrderedConfig, ShuffledConfig
 
@@ -54,7 +53,8 @@ class TorchLoader(ABC, Generic[Config]):
 
     Iterate it once per epoch; a batch is an `ExampleBatch`, a dict of tensors: `act` float32 (n, d_model), `example_idx`
     and `token_idx` int64 (n,), with several layers `layer` int64 (n,), and `token_labels` int64 (n,) where the store has
-    labels (255 for special tokens). On the CPU a batch is a view of memory that is used again once no reference to the batch is left.
+    labels (255 for special tokens). On the CPU a batch is a view of memory that is used again once no reference to the batch
+    is left.
     """
 
     ExampleBatch = ExampleBatch
@@ -73,7 +73,9 @@ class TorchLoader(ABC, Generic[Config]):
             damaged_ok=cfg.damaged_ok,
         )
         self._loader: Loader = self._make()
+        #: Epoch and number of the batch that comes next, where the loader below is ahead of what was handed out.
         self._at: tuple[int, int] | None = None
+        self._logged_s = 0.0
 
     @abstractmethod
     def _make(self) -> Loader:
@@ -94,6 +96,7 @@ class TorchLoader(ABC, Generic[Config]):
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 
     def _rows(self) -> Selection:
+        """The rows that the config chooses."""
         cfg = self.cfg
         examples = list(cfg.examples) if isinstance(cfg.examples, tuple) else cfg.examples
         return self.store.sel(
@@ -154,8 +157,15 @@ class TorchLoader(ABC, Generic[Config]):
             self._loader.set_epoch(self._at[0])
         epoch = self._loader.epoch
         batches = iter(self._loader)
-        self._at = None
-        return _Batches(self, batches, epoch, self._loader.next_batch)
+        self._at, self._logged_s = None, time.monotonic()
+        return _Batches(batches, self._copies, (epoch, self._loader.next_batch), len(self._loader), self._advance)
+
+    def _advance(self, at: tuple[int, int]) -> None:
+        """Note the epoch and the number of the batch that comes next, and log measures now and then."""
+        self._at = at
+        if self.cfg.debug and time.monotonic() - self._logged_s > self.cfg.log_every_s:
+            self._logged_s = time.monotonic()
+            _logger.debug("%s", self.metrics())
 
     @property
     def epoch(self) -> int:
@@ -219,43 +229,50 @@ class TorchLoader(ABC, Generic[Config]):
 
 
 class _Batches(Iterator[ExampleBatch]):
-    """The consumer's end of an epoch, from batch `number` on.
+    """The consumer's end of an epoch.
 
     No generator: one that is collected as garbage runs to its end there, wherever that is, and what ends threads takes locks.
+
+    Args:
+        batches: Of NumPy arrays.
+        copies: How to get to the device; None where batches are there.
+        at: Epoch and number of the first batch.
+        n_batches: Batches of an epoch.
+        advance: Called with each batch that is handed out: epoch and number of the one that comes next.
     """
 
-    def __init__(self, loader: TorchLoader[Config], batches: BatchIterator, epoch: int, number: int) -> None:
-        self._loader, self._batches, self._at = loader, batches, (epoch, number)
-        self._found: Iterator[ExampleBatch] = map(tensors, batches)
-        if loader._copies is not None:
-            self._found = moved(self._found, loader._copies)
-        self._logged, self._ended = time.monotonic(), False
+    def __init__(
+        self,
+        batches: BatchIterator,
+        copies: Copies | None,
+        at: tuple[int, int],
+        n_batches: int,
+        advance: Callable[[tuple[int, int]], None],
+    ) -> None:
+        self._batches, self._at, self._n_batches, self._advance = batches, at, n_batches, advance
+        found = map(tensors, batches)
+        self._found: Iterator[ExampleBatch] = found if copies is None else moved(found, copies)
+        self._has_ended = False
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> ExampleBatch:
-        if self._ended:
+        if self._has_ended:
             raise StopIteration
-        loader = self._loader
         try:
             batch = next(self._found)
-        except StopIteration:
-            self.close()
-            raise
         except BaseException:
             self.close()
             raise
         epoch, number = self._at
-        self._at = loader._at = (epoch, number + 1) if number + 1 < len(loader) else (epoch + 1, 0)
-        if loader.cfg.debug and time.monotonic() - self._logged > loader.cfg.log_every_s:
-            self._logged = time.monotonic()
-            _logger.debug("%s", loader.metrics())
+        self._at = (epoch, number + 1) if number + 1 < self._n_batches else (epoch + 1, 0)
+        self._advance(self._at)
         return batch
 
     def close(self) -> None:
         """End the iteration; there are no more batches."""
-        self._ended = True
+        self._has_ended = True
         self._batches.close()
 
 
@@ -275,6 +292,7 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
     """
 
     def _make(self) -> Loader:
+        """See `TorchLoader`."""
         options = _fields_of(self.cfg, ReadOptions())
         return OrderedLoader(
             self._rows(), options, labels=self.store.labels, make_buffer=pinned(self.cfg.device), **self._changed()
@@ -297,6 +315,7 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
     """
 
     def _make(self) -> Loader:
+        """See `TorchLoader`."""
         cfg = self.cfg
         if cfg.window_device is not None and torch.device(cfg.window_device) != torch.device(cfg.device):
             raise ArgumentError(
@@ -306,7 +325,7 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
         window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
         memory = None
         if cfg.window_device is not None:
-            memory = partial(DeviceMemory, self._copies or PlainCopies(torch.device("cpu")))
+            memory = partial(DeviceMemory, copies=self._copies or PlainCopies(torch.device("cpu")))
         return ShuffledLoader(
             self._rows(),
             _fields_of(cfg, ShuffleOptions()),

@@ -6,10 +6,9 @@ not a store, so they work on stores that do not open.
 
 from __future__ import annotations
 
-from saev_store.validation._deep import Promised, promised_digests
 from saev_store.validation._quick import check_dirname, local_folder, quick_checks
 from saev_store.validation._report import Report, merge_ranges, problem_to_dict
-from saev_store.validation._validate import validate
+from saev_store.validation._validate import Promised, promised_digests, validate
 
 __all__ = [
     "Promised",

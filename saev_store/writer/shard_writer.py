@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.abandoned import ABANDONED
 from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import ABANDONED
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.writer._background import Background, no_threads
 from saev_store.writer._claim import part_examples
@@ -98,10 +98,9 @@ class ShardWriter:
         # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
         self._ending = _Ending(self._background, self._live, self._held)
         try:
-            ABANDONED.start()
+            ABANDONED.add(self._ending)
         except RuntimeError as error:
             raise no_threads(error, where=self.url) from None
-        ABANDONED.add(self._ending)
         self._finalizer = weakref.finalize(self, _abandoned, self._ending)
         self._finalizer.atexit = False  # everything is closed then
 

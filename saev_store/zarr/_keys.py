@@ -1,24 +1,24 @@
-"""The keys of the Zarr view and the places of their values, computed; there is no list of chunks."""
+"""The keys of the Zarr view and the places of their values, computed: no list of chunks is kept."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Literal, TypeAlias, cast
 
 import google_crc32c
-import numpy as np
 
-from saev_store.core.chunk_grid import ChunkGrid, Extent
+from saev_store.core.chunk_grid import ChunkGrid, Extent, Shape, default_chunk
+from saev_store.core.layout import Layout
 from saev_store.documents import labels_nbytes
+from saev_store.errors import ArgumentError
 from saev_store.names import LABELS_NAME
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, array_documents, group_document, to_json
+from saev_store.zarr.documents import ARRAY, LABELS, array_documents, coordinates, group_document, to_json
 
-if TYPE_CHECKING:
-    from saev_store.core.layout import Layout
+#: A chunk shape over (example, layer, token, d_model), or the one that suits the readers.
+Chunks: TypeAlias = Literal["auto"] | Sequence[int]
 
 #: A chunk of labels has at most about this size.
 _LABEL_CHUNK_BYTES = 16 << 20
@@ -26,32 +26,12 @@ _DOCUMENT = "zarr.json"
 _KEPT_INDEXES = 2
 
 
-class Keys(Protocol):
-    """The keys of a `ZarrView` and where their values are; nothing here reads a file."""
-
-    def find(self, key: str) -> bytes | Extent | None:
-        """The value, or its place in a file, or None if there is no such key."""
-        ...
-
-    def index(self, extent: Extent) -> bytes:
-        """The index that follows the data of a shard: places of its inner chunks, and a checksum."""
-        ...
-
-    def below(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with a prefix."""
-        ...
-
-    def children(self, folder: str) -> Iterator[str]:
-        """The names directly below a folder (`""`, or a path without a slash at its end)."""
-        ...
-
-
 @dataclass(frozen=True)
 class TensorKeys:
-    """The keys of a store's group: two or more arrays, their documents and their chunks.
+    """The keys of a store's Zarr group and the places of their values. Pure: nothing here reads a file.
 
-    Args:
-        grid: How the tensor is cut.
+    Attributes:
+        grid: The grid of chunks.
         attributes: The group's attributes.
         labelled: Whether there is a `labels.bin`.
     """
@@ -61,14 +41,10 @@ class TensorKeys:
     labelled: bool
     _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
-    @property
-    def layout(self) -> Layout:
-        return self.grid.layout
-
     @cached_property
     def label_rows(self) -> int:
-        """Examples in a chunk of labels: those of a shard, or fewer where that would be much."""
-        layout = self.layout
+        """Examples in a chunk of labels: those of a shard, or as many as fit into 16 MiB."""
+        layout = self.grid.layout
         most = max(1, _LABEL_CHUNK_BYTES // layout.content_tokens_per_example)
         return min(layout.n_examples, layout.examples_per_shard, most)
 
@@ -82,13 +58,14 @@ class TensorKeys:
     @cached_property
     def counts(self) -> dict[str, tuple[int, ...]]:
         """How many chunks each array has along each of its axes."""
-        counts: dict[str, tuple[int, ...]] = {ARRAY: self.grid.counts, "layer": (1,), "token": (1,)}
+        counts: dict[str, tuple[int, ...]] = {ARRAY: self.grid.counts}
+        counts |= dict.fromkeys(coordinates(self.grid.layout, labelled=self.labelled), (1,))
         if self.labelled:
-            counts |= {CONTENT: (1,), LABELS: (-(-self.layout.n_examples // self.label_rows), 1)}
+            counts[LABELS] = (-(-self.grid.layout.n_examples // self.label_rows), 1)
         return counts
 
     def find(self, key: str) -> bytes | Extent | None:
-        """See `Keys`."""
+        """The value of a key, or its place in a file, or None if there is no such key."""
         document = self.documents.get(key)
         if document is not None:
             return document
@@ -101,22 +78,16 @@ class TensorKeys:
             return None
         if array == ARRAY:
             return self.grid.extent(position)
+        layout = self.grid.layout
         if array == LABELS:
-            n_content = self.layout.content_tokens_per_example
-            start, nbytes = position[0] * self.label_rows * n_content, self.label_rows * n_content
-            return Extent(LABELS_NAME, start, min(start + nbytes, labels_nbytes(self.layout)), nbytes)
-        return self._coordinate(array).tobytes()
-
-    def _coordinate(self, name: str) -> np.ndarray:
-        layout = self.layout
-        if name == "layer":
-            return np.array(layout.layers, dtype="<i8")
-        n_special = layout.n_special_tokens if name == "token" else 0
-        return np.arange(-n_special, layout.content_tokens_per_example, dtype="<i8")
+            nbytes = self.label_rows * layout.content_tokens_per_example
+            start = position[0] * nbytes
+            return Extent(LABELS_NAME, start, min(start + nbytes, labels_nbytes(layout)), nbytes)
+        return coordinates(layout, labelled=self.labelled)[array].tobytes()
 
     def index(self, extent: Extent) -> bytes:
-        """See `Keys`; full shards share one index."""
-        n_examples = self.layout.examples_in(extent.shard_idx or 0)
+        """The index that follows the data of a shard: places of its inner chunks, and a checksum. Full shards share one."""
+        n_examples = self.grid.layout.examples_in(extent.shard_idx or 0)
         found = self._indexes.get(n_examples)
         if found is None:
             entries = self.grid.index(extent.shard_idx or 0).tobytes()
@@ -128,7 +99,7 @@ class TensorKeys:
         return found
 
     def below(self, prefix: str) -> Iterator[str]:
-        """See `Keys`; in no particular order."""
+        """All keys that begin with a prefix, in no particular order."""
         yield from (key for key in self.documents if key.startswith(prefix))
         for array, counts in self.counts.items():
             folder = f"{array}/c/"
@@ -150,7 +121,7 @@ class TensorKeys:
                     yield f"{folder}{head}{'/'.join(map(str, (place, *places)))}"
 
     def children(self, folder: str) -> Iterator[str]:
-        """See `Keys`."""
+        """The names directly below a folder (`""`, or a path without a slash at its end)."""
         if folder == "":
             yield _DOCUMENT
             yield from self.counts
@@ -173,10 +144,19 @@ class TensorKeys:
     def __hash__(self) -> int:
         return hash((self.grid, self.labelled))
 
-    @property
-    def n_chunks(self) -> int:
-        """Chunks of the tensor, whether keys of their own or inner ones."""
-        return math.prod(self.grid.counts) * math.prod(self.grid.inner_counts)
+
+def chunk_shape(layout: Layout, chunks: Chunks, *, max_gap_bytes: float) -> Shape:
+    """The given shape as plain integers, which `ChunkGrid` checks; for `"auto"` the one that suits readers with `max_gap_bytes`.
+
+    Raises:
+        ArgumentError: `chunks` is neither `"auto"` nor a sequence.
+    """
+    if isinstance(chunks, str) and chunks == "auto":
+        return default_chunk(layout, max_gap_bytes=max_gap_bytes)
+    if isinstance(chunks, str) or not hasattr(chunks, "__iter__"):
+        raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks")
+    integers = (int(n) if hasattr(n, "__index__") and not isinstance(n, bool) else n for n in chunks)
+    return cast("Shape", tuple(integers))
 
 
 def _number(text: str) -> int:

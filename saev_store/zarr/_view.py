@@ -1,8 +1,7 @@
 """`ZarrView`: a read-only `zarr.abc.store.Store` whose values are byte ranges of shards.
 
 Zarr calls from event loops: its own, in a thread of its own, or the caller's. Views of mapped memory are returned
-at once. Everything that waits is done in a pool of threads, so that a loop is never blocked and many requests are in
-flight at once.
+directly. Reads that wait run in a pool of threads, so that a loop is never blocked and many requests are in flight.
 """
 
 from __future__ import annotations
@@ -10,23 +9,30 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from saev_store.core.chunk_grid import Extent
-from saev_store.errors import CorruptShardError, NotFoundError
+from saev_store.core.chunk_grid import ChunkGrid, Extent
+from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError
 from saev_store.transport import Buffer as Bytes
 from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch_ranges
-from saev_store.zarr._keys import Keys, TensorKeys
+from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
+from saev_store.zarr.documents import attributes_of
 
-P = ParamSpec("P")
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from saev_store.store.store import ShardStore
 
+Sharded: TypeAlias = Literal["auto"] | bool
+
+#: From zarr 3.3 on parts of a shard are fetched together; before, inner chunks came one after the other.
+_CAN_READ_SHARDS = hasattr(Store, "get_ranges")
+_REMEDY = "store.validate() lists everything that is lost, store.repair() records it again."
 #: Requests in flight to remote storage: with 64, reading takes a third of the time that zarr's own 10 take.
 _IN_FLIGHT = 64
 _pools: dict[str, ThreadPoolExecutor] = {}
@@ -41,6 +47,38 @@ def _pool() -> ThreadPoolExecutor:
     return pool
 
 
+def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = "auto") -> ZarrView:
+    """A read-only Zarr store over a store's shards: what `ShardStore.as_zarr` gives.
+
+    Args:
+        store: The opened store.
+        chunks: Shape of a chunk over (example, layer, token, d_model). `"auto"` suits the transport: many whole
+            examples of a local store, single layers of single examples elsewhere. Axes left of one pivot axis have
+            length 1, axes right of it are whole, and the length on the pivot divides its axis.
+        sharded: Make each shard one key with `chunks` as its inner chunks, which are then read many at a time. `"auto"`
+            does so for remote stores, if zarr is 3.3 or newer; older versions cannot.
+
+    Raises:
+        ArgumentError: `chunks` is not such a shape (the message has the nearest ones), or zarr is too old for `sharded`.
+        DocumentError: `labels.bin` has another size than the documents imply.
+    """
+    if sharded not in {"auto", True, False}:
+        raise ArgumentError(f'{sharded!r} is not one of True, False and "auto"', where="sharded")
+    if sharded is True and not _CAN_READ_SHARDS:
+        raise ArgumentError(
+            "the installed zarr fetches the inner chunks of a shard one after the other",
+            where="sharded",
+            remedy="Install zarr >= 3.3 (which needs Python 3.12), or leave `sharded` alone.",
+        )
+    layout, max_gap_bytes = store.layout, store.transport.cost.max_gap_bytes
+    shape = chunk_shape(layout, chunks, max_gap_bytes=max_gap_bytes)
+    is_sharded = (_CAN_READ_SHARDS and not math.isinf(max_gap_bytes)) if sharded == "auto" else bool(sharded)
+    attributes = attributes_of(store.metadata, url=store.url)
+    keys = TensorKeys(ChunkGrid(layout, shape, sharded=is_sharded), attributes, labelled=store.has_labels)
+    readable = {shard: n * layout.example_nbytes for shard, n in store.readable_examples.items()}
+    return ZarrView(store.transport, keys, readable=readable)
+
+
 class ZarrView(Store):
     """The tensor of a store, its coordinates and labels as a Zarr v3 group; made by `store.as_zarr()`.
 
@@ -53,7 +91,7 @@ class ZarrView(Store):
         readable: For shards known to be damaged: how many leading bytes can still be read.
     """
 
-    def __init__(self, transport: Transport, keys: Keys, *, readable: Mapping[int, int] | None = None) -> None:
+    def __init__(self, transport: Transport, keys: TensorKeys, *, readable: Mapping[int, int] | None = None) -> None:
         super().__init__(read_only=True)
         self._transport = transport
         self._keys = keys
@@ -61,7 +99,7 @@ class ZarrView(Store):
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> TensorKeys:
         """The arithmetic of keys: shapes, documents, places of chunks."""
         return self._keys
 
@@ -76,7 +114,10 @@ class ZarrView(Store):
             CorruptShardError: the file is missing, ends before the value does, or is known to be damaged there.
             ValueError: `byte_range` is no byte request.
         """
-        return await self._run(self.get_sync, key, prototype=prototype, byte_range=byte_range)
+        if self._is_mapped:
+            return self.get_sync(key, prototype=prototype, byte_range=byte_range)
+        call = partial(self.get_sync, key, prototype=prototype, byte_range=byte_range)
+        return await asyncio.get_running_loop().run_in_executor(_pool(), call)
 
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
@@ -87,7 +128,7 @@ class ZarrView(Store):
             return None
         start, stop = _bounds(byte_range, _nbytes(value))
         (found,) = self._read(value, [(start, stop)])
-        return _to_buffer(found, prototype)
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(found)  # no copy, except to a GPU
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -105,8 +146,11 @@ class ZarrView(Store):
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
         """Many parts of one value, merged as the transport likes it; zarr's own limits do not know the transport."""
         del limits
-        if byte_ranges:
-            yield await self._run(self.get_ranges_sync, key, byte_ranges, prototype=prototype)
+        if byte_ranges and self._is_mapped:
+            yield self.get_ranges_sync(key, byte_ranges, prototype=prototype)
+        elif byte_ranges:
+            call = partial(self.get_ranges_sync, key, byte_ranges, prototype=prototype)
+            yield await asyncio.get_running_loop().run_in_executor(_pool(), call)
 
     def get_ranges_sync(
         self, key: str, byte_ranges: Sequence[ByteRequest | None], *, prototype: BufferPrototype, **limits: int
@@ -117,7 +161,7 @@ class ZarrView(Store):
         if value is None:
             raise BaseExceptionGroup("there is no such key", [FileNotFoundError(key)])
         parts = self._read(value, [_bounds(part, _nbytes(value)) for part in byte_ranges])
-        return [(number, _to_buffer(part, prototype)) for number, part in enumerate(parts)]
+        return [(number, prototype.buffer.from_bytes(part)) for number, part in enumerate(parts)]
 
     async def exists(self, key: str) -> bool:
         """Whether the view has the key; says nothing about the file, and reads nothing."""
@@ -134,11 +178,6 @@ class ZarrView(Store):
             raise FileNotFoundError(key)
         return _nbytes(value)
 
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._is_mapped:
-            return call(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(_pool(), lambda: call(*args, **kwargs))
-
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def _read(self, value: bytes | Extent, parts: Sequence[tuple[int, int]]) -> list[Bytes]:
@@ -147,10 +186,21 @@ class ZarrView(Store):
             return [memoryview(value)[start:stop] for start, stop in parts]
         in_file = value.end - value.start
         if in_file < min(value.nbytes, max(stop for _, stop in parts)) and self._is_padded(value):
-            in_file = value.nbytes  # the last chunk is a view like all the others
+            in_file = value.nbytes  # the last chunk needs no copy either
         starts = [value.start + min(start, in_file) for start, _ in parts]
         ends = [value.start + min(stop, in_file) for _, stop in parts]
-        found = self._fetch(value, starts, ends)
+        found: Sequence[Bytes] = [b""] * len(parts)
+        if starts != ends:  # else only zeros and the index are wanted, which no file has
+            if self._readable:
+                self._check_readable(value, max(end for start, end in zip(starts, ends, strict=True) if start < end))
+            try:
+                found = fetch_ranges(self._transport, value.path, starts, ends)
+            except NotFoundError as error:
+                raise CorruptShardError(
+                    "the file is missing, although the store's documents list it",
+                    where=f"{self._transport.url}/{value.path}",
+                    remedy=_REMEDY,
+                ) from error
         return [
             part if stop <= in_file else self._completed(value, part, start, stop)
             for part, (start, stop) in zip(found, parts, strict=True)
@@ -165,20 +215,6 @@ class ZarrView(Store):
             whole[len(whole) - len(index) :] = index
         return whole
 
-    def _fetch(self, value: Extent, starts: list[int], ends: list[int]) -> Sequence[Bytes]:
-        if starts == ends:  # only zeros and the index, which are made here
-            return [b""] * len(starts)
-        if self._readable:
-            self._check_readable(value, max(end for start, end in zip(starts, ends, strict=True) if start < end))
-        try:
-            return fetch_ranges(self._transport, value.path, starts, ends)
-        except NotFoundError as error:
-            raise CorruptShardError(
-                "the file is missing, although the store's documents promise it",
-                where=f"{self._transport.url}/{value.path}",
-                remedy="store.validate() lists everything that is lost, store.repair() records it again.",
-            ) from error
-
     def _is_padded(self, value: Extent) -> bool:
         """Whether a mapped file also has the zeros after the last example; not requested of remote files."""
         try:
@@ -192,7 +228,7 @@ class ZarrView(Store):
             raise CorruptShardError(
                 f"the shard is damaged: only its first {readable:,} bytes can be read, and the chunk ends at {end:,}",
                 where=f"{self._transport.url}/{value.path}",
-                remedy="store.validate() lists everything that is lost, store.repair() records it again.",
+                remedy=_REMEDY,
             )
 
     # -- listing, which is arithmetic ----------------------------------------------------------------------------------
@@ -212,7 +248,7 @@ class ZarrView(Store):
         for name in self._keys.children(prefix.rstrip("/")):
             yield name
 
-    # -- what cannot be done -------------------------------------------------------------------------------------------
+    # -- refused -------------------------------------------------------------------------------------------------------
 
     async def set(self, key: str, value: Buffer) -> None:
         """Refused with zarr's own error: the view reads only."""
@@ -263,11 +299,10 @@ class ZarrView(Store):
         return hash((type(self), self._transport.url))
 
     def __repr__(self) -> str:
-        if not isinstance(self._keys, TensorKeys):
-            return f"{type(self).__name__}({self._transport.url!r})"
         grid = self._keys.grid
         kind = "inner chunks" if grid.sharded else "chunks"
-        return f"<{type(self).__name__} of {self._transport.url} in {self._keys.n_chunks:,} {kind} of {grid.chunk}>"
+        n_chunks = math.prod(grid.counts) * math.prod(grid.inner_counts)
+        return f"<{type(self).__name__} of {self._transport.url} in {n_chunks:,} {kind} of {grid.chunk}>"
 
     def __str__(self) -> str:
         return self._transport.url
@@ -291,8 +326,3 @@ def _bounds(request: ByteRequest | None, nbytes: int) -> tuple[int, int]:
             return max(nbytes - suffix, 0), nbytes
         case _:
             raise ValueError(f"Unexpected byte_range, got {request!r}; a Range-, Offset- or SuffixByteRequest is one")
-
-
-def _to_buffer(found: Bytes, prototype: BufferPrototype | None) -> Buffer:
-    """Zarr's buffer around the same memory (on a GPU: a copy there)."""
-    return (prototype or default_buffer_prototype()).buffer.from_bytes(found)

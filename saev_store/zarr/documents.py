@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from saev_store._version import __version__
-from saev_store.core.layout import DIMS
+from saev_store.core.layout import DIMS, IntArray, Layout
 
 if TYPE_CHECKING:
     from saev_store.core.chunk_grid import ChunkGrid
@@ -22,6 +24,22 @@ CONTENT = "content_token"
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _BYTES = {"name": "bytes"}
+
+
+def coordinates(layout: Layout, *, labelled: bool) -> dict[str, IntArray]:
+    """The coordinates by name, which is also the name of their axis, int64: labels of layers, numbers of tokens (-1 is CLS).
+
+    >>> {name: values.tolist() for name, values in coordinates(Layout(7, (2, 5), 3, True, 8, 3), labelled=True).items()}
+    {'layer': [2, 5], 'token': [-1, 0, 1, 2], 'content_token': [0, 1, 2]}
+    """
+    n_content = layout.content_tokens_per_example
+    found = {
+        "layer": np.array(layout.layers, dtype="<i8"),
+        "token": np.arange(-layout.n_special_tokens, n_content, dtype="<i8"),
+    }
+    if labelled:
+        found[CONTENT] = np.arange(n_content, dtype="<i8")
+    return found
 
 
 def array_document(
@@ -67,14 +85,13 @@ def array_documents(grid: ChunkGrid, *, label_rows: int | None) -> dict[str, Doc
         label_rows: Examples in a chunk of labels; None for a store without labels.
     """
     layout = grid.layout
-    n_content = layout.content_tokens_per_example
     documents = {
-        ARRAY: array_document("float32", layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None),
-        "layer": array_document("int64", [layout.n_layers], [layout.n_layers], ["layer"]),
-        "token": array_document("int64", [layout.tokens_per_example], [layout.tokens_per_example], ["token"]),
+        ARRAY: array_document("float32", layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None)
     }
+    for name, values in coordinates(layout, labelled=label_rows is not None).items():
+        documents[name] = array_document("int64", values.shape, values.shape, [name])
     if label_rows is not None:
-        documents[CONTENT] = array_document("int64", [n_content], [n_content], [CONTENT])
+        n_content = layout.content_tokens_per_example
         shape, chunk = [layout.n_examples, n_content], [label_rows, n_content]
         documents[LABELS] = array_document("uint8", shape, chunk, ["example", CONTENT])
     return documents

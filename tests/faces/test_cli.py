@@ -20,7 +20,7 @@ from waiting import HANG_S
 
 from saev_store import ShardStore, __version__
 from saev_store.cli import main
-from saev_store.cli._app import app
+from saev_store.cli._run import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
@@ -380,7 +380,7 @@ def test_a_closed_pipe_is_quiet(store):
 
 @pytest.mark.parametrize("receiver", ["main thread", "any thread"])
 def test_interrupt(tmp_path, receiver):
-    """Ctrl-C while reads hang for good, whichever thread the system tells of it."""
+    """Ctrl-C while reads hang forever, whichever thread receives the signal."""
     code = (
         "import os, signal, sys, threading, time\n"
         "from saev_store.transport import MmapTransport\n"

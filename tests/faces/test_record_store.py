@@ -36,7 +36,7 @@ def model() -> torch.nn.Module:
 
 
 class Remembering:
-    """Images that know which of them were asked for, and may fail at one."""
+    """Images that record which of them were requested, and may fail at one."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.asked: list[int] = []

@@ -23,9 +23,9 @@ import pytest
 from dense_stores import plain_store
 from served import serving
 from waiting import HANG_S
+from zarr.abc.store import Store
 
 from saev_store.core.layout import Layout
-from saev_store.zarr._open import _CAN_READ_SHARDS
 
 BROWSER = Path(__file__).parents[1] / "browser"
 WANTED = os.environ.get("SAEV_STORE_BROWSER_TESTS", "")
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Pages(SimpleHTTPRequestHandler):
-    """The page, the libraries, the truth; what the page found out goes into `found`."""
+    """Serves the page, the libraries and the expected values; collects the page's results in `found`."""
 
     def __init__(self, *args, modules: Path, truth: bytes, found: queue.Queue, **kwargs):
         self.modules, self.truth, self.found = modules, truth, found
@@ -98,7 +98,7 @@ def test_zarrita_in_a_browser(tmp_path: Path):
         serving(whole, "--origin", "*") as (url, _),
         serving(whole, "--chunks", "3,3,5,8", "--origin", "*") as (url_large, _),
         # Where zarr is too old for a sharded view, the first one twice.
-        serving(whole, "--origin", "*", *(["--sharded"] if _CAN_READ_SHARDS else [])) as (url_sharded, _),
+        serving(whole, "--origin", "*", *(["--sharded"] if hasattr(Store, "get_ranges") else [])) as (url_sharded, _),
         serving(damaged, "--origin", "*") as (url_damaged, _),
     ):
         truth = {"urls": [url, url_large, url_sharded], "damaged": url_damaged, "lost": 4, "cases": cases}

@@ -13,7 +13,7 @@ import pytest
 from plain_stores import plain_store
 from waiting import HANG_S
 
-from saev_store.loaders._workers import JOIN_S, SLICE_S
+from saev_store.loaders._iteration import JOIN_S, SLICE_S
 
 #: What a user notices; time in which the machine did not let the process run is left out (`ctrl_c.Awake`).
 LIMIT_S = 1.0

@@ -31,7 +31,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.loaders._workers import Group, Handoff, StoppedError, Workers
+from saev_store.loaders._iteration import Group, Iteration, StoppedError, Totals
 from saev_store.order import Partition
 from saev_store.transport import Counters, PreadTransport
 from saev_store.transport._wrap import Wrapper
@@ -191,35 +191,38 @@ def test_a_read_that_hangs_is_a_time_out(plain, kind):
     check_layer(plain, batches)
 
 
-def test_whoever_waits_can_help():
-    """Queued tasks, the oldest first; what a thread is to be told stays for the thread; errors and ends as in a thread."""
-    stop, done = threading.Event(), list[str]()
-    workers, group, later = Workers(0, "none", stop), Group(2), Group(2)
+def iteration(n_threads: int = 0, *, helps: bool = False) -> Iteration:
+    return Iteration(n_threads, 1, Totals(4), helps=helps)
+
+
+def test_the_maker_of_batches_can_read_too():
+    """Queued tasks, the oldest first; what tells a thread to end stays for the thread; errors and ends as in a thread."""
+    run, done = iteration(helps=True), list[str]()
 
     def fail() -> None:
         raise KeyError("x")
 
-    workers.submit(lambda: done.append("first"), group, "a")
-    workers.submit(lambda: done.append(workers.busy_with()), group, "b")
-    workers.submit(fail, later, "c")
-    workers.help(group)
-    assert done == ["first", "b"]
-    group.wait(stop)
-    workers.help(later)
+    def late() -> None:
+        third.n_left = 0  # as if a thread had been at it
+        done.append("late")
+
+    first = run.read([(lambda: done.append("first"), "a"), (lambda: done.append("second"), "b")])
+    later = run.read([(fail, "c")])
+    run.wait(first)
+    assert done == ["first", "second"]
     with pytest.raises(KeyError):
-        later.wait(stop)
-    workers.help(Group(1))  # nothing is queued: the threads are at it
+        run.wait(later)
+    run._tasks.put(None)
     third = Group(1)
-    workers._tasks.put(None)
-    workers.submit(lambda: done.append("third"), third, "d")
-    workers.help(third)
-    assert not third.is_done
-    stop.set()
-    workers._tasks.get()
-    workers.help(third)
+    threading.Timer(0.05, late).start()
+    run.wait(third)
+    assert done[-1] == "late"
+    assert run._tasks.get() is None
+    last = run.read([(lambda: done.append("last"), "d")])
+    run.stop.set()
     with pytest.raises(StoppedError):
-        third.wait(stop)
-    assert "third" not in done
+        run.wait(last)
+    assert "last" not in done
 
 
 def test_a_plan_that_is_wrong_is_no_hang(plain, monkeypatch):
@@ -231,20 +234,28 @@ def test_a_plan_that_is_wrong_is_no_hang(plain, monkeypatch):
 def test_a_stopped_process_has_not_waited(monkeypatch):
     """Ctrl-Z for an hour, or a machine that was suspended, is no time-out: only time in which a batch could be made is."""
     clock = iter(range(0, 10**9, 3600))
-    handoff = Handoff(1, threading.Event())
-    monkeypatch.setattr("saev_store.loaders._workers.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    threading.Timer(0.3, handoff.put, ("batch",)).start()
-    assert handoff.get(30, lambda: "nothing", lambda: 0) == "batch"
+    run, go_on, batch = iteration(), threading.Event(), {"act": np.zeros(1)}
+
+    def batches():
+        assert go_on.wait(HANG_S)
+        yield batch
+
+    fake = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+    monkeypatch.setattr("saev_store.loaders._iteration.time", fake)
+    run.start(batches)
+    threading.Timer(0.3, go_on.set).start()
+    assert run.get(30, lambda: 0) is batch
     monkeypatch.undo()
     with pytest.raises(DeadlineError, match=r"no batch and nothing read within 0.3 s"):
-        handoff.get(0.3, lambda: "nothing", lambda: 0)
+        iteration().get(0.3, lambda: 0)
+    run.close()
 
 
 def test_bytes_that_arrive_are_no_time_out():
     """A first batch may need a window's worth of a slow link: the time-out is for no progress."""
-    handoff, n_bytes = Handoff(1, threading.Event()), iter((*range(8), *(8 for _ in range(99))))
+    n_bytes = iter((*range(8), *(8 for _ in range(99))))
     with pytest.raises(DeadlineError):
-        handoff.get(0.05, lambda: "nothing", lambda: next(n_bytes))
+        iteration().get(0.05, lambda: next(n_bytes))
     assert next(n_bytes) == 8
 
 

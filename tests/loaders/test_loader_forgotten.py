@@ -17,9 +17,9 @@ from plain_stores import Plain, plain_store
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
-from saev_store._runtime.abandoned import AbandonedObjects
+from saev_store._runtime.threads import AbandonedObjects
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._iteration import Iteration, LoaderRuntime, Totals
+from saev_store.loaders._iteration import Iteration, Totals
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_memory_is_used_again_only_once_the_threads_have_ended(plain):
             way()
             assert our_threads() == []
         next(iter(loader))
-        before = loader._runtime
+        before = loader._iteration
         list(loader)
         assert not before.has_strays
         with loader:
@@ -84,7 +84,6 @@ def test_memory_is_used_again_only_once_the_threads_have_ended(plain):
 
 def test_who_comes_second_waits_for_who_came_first():
     begun, go_on = threading.Event(), threading.Event()
-    runtime = LoaderRuntime(1, Totals(4))
     n_closed = []
 
     def close() -> None:
@@ -92,8 +91,8 @@ def test_who_comes_second_waits_for_who_came_first():
         begun.set()
         assert go_on.wait(HANG_S)
 
-    runtime.on_close = close
-    run = Iteration(runtime, lambda: iter(()), 1)
+    run = Iteration(1, 1, Totals(4), helps=False, on_close=close)
+    run.start(lambda: iter(()))
     first, second = (threading.Thread(target=run.close, daemon=True) for _ in range(2))
     first.start()
     assert begun.wait(HANG_S)
@@ -118,7 +117,6 @@ def test_what_cannot_be_closed_does_not_keep_others_from_it():
             closed.set()
 
     closed, abandoned, both = threading.Event(), AbandonedObjects(), [Refuses(), Closes()]
-    abandoned.start()
     for some in both:
         abandoned.add(some)
         abandoned.enqueue(some)
@@ -131,9 +129,8 @@ def test_a_forked_child_leaves_its_parents_threads_alone(plain):
     loader = make(plain)
     iterator = iter(loader)
     next(iterator)
-    runtime = loader._runtime
     # As if a thread of the parent's was at it in this moment: in the child nobody will ever give these back.
-    with runtime.readers._lock, loader._iteration._closing:
+    with loader._iteration._changed, loader._iteration._closing:
         process = multiprocessing.get_context("fork").Process(target=forget_in_a_child, args=(loader, [iterator]))
         process.start()
     process.join(HANG_S)

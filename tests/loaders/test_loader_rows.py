@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore
+from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError
@@ -32,9 +33,8 @@ from saev_store.loaders import (
 )
 from saev_store.loaders._base import Loader
 from saev_store.loaders._ring import BatchRing, BufferPool, HostMemory, allocate
-from saev_store.loaders._workers import n_cpus
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
-from saev_store.order import Blocks, ShuffledOrder
+from saev_store.order import Blocks, Partition, ShuffledOrder
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
 from saev_store.transport import Counters, MemoryTransport, ReadCost
@@ -128,7 +128,7 @@ def test_the_order_is_the_pure_one(plain, store):
         order = ShuffledOrder(Blocks(rows.space), 5, epoch, 4, 4, 8)
         assert loader.epoch == epoch
         for number, batch in enumerate(loader):
-            expected = [order.partition(part).rows(number * 8, number * 8 + 8) for part in range(4)]
+            expected = [Partition(order, part).rows(number * 8, number * 8 + 8) for part in range(4)]
             block, cell = (np.concatenate(parts) for parts in zip(*expected, strict=True))
             np.testing.assert_array_equal(batch["example_idx"], block // 3)
             np.testing.assert_array_equal(batch["token_idx"], cell)
@@ -449,7 +449,7 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
         ({"n_threads": -1}, "n_threads is -1"),
         ({"prefetch_batches": 0}, "prefetch_batches is 0"),
         ({"rank": 2, "world": 2}, "rank is 2"),
-        ({"batch_timeout_s": 0}, "must be a positive number"),
+        ({"batch_timeout_s": 0}, "batch_timeout_s is 0; it must be greater than 0"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"examples_per_block": 1.5}, "examples_per_block is 1.5"),
         ({"batch_timeout_s": "x"}, "batch_timeout_s is 'x'"),
@@ -527,7 +527,7 @@ def test_what_was_found_out_can_be_overruled(store):
     """Each choice that follows from the file system is shown, and can be made otherwise."""
     rows = store.sel(layer=5, tokens="content")
     # Copying is work for a core, and so is making batches.
-    n_shuffled = min(4, max(1, n_cpus() - 1))
+    n_shuffled = min(4, max(1, n_cores() - 1))
     for kind, n_threads in ((OrderedLoader, 4), (ShuffledLoader, n_shuffled)):
         kept = {"n_threads": n_threads, "extent_bytes": 7 * 16 * 4}
         plan = kind(rows, medium="cached").explain()
@@ -564,21 +564,20 @@ def test_measures_add_up(plain, store):
 
 def test_a_ring_lends_so_many_batches_and_then_gives_copies():
     """Slots that a consumer keeps are missing for reading ahead, so a few are lent; more batches have memory of their own."""
-    ring = BatchRing(memory := HostMemory())
+    ring = BatchRing(HostMemory, n_slots=2, n_lent=3, n_lanes=1, batch_rows=2, d_model=3)
     held = []
     for round_ in range(2):  # the second one begins while batches of the first are held
-        ring.begin(10, n_slots=2, n_lent=3, n_lanes=1, batch_rows=2, d_model=3)
+        ring.begin(10)
         for number in range(10, 20):
             assert ring.open(number + 2)
             for row in range(2):
-                memory.put(np.array([ring.row(number, row)]), np.full(3, 100 * round_ + number + row / 2, np.float32))
-            act, where = ring.hand_out(number, 2)
-            held.append((100 * round_ + number, act))
-            assert len(where.example) == 2
+                place = np.array([ring.first_row[number] + row])
+                ring.memory.put(place, slice(None), np.full(3, 100 * round_ + number + row / 2, np.float32))
+            held.append((100 * round_ + number, ring.hand_out(number, 2)))
             assert not ring.open(number + 6)
     for number, act in held:
         np.testing.assert_array_equal(act, np.float32([[number] * 3, [number + 0.5] * 3]))
-    in_ring = [act for _, act in held if np.may_share_memory(act, memory._rows)]
+    in_ring = [act for _, act in held if np.may_share_memory(act, ring.memory.lendable)]
     assert len(in_ring) == 3
     assert len({act.ctypes.data for _, act in held}) == len(held)
     del act, held, in_ring

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import numpy as np
 import pytest
 from plain_stores import plain_store
+from waiting import HANG_S
 
 from saev_store import ShardStore
 
 pytest.importorskip("torch")
 
 from saev_store.loaders import OrderedLoader  # after the check that torch is there
-from saev_store.torch import OrderedConfig, OrderedDataLoader, ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import (
+    IndexedConfig,
+    IndexedDataset,
+    OrderedConfig,
+    OrderedDataLoader,
+    ShuffledConfig,
+    ShuffledDataLoader,
+)
 
 
 def test_the_scale_is_that_of_the_rows_where_labels_are_ignored(tmp_path):
@@ -37,3 +47,42 @@ def test_a_state_taken_after_set_epoch_is_of_that_epoch(tmp_path):
     loader.set_epoch(3)
     state = loader.state_dict()
     assert (state["epoch"], state["batch"], loader.epoch) == (3, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "chosen", [slice(1, 5), slice(None, None, 2), slice(-3, None), slice(4, 1, -2), slice(5, 99), slice(3, 3)], ids=str
+)
+def test_a_gathered_batch_is_sliced_like_a_list(tmp_path, chosen):
+    plain = plain_store(tmp_path, n=24, tokens=4)
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+    numbers = [7, 3, 3, 50, 0, 11, 95]
+    found = dataset.__getitems__(numbers)[chosen]
+    assert [(int(one["example_idx"]), int(one["token_idx"])) for one in found] == [
+        divmod(i, 4) for i in numbers[chosen]
+    ]
+    for one in found:
+        np.testing.assert_array_equal(one["act"].numpy(), plain.acts[one["example_idx"], 1, one["token_idx"] + 1])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_gathers_with_threads_of_its_own(tmp_path):
+    """Those of the parent, which had been started, do not exist there."""
+    plain = plain_store(tmp_path, n=400, tokens=4)
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+    dataset._n_threads = 3
+    picked = np.random.default_rng(0).permutation(len(dataset))
+    gathered = dataset.batch(picked)["act"]
+    np.testing.assert_array_equal(gathered.numpy(), plain.acts[picked // 4, 1, picked % 4 + 1])
+    assert dataset._pool is not None
+    child = multiprocessing.get_context("fork").Process(target=_gather, args=(dataset, picked, gathered.numpy()))
+    child.start()
+    child.join(HANG_S)
+    is_alive = child.is_alive()
+    child.kill()
+    assert not is_alive
+    assert child.exitcode == 0
+    dataset.close()
+
+
+def _gather(dataset: IndexedDataset, picked: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(dataset.batch(picked)["act"].numpy(), expected)

@@ -72,7 +72,7 @@ def test_errors_arrive(plain, monkeypatch):
     loader = make(plain, window_device="cpu", n_threads=2)
     whole = list(loader)
 
-    def broken(self, read) -> None:
+    def broken(self, shard, read, in_steps=None) -> None:
         raise TransportError("it is broken", where="acts000001.bin")
 
     with monkeypatch.context() as patch:

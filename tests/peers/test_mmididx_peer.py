@@ -76,7 +76,7 @@ def test_we_write_what_they_write_and_read_it(peer, tmp_path, dtype, multimodal)
     for ending in (".idx", ".bin"):
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
     dataset = IndexedDataset(tmp_path / "theirs")
-    assert [sequence.tolist() for sequence in dataset.read_many(slice(None))] == [[1, 2, 3], [4], [5] * 1000, []]
+    assert [sequence.tolist() for sequence in dataset.rows(slice(None))] == [[1, 2, 3], [4], [5] * 1000, []]
 
 
 @pytest.mark.parametrize(

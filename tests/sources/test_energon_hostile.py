@@ -478,7 +478,7 @@ class TestStaleIndex:
         for read in (
             lambda: dataset.part(key, part),
             lambda: dataset.part(0, part),
-            lambda: dataset.part_range(key, part, start=1, end=2),
+            lambda: dataset.part(key, part, start=1, end=2),
             lambda: dataset.raw(key),
             lambda: dataset[0],
             lambda: dataset.rows([0, 1]),

@@ -174,7 +174,7 @@ def test_whatever_is_written_is_read(truth, format, n_shards):
     for key, parts in truth.items():
         for part, data in parts.items():
             assert dataset.part(key, part) == data
-            assert dataset.part_range(key, part, start=1, end=-1) == data[1:-1]
+            assert dataset.part(key, part, start=1, end=-1) == data[1:-1]
     assert dataset.validate(deep=True, progress=False).ok
 
 

@@ -234,3 +234,18 @@ def test_whatever_a_header_holds_only_our_errors_come(edits, length):
 def test_noise_is_no_header(noise):
     with pytest.raises(DocumentError):
         parse_header(noise, file_nbytes=len(noise), where="x")
+
+
+def test_an_object_of_the_same_shape_that_took_the_place_of_the_opened_one(s3_bucket):
+    """Size and header are equal: only the object's version differs."""
+    for seed in (0, 1):
+        content = llmbatch_bytes(random_batches(2, 3, 50, seed=seed))
+        open_transport(s3_bucket.url, s3_bucket.options).put("x.batch", content)
+        if seed == 0:
+            reader = BatchFileReader(f"{s3_bucket.url}/x.batch", s3_bucket.options)
+            before = reader.read_batch(0)
+            reader.close()
+            np.testing.assert_array_equal(reader.read_batch(0), before)
+            reader.close()
+    with pytest.raises(CorruptShardError, match="another file has this name"):
+        reader.read_batch(0)

@@ -29,7 +29,7 @@ from saev_store.errors import (
 from saev_store.sources import Source, open_source, reopen, sniff
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import full_url, locate, split_address
-from saev_store.sources.convert import batches_to_documents, documents_to_batches
+from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 from saev_store.transport import MemoryTransport, open_transport
@@ -312,29 +312,9 @@ def test_documents_packed_into_batches_and_back(sizes, seq_len, batch_size, end)
     batches = BatchFileReader("y.batch", transport=store)
     numbers = RecordOrder(len(records), 5).records(np.arange(len(batches)))
     np.testing.assert_array_equal(batches.rows(slice(None)), records[numbers])
-    batches_to_documents(batches, "back.idx", dtype=np.uint16, transport=store)
+    samples_to_documents(batches, "back.idx", dtype=np.uint16, transport=store)
     back = IndexedDataset("back", transport=store)
     assert [tokens.tolist() for tokens in back] == records[numbers].tolist()
-
-
-@given(
-    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
-    seq_len=st.integers(1, 9),
-    end=st.none() | st.just(999),
-    data=st.data(),
-)
-def test_documents_padded_into_batches(sizes, seq_len, end, data):
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(sizes)), max_size=4)))
-    source, store = documents_of(sizes, doc_idx=[0, *cuts, len(sizes)]), MemoryTransport()
-    documents_to_batches(
-        source, "y.batch", seq_len=seq_len, batch_size=1, how="pad", pad_token=7, end_token=end, transport=store
-    )
-    batches = BatchFileReader("y.batch", transport=store)
-    assert len(batches) == source.n_documents
-    order = RecordOrder(len(batches), 0)
-    for i in range(source.n_documents):
-        wanted = [*source.document(i).tolist(), *([end] if end else [])][:seq_len]
-        assert batches[order.places(np.array([i]))[0]].tolist() == wanted + [7] * (seq_len - len(wanted))
 
 
 def test_long_documents_pass_in_pieces(monkeypatch):
@@ -352,13 +332,13 @@ def test_peer_files_convert_both_ways(tmp_path):
     assert sorted(map(bytes, BatchFileReader(tmp_path / "t.batch").rows(slice(None)).astype(np.uint8))) == [
         b"abc", b"def", b"ghi",
     ]  # fmt: skip
-    batches_to_documents(BatchFileReader(BATCHES / "data.batch"), tmp_path / "b.idx")
+    samples_to_documents(BatchFileReader(BATCHES / "data.batch"), tmp_path / "b.idx")
     assert len(IndexedDataset(tmp_path / "b")) == 12
 
 
 def test_conversions_that_make_no_sense(tmp_path):
     source = documents_of([5, 5])
-    for options in ({"how": "else"}, {"how": "pad"}, {"pad_token": 1}, {"end_token": -1}, {"seq_len": 0}):
+    for options in ({"end_token": -1}, {"seq_len": 0}):
         with pytest.raises(ArgumentError):
             documents_to_batches(source, tmp_path / "x.batch", **{"seq_len": 2, "batch_size": 1, **options})
     with pytest.raises(ArgumentError, match="integers"):
@@ -368,7 +348,7 @@ def test_conversions_that_make_no_sense(tmp_path):
         documents_to_batches(negative, tmp_path / "x.batch", seq_len=2, batch_size=1)
     batches = BatchFileReader(BATCHES / "data.batch")
     with pytest.raises(ArgumentError, match="uint8"):
-        batches_to_documents(batches, tmp_path / "x.idx", dtype=np.uint8)
+        samples_to_documents(batches, tmp_path / "x.idx", dtype=np.uint8)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,9 +11,9 @@ import pytest
 from saev_store.cli import main
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, StoreExistsError
 from saev_store.sources import open_source
+from saev_store.sources.convert import samples_to_documents
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.sources.tokenized import texts_to_documents
 
 DATA = Path(__file__).parents[1] / "data" / "energon" / "captioning_ratio_split" / "dataset"
 
@@ -39,14 +39,14 @@ def truth(source: EnergonDataset) -> list[str]:
 def test_every_text_is_a_document(tmp_path: Path) -> None:
     source = open_source(DATA)
     assert isinstance(source, EnergonDataset)
-    n = texts_to_documents(source, tmp_path / "text", ids, end_token=3, progress=False)
+    n = samples_to_documents(source, tmp_path / "text", ids, end_token=3, progress=False)
     texts = truth(source)
     assert n == len(texts) > 1
     with IndexedDataset(tmp_path / "text") as documents:
         assert [np.asarray(tokens).tolist() for tokens in documents] == [[*ids(text), 3] for text in texts]
     with pytest.raises(StoreExistsError):
-        texts_to_documents(source, tmp_path / "text", ids)
-    assert texts_to_documents(source, tmp_path / "text", lambda _: [], overwrite=True) == n
+        samples_to_documents(source, tmp_path / "text", ids)
+    assert samples_to_documents(source, tmp_path / "text", lambda _: [], overwrite=True) == n
     with IndexedDataset(tmp_path / "text") as documents:
         assert documents.sizes.tolist() == [0] * n
 
@@ -56,7 +56,6 @@ def test_every_text_is_a_document(tmp_path: Path) -> None:
     [
         ({"part": "nothing"}, ids, SelectionError),
         ({"part": "jpg"}, ids, DocumentError),
-        ({"encoding": "no such"}, ids, DocumentError),
         ({"dtype": np.uint8, "end_token": 300}, ids, ArgumentError),
         ({}, lambda text: [0.5], ArgumentError),
         ({}, lambda text: [[1, 2]], ArgumentError),
@@ -68,7 +67,7 @@ def test_nothing_is_left_behind_by_what_fails(
 ) -> None:
     source = open_source(DATA)
     with pytest.raises(error):
-        texts_to_documents(source, tmp_path / "text", tokenizer, **kwargs)
+        samples_to_documents(source, tmp_path / "text", tokenizer, **kwargs)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,18 +78,18 @@ def test_what_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: py
         IndexedDatasetBuilder, "add_document", lambda self, tokens: right(self, np.asarray(tokens)[::-1])
     )
     with pytest.raises(CorruptShardError, match="read back"):
-        texts_to_documents(source, tmp_path / "other", ids)
+        samples_to_documents(source, tmp_path / "other", ids)
 
 
 def test_texts_inside_json(tmp_path: Path) -> None:
     source = open_source(DATA)
     assert isinstance(source, EnergonDataset)
-    n = texts_to_documents(source, tmp_path / "a", ids, part="none,detail.json[caption]")
+    n = samples_to_documents(source, tmp_path / "a", ids, part="none,detail.json[caption]")
     with IndexedDataset(tmp_path / "a") as documents:
         assert [tokens.tolist() for tokens in documents] == [ids(f"c{i}") for i in range(n)]
     for wrong in ("detail.json[i]", "detail.json[none]", "detail.json["):
         with pytest.raises(DocumentError):
-            texts_to_documents(source, tmp_path / "b", ids, part=wrong)
+            samples_to_documents(source, tmp_path / "b", ids, part=wrong)
     assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}
 
 

@@ -21,7 +21,7 @@ from waiting import HANG_S
 from saev_store.errors import TransportError
 from saev_store.transport import FREE, MemoryTransport, Transport, open_transport
 from saev_store.validation import Report, validate
-from saev_store.validation._scan import is_zero, merge_runs, scan_piece, whole_units
+from saev_store.validation._judge import is_zero, merge_runs, scan_piece, whole_units
 
 
 def look(store: Plain, transport: Transport | None = None, *, absent: bool = False) -> Report:
@@ -413,7 +413,7 @@ def test_digests_that_cannot_be_read_are_an_error(digested: Plain):
 def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch: pytest.MonkeyPatch):
     """A thread that is in the middle of a block ends after the piece that it is reading."""
     from saev_store._runtime.progress import Progress
-    from saev_store.validation import _deep
+    from saev_store.validation import _validate
 
     gate, n_reads = threading.Event(), []
 
@@ -428,7 +428,7 @@ def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Progress, "advance", interrupt)
-    monkeypatch.setattr(_deep, "_LOCAL_PIECE_BYTES", 64)
+    monkeypatch.setattr(_validate, "_LOCAL_PIECE_BYTES", 64)
     files = {file.name: file.read_bytes() for file in store.path.iterdir()}
     with pytest.raises(KeyboardInterrupt):
         look(store, Gated(files))

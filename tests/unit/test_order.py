@@ -6,6 +6,7 @@ import hashlib
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TypeVar
 
@@ -25,10 +26,11 @@ from saev_store.order import (
     Placement,
     ShuffledOrder,
     derive,
+    predict_mixing,
     shuffled,
 )
+from saev_store.order._partition import Emitted
 from saev_store.order._permutation import shuffled_each, shuffled_rows, words
-from saev_store.order._shuffle import Emitted
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ def orders(draw: st.DrawFn) -> ShuffledOrder:
 
 def everything(order: ShuffledOrder) -> np.ndarray:
     """(block, cell) of all rows of all partitions, partition after partition."""
-    parts = [order.partition(number) for number in range(order.n_partitions)]
+    parts = [Partition(order, number) for number in range(order.n_partitions)]
     return np.concatenate([np.stack(part.rows(0, part.n_rows), axis=1) for part in parts])
 
 
@@ -85,17 +87,17 @@ def test_every_row_exactly_once(order: ShuffledOrder):
     layer = np.asarray(space.layer_idx)[places.layer]
     rows = set(zip(example.tolist(), layer.tolist(), (token + space.tokens.start).tolist(), strict=True))
     assert rows == expected_rows(space)
-    lengths = [order.partition(number).n_rows for number in range(order.n_partitions)]
+    lengths = [Partition(order, number).n_rows for number in range(order.n_partitions)]
     assert sum(lengths) == len(space)
     assert max(lengths) - min(lengths) <= 1
-    assert order.longest() == max(lengths)
+    assert order.longest == max(lengths)
 
 
 @given(orders(), st.data())
 def test_blocks_are_found_by_what_they_hold(order: ShuffledOrder, data: st.DataObject):
     """From a block to its examples and layer, and back; nothing else is in any block."""
     blocks, space = order.blocks, order.blocks.space
-    numbers = np.arange(len(blocks), dtype=np.int64)
+    numbers = np.arange(blocks.n_blocks, dtype=np.int64)
     places = blocks.places(numbers)
     layer = np.asarray(space.layer_idx, dtype=np.int64)[places.layer]
     for within in range(blocks.examples_per_block):
@@ -113,17 +115,17 @@ def test_blocks_are_found_by_what_they_hold(order: ShuffledOrder, data: st.DataO
 @given(orders(), st.data())
 def test_sizes_are_known_without_the_blocks(order: ShuffledOrder, data: st.DataObject):
     """Resuming looks at many windows, and must not have to find out which blocks are in them."""
-    start = data.draw(st.integers(0, len(order.blocks)))
-    stop = data.draw(st.integers(start, len(order.blocks)))
+    start = data.draw(st.integers(0, order.blocks.n_blocks))
+    stop = data.draw(st.integers(start, order.blocks.n_blocks))
     np.testing.assert_array_equal(
-        order.sizes_between(start, stop), order.blocks.sizes(order.block_numbers(start, stop))
+        order.sizes_between(start, stop), order.blocks.sizes(order.permutation.at(np.arange(start, stop)))
     )
 
 
 @given(orders(), st.data())
 def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject):
     """Starting in the middle gives what going through from the beginning gives: a tick is a closed form."""
-    part = order.partition(data.draw(st.integers(0, order.n_partitions - 1)))
+    part = Partition(order, data.draw(st.integers(0, order.n_partitions - 1)))
     if not part.n_rows:
         return
     whole = np.stack(part.rows(0, part.n_rows), axis=1)
@@ -139,7 +141,7 @@ def test_places_are_found_where_the_sums_say(order: ShuffledOrder, data: st.Data
     if order.n_rows:
         position = order.position_of(row)
         assert order.rows_before(position) <= row < order.rows_before(position + 1)
-    part = order.partition(data.draw(st.integers(0, order.n_partitions - 1)))
+    part = Partition(order, data.draw(st.integers(0, order.n_partitions - 1)))
     ends = np.cumsum([len(tick.block) for tick in ticks_of(part)])
     for position in range(part.n_rows):
         assert part.tick_of(position) == np.searchsorted(ends, position, side="right")
@@ -153,7 +155,8 @@ def ticks_of(part: Partition) -> list[Emitted]:
         rows: list[tuple[int, int]] = []
         for cohort in range(tick, min(tick + part.window_ticks, part.n_cohorts)):
             start, stop = part.first_block(cohort), part.first_block(cohort + 1)
-            age, life = tick - part.first_tick(cohort), part.life_ticks(cohort)
+            born = max(0, cohort - part.window_ticks + 1)
+            age, life = tick - born, min(cohort, part.n_ticks - 1) - born + 1
             for position, number in zip(range(start, stop), part.block_numbers(cohort).tolist(), strict=True):
                 one = np.array([number])
                 size = int(order.blocks.sizes(one)[0])
@@ -173,7 +176,7 @@ def ticks_of(part: Partition) -> list[Emitted]:
 @given(orders(), st.data())
 def test_it_is_known_ahead_where_a_row_will_be_handed_out(order: ShuffledOrder, data: st.DataObject):
     """From any tick on, and however unequally partitions get on: the order the other way round."""
-    parts = [order.partition(number) for number in range(order.n_partitions)]
+    parts = [Partition(order, number) for number in range(order.n_partitions)]
     first_tick = [data.draw(st.integers(0, part.n_ticks)) for part in parts]
 
     def where(lane: int, start: int, stop: int) -> np.ndarray:
@@ -203,7 +206,7 @@ def test_it_is_known_ahead_where_a_row_will_be_handed_out(order: ShuffledOrder, 
 @given(orders(), st.integers(0, 4))
 def test_there_is_room_for_the_rows_of_a_window(order: ShuffledOrder, n_ahead: int):
     """Wherever it is, and whatever is rounded."""
-    for part in map(order.partition, range(order.n_partitions)):
+    for part in map(partial(Partition, order), range(order.n_partitions)):
         ends = [part.emitted_before(tick) for tick in range(part.n_ticks + 1)]
         n_ticks = min(part.window_ticks + n_ahead, part.n_ticks)
         most = max(ends[tick + n_ticks] - ends[tick] for tick in range(part.n_ticks - n_ticks + 1))
@@ -221,7 +224,7 @@ def test_shuffles_together_are_shuffles(runs: list[tuple[int, int]]):
 @given(orders())
 def test_the_window_never_holds_more_than_it_may(order: ShuffledOrder):
     for number in range(order.n_partitions):
-        part = order.partition(number)
+        part = Partition(order, number)
         for tick in range(part.n_ticks if part.n_rows else 0):
             last = min(tick + part.window_ticks, part.n_cohorts)
             assert part.first_block(last) - part.first_block(tick) <= order.window_blocks
@@ -235,7 +238,7 @@ def test_a_window_as_large_as_the_data_is_one_exact_permutation():
     first = np.zeros((6, 6))
     n_seeds = 3000
     for seed in range(n_seeds):
-        part = ShuffledOrder(Blocks(space), seed, 0, 1, 3, 1).partition(0)
+        part = Partition(ShuffledOrder(Blocks(space), seed, 0, 1, 3, 1), 0)
         assert part.n_ticks == 1
         emitted = part.rows(0, 6)
         row = emitted.block * 2 + emitted.cell
@@ -331,7 +334,7 @@ def test_cost_does_not_grow_with_the_data():
     for n_examples in (5_000, 51_000_000):
         tracemalloc.start()
         order = ShuffledOrder(Blocks(space_of(n_examples, 1, 196)), 17, 0, 8, 400, 2048)
-        part = order.partition(3)
+        part = Partition(order, 3)
         middle = part.n_rows // 2
         emitted = part.rows(middle, middle + 2048)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -345,7 +348,7 @@ def test_a_tick_takes_the_same_steps_however_much_data_there_is():
 
     def counted(n_examples: int) -> tuple[int, int, int]:
         order = ShuffledOrder(Blocks(space_of(n_examples, 1, 196)), 17, 0, 8, 128, 2048)
-        parts, lanes = [order.partition(number) for number in range(8)], range(8)
+        parts, lanes = [Partition(order, number) for number in range(8)], range(8)
         n_start, ticks = n_calls(lambda: [part.tick_of(part.n_rows // 8) for part in parts])
         w = parts[0].window_ticks
         placement = Placement(parts, ticks, lambda lane, start, stop: np.arange(start, stop) * 8 + lane, 4)
@@ -402,11 +405,11 @@ def test_mixing_is_what_the_formula_says(n, n_layers, tokens, group, n_partition
     for number in np.linspace(0.25, 0.75, 16):
         at = int(n_batches * number) * share
         met = []
-        for part in map(order.partition, range(n_partitions)):
+        for part in map(partial(Partition, order), range(n_partitions)):
             emitted = part.rows(at, at + share)
             met.append(blocks.places(emitted.block).first + emitted.cell // tokens)
         found.append(len(np.unique(np.concatenate(met))))
-    mixing = order.mixing(batch)
+    mixing = predict_mixing(order, batch)
     assert mixing.distinct_examples == pytest.approx(np.mean(found), rel=0.02)
     assert mixing.independent_draws <= mixing.distinct_examples * 1.03
     assert mixing.variance_inflation(0.5) > 1
@@ -416,7 +419,7 @@ def test_mixing_is_what_the_formula_says(n, n_layers, tokens, group, n_partition
 def test_batching(n_rows: int, world: int, per_rank: int, drop_last: bool):
     batching = Batching(n_rows, world * per_rank, drop_last, world)
     seen: list[int] = []
-    for batch in range(len(batching)):
+    for batch in range(batching.n_batches):
         ranges = [batching.rows_of_rank(batch, rank) for rank in range(world)]
         assert len({stop - start for start, stop in ranges}) == 1
         seen += [row for start, stop in ranges for row in range(start, stop) if row < n_rows]

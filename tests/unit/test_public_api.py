@@ -43,14 +43,13 @@ PUBLIC = {
         "Loader",
         "Medium",
         "ReadArguments",
-        "RingMemory",
         "RowNumbers",
         "ScatteredReads",
         "ShuffleArguments",
         "WINDOW_BYTES",
         "medium_of",
-        "n_cpus",
         "open_for_training",
+        "options_class",
         "stored_scale",
     ],
     "saev_store.order": [
@@ -62,6 +61,7 @@ PUBLIC = {
         "Placement",
         "ShuffledOrder",
         "derive",
+        "predict_mixing",
         "shuffled",
     ],
     "saev_store.torch": [

@@ -267,10 +267,21 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path):
     store.to_kerchunk(tmp_path / "r.parq", format="parquet")
 
 
+def test_an_icechunk_repository_is_not_overwritten(tmp_path: Path):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    store = small_store(tmp_path)
+    store.to_icechunk(tmp_path / "repository")
+    before = {path: path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()}
+    with pytest.raises(StoreExistsError, match="already exists"):
+        store.to_icechunk(tmp_path / "repository")
+    assert {path: path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()} == before
+
+
 def test_many_references_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = small_store(tmp_path)
     monkeypatch.setattr(_references, "MANY_REFERENCES", 7)
-    with pytest.warns(SaevStoreWarning, match="parquet"):
+    with pytest.warns(SaevStoreWarning, match="larger chunks make fewer"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
 
 

@@ -23,10 +23,11 @@ from waiting import HANG_S
 from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, LayerNotFoundError, NotFoundError
-from saev_store.transport import MemoryTransport
+from saev_store.transport import MemoryTransport, open_transport
 
 xr = pytest.importorskip("xarray")
-pytest.importorskip("dask")
+dask = pytest.importorskip("dask")
+pytest.importorskip("dask.array")
 from saev_store.xarray import SaevBackend  # needs xarray
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,7 @@ def test_labels_meet_activations_by_token(folder: Path, plain: PlainStore):
 @pytest.mark.usefixtures("_installed")
 def test_the_engine_is_found_by_name_and_by_folder(folder: Path, plain: PlainStore):
     assert "saev" in xr.backends.list_engines()
-    for where in (folder, str(folder)):
+    for where in (folder, str(folder), f"file://{folder}", ShardStore.open(folder)):
         for options in ({"engine": "saev"}, {}):
             with xr.open_dataset(where, **options) as dataset:
                 assert dataset.activations.values.tobytes() == plain.dense.tobytes()
@@ -132,7 +133,9 @@ def test_guessing_takes_stores_and_nothing_else(folder: Path, tmp_path: Path):
     backend = SaevBackend()
     assert backend.guess_can_open(folder)
     assert backend.guess_can_open(f"{folder}/")
-    for other in (tmp_path, folder / "metadata.json", tmp_path / "nothing", "s3://bucket/store", b"bytes", 3, object()):
+    assert backend.guess_can_open(f"file://{folder}")
+    others = (tmp_path, folder / "metadata.json", tmp_path / "nothing", "s3://bucket/store", b"bytes", 3, object(), "")
+    for other in (*others, f"file://{tmp_path}", f"simplecache::file://{folder}"):
         assert not backend.guess_can_open(other), other
 
 
@@ -192,26 +195,47 @@ def test_every_way_to_index_equals_dense(key: str, *, far: bool, chunks: object,
     assert dataset.labels.isel(chosen).values.tobytes() == labels.isel(chosen).values.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("labels", "key"),
-    [
-        ({"layer": 5, "token": -1}, np.s_[:, 1, 0]),
-        ({"layer": [11, 2]}, np.s_[:, [2, 0]]),
-        ({"layer": 11, "token": slice(1, 2)}, np.s_[:, 2, 2:4]),
-    ],
-    ids=str,
-)
-def test_a_selection_costs_what_the_store_reads(labels: dict[str, object], key: object, plain: PlainStore):
-    transport = CountingTransport(LatencyTransport(MemoryTransport(plain.files, label=plain.name), 0.0, 1e12))
+#: Labels for `sel` -> the same selection of `store[...]`, by position.
+SELECTIONS = {
+    "one vector": ({"example": 4, "layer": 5, "token": -1}, np.s_[4, 1, 0]),
+    "one example": ({"example": 4}, np.s_[4]),
+    "one layer": ({"layer": 5}, np.s_[:, 1]),
+    "CLS of one layer": ({"layer": 5, "token": -1}, np.s_[:, 1, 0]),
+    "content tokens": ({"token": slice(0, None)}, np.s_[:, :, 1:]),
+    "two layers, reversed": ({"layer": [11, 2]}, np.s_[:, [2, 0]]),
+    "some tokens of one layer": ({"layer": 11, "token": slice(1, 2)}, np.s_[:, 2, 2:4]),
+    "a range of examples": ({"example": slice(2, 5)}, np.s_[2:6]),
+    "scattered examples": ({"example": [6, 0, 3], "layer": [2]}, np.s_[[6, 0, 3], 0:1]),
+    "every second example": ({"example": slice(None, None, 2), "layer": 2}, np.s_[::2, 0]),
+    "points": (
+        {"example": xr.DataArray([6, 0, 3], dims="p"), "layer": xr.DataArray([2, 11, 5], dims="p")},
+        np.s_[[6, 0, 3], [0, 2, 1]],
+    ),
+    "everything": ({}, np.s_[:]),
+}
+
+
+@pytest.mark.parametrize("place", ["far", "mmap", "pread"])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection_costs_what_the_store_reads(name: str, place: str, plain: PlainStore, folder: Path):
+    if place == "far":
+        inner = LatencyTransport(MemoryTransport(plain.files, label=plain.name), 0.0, 1e12)
+    else:
+        inner = open_transport(folder, engine=place)
+    transport = CountingTransport(inner)
     store = ShardStore.open(transport)
     dataset = store.as_xarray()
-    dataset.activations[::3, 0, 0].values  # noqa: B018  # the size of each shard is requested once
+    labels, key = SELECTIONS[name]
+    store[::3, 0, 0]  # the size of each shard is requested once, and it is mapped once
     costs: list[tuple[int, int]] = []
+    values: list[bytes] = []
     for read in (lambda: dataset.activations.sel(labels).values, lambda: store[key]):
         transport.reset()
-        read()
+        values.append(read().tobytes())
         costs.append((transport.counters.requests, transport.counters.bytes_read))
+    assert values[0] == values[1] == plain.dense[key].tobytes()
     assert costs[0] == costs[1]
+    assert costs[0][1] > 0 or place == "mmap"
 
 
 def test_loading_without_waiting_in_the_loop(folder: Path, plain: PlainStore):
@@ -240,14 +264,45 @@ def test_opening_and_loading_takes_the_output_and_no_more(chunks: object, tmp_pa
     assert peak <= 1.1 * found.nbytes
 
 
+def test_dask_alone_copies_what_it_computes(tmp_path: Path):
+    """`.values` of tasks takes what dask takes for blocks of NumPy: `compute` keeps all blocks while it joins them."""
+    plain = plain_store(Layout(550, tuple(range(3)), 15, True, 320, 100))
+    dataset = ShardStore.open(plain.write(tmp_path)).as_xarray(chunks={"example": 20})
+    ones = dask.array.ones(dataset.activations.shape, chunks=dataset.activations.chunks, dtype=np.float32) * 2
+    peaks: list[int] = []
+    with dask.config.set(scheduler="synchronous"):
+        dataset.activations[:1].values  # noqa: B018  # imports
+        for read in (ones.compute, lambda: dataset.activations.values):
+            tracemalloc.start()
+            try:
+                read()
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+    assert peaks[1] <= peaks[0] + 0.1 * plain.dense.nbytes
+
+
 @pytest.mark.parametrize("chunks", [None, {}], ids=["lazy", "tasks"])
-def test_datasets_are_written_to_netcdf(chunks: object, plain: PlainStore, folder: Path, tmp_path: Path):
-    pytest.importorskip("scipy")
-    ShardStore.open(folder).as_xarray(chunks=chunks).to_netcdf(tmp_path / "x.nc", engine="scipy")
-    with xr.open_dataset(tmp_path / "x.nc", engine="scipy") as again:
+@pytest.mark.parametrize("format", ["netCDF", "Zarr"])
+def test_datasets_are_written_and_read_back(
+    format: str, chunks: object, plain: PlainStore, folder: Path, tmp_path: Path
+):
+    store = ShardStore.open(folder)
+    dataset = store.as_xarray(chunks=chunks)
+    if format == "netCDF":
+        pytest.importorskip("scipy")
+        dataset.to_netcdf(tmp_path / "x.nc", engine="scipy")
+        again = xr.open_dataset(tmp_path / "x.nc", engine="scipy")
+    else:
+        dataset.to_zarr(tmp_path / "x.zarr", consolidated=False)
+        again = xr.open_zarr(tmp_path / "x.zarr", consolidated=False)
+    with again:
         assert again.activations.values.astype("<f4").tobytes() == plain.dense.tobytes()
         np.testing.assert_array_equal(again.labels.values, plain.labels)
-        assert json.loads(again.attrs["data"]) == ShardStore.open(folder).metadata.data
+        for name in ("example", "layer", "token", "content_token"):
+            np.testing.assert_array_equal(again[name].values, dataset[name].values)
+        assert dict(again.attrs) == dict(dataset.attrs)
+        assert json.loads(again.attrs["data"]) == store.metadata.data
 
 
 def test_tasks_are_written_to_zarr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -329,4 +384,4 @@ def test_what_is_not_installed_is_named(missing: str, call: str, folder: Path):
     )
     command = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert done.stdout == f"as_{missing}: {missing} is not installed. pip install 'saev_store[xarray]'\n"
+    assert done.stdout == f"as_{missing}: {missing} is not installed. Run: pip install 'saev-store[xarray]'.\n"

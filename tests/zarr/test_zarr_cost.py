@@ -20,7 +20,7 @@ from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
 from saev_store.transport import Counters, MemoryTransport, Transport
-from saev_store.zarr import TensorKeys, ZarrView
+from saev_store.zarr import ZarrView
 
 CAN_READ_SHARDS = hasattr(Store, "get_ranges")
 if_shards = pytest.mark.skipif(not CAN_READ_SHARDS, reason="zarr >= 3.3 reads parts of shards together")
@@ -208,8 +208,7 @@ def test_seven_million_chunks_open_without_a_list():
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert isinstance(view.keys, TensorKeys)
-    assert view.keys.n_chunks == 7_200_000
+    assert "7,200,000 chunks" in repr(view)
     assert peak < 5 << 20
     raw = view.get_sync("zarr.json")
     assert raw is not None

@@ -75,6 +75,9 @@ class WritableView(ZarrView):
     async def set(self, key: str, value: Buffer) -> None:
         self.keys.add(key, value.to_bytes())
 
+    def __repr__(self) -> str:
+        return f"WritableView({str(self)!r})"
+
 
 def made(kind: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
     name = f"{next(_names)}"
@@ -129,7 +132,7 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
 
     async def get(self, store: WritableView, key: str) -> Buffer:
         extent = store.keys.extents[key]
-        data = store._transport.read(BLOB)[extent.start : extent.end]
+        data = store.keys.transport.read(BLOB)[extent.start : extent.end]
         return self.buffer_cls.from_bytes(data + bytes(extent.nbytes - len(data)))
 
     @pytest.fixture(params=TRANSPORTS)
@@ -146,7 +149,7 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
         return self.store_cls(**store_kwargs)
 
     def test_store_repr(self, store: WritableView) -> None:
-        assert store._transport.url in repr(store)
+        assert store.keys.transport.url in repr(store)
 
     def test_store_supports_writes(self, store: WritableView) -> None:
         assert not store.supports_writes
@@ -162,7 +165,6 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
 
     async def test_store_open_read_only(self, open_kwargs: dict[str, Any]) -> None:
         store = await ZarrView.open(open_kwargs["transport"], open_kwargs["keys"])
-        assert store._is_open
         assert store.read_only
 
     async def test_serializable_store(self, store: WritableView) -> None:

@@ -1,9 +1,8 @@
-"""Building `index.sqlite` from scanned tars: the tables and indices that Energon 7.4 makes."""
+"""Builds `index.sqlite` from scanned tars: the tables and indices of Energon 7.4."""
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator
@@ -36,12 +35,17 @@ _NAMESPACE = uuid.UUID("d0a3a1d8-8e6a-5b0f-9e6e-3f2f4a4c9b10")
 
 
 def build_index(path: str, shards: Iterable[ScannedShard], *, where: str) -> str:
-    """Write a database to a fresh file of this machine; returns the UUID of its content (the same content has the same)."""
+    """Write a database to an empty file of this machine, and return the UUID of its content.
+
+    Raises:
+        DocumentError: two samples share a key.
+        TransportError: the database cannot be written.
+    """
     hasher = xxhash.xxh3_128()
     db: sqlite3.Connection | None = None
     try:
         db = sqlite3.connect(path, isolation_level=None)
-        # It is a fresh file: if this fails it is made again.
+        # No journal and no syncs: after a failure the file is deleted.
         db.execute("PRAGMA journal_mode = OFF").close()
         db.execute("PRAGMA synchronous = OFF").close()
         for statement in _TABLES:
@@ -64,11 +68,6 @@ def build_index(path: str, shards: Iterable[ScannedShard], *, where: str) -> str
     finally:
         if db is not None:
             db.close()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return str(uuid.uuid5(_NAMESPACE, hasher.hexdigest()))
 
 
@@ -84,7 +83,7 @@ def _part_rows(shard_id: int, scanned: ScannedShard) -> Iterator[tuple[int, int,
 
 
 def _duplicate(db: sqlite3.Connection, shard_id: int, scanned: ScannedShard, where: str) -> DocumentError:
-    """Which key stands twice, and where: perhaps in the same tar, with other samples between."""
+    """The error for a key that two samples share, in this tar or in an earlier one."""
     db.execute("DELETE FROM samples WHERE tar_file_id = ?", (shard_id,))
     seen: dict[str, int] = {}
     message = f"{brief(scanned.shard)} has a key twice"

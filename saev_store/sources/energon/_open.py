@@ -1,4 +1,4 @@
-"""Opens the documents of a data set, and its database, which has to be a file on this machine."""
+"""Reads the documents of a data set, and opens its database, which must be a file on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from saev_store.errors import DocumentError, NotFoundError
 from saev_store.problems import Problem
-from saev_store.sources._files import download
+from saev_store.sources._files import chunks
 from saev_store.sources.address import full_url
 from saev_store.sources.energon._yaml import MAX_NBYTES
 from saev_store.sources.energon.index_sqlite import MAGIC, SqliteIndex
@@ -27,13 +27,13 @@ from saev_store.sources.energon.nvmeta import (
 from saev_store.transport import Transport
 from saev_store.transport.checks import os_errors
 
-#: The largest database that is fetched from elsewhere.
+#: Size limit of a remote database.
 MAX_INDEX_NBYTES = 16 << 30
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents in `.nv-meta`, read; `problems` is what is odd about them."""
+    """The documents in `.nv-meta`; `problems` are warnings about them."""
 
     info: Info
     splits: Splits
@@ -42,7 +42,12 @@ class Documents:
 
 
 def read_documents(transport: Transport) -> Documents:
-    """The documents in `.nv-meta`."""
+    """Read the documents in `.nv-meta`.
+
+    Raises:
+        NotFoundError: the folder was not prepared.
+        DocumentError: a document breaks a rule.
+    """
     found = _first(transport, INFO_JSON, INFO_YAML)
     if found is None:
         raise NotFoundError(
@@ -74,7 +79,7 @@ def _first(transport: Transport, *paths: str, max_bytes: int = MAX_DOCUMENT_NBYT
 
 
 def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> SqliteIndex | None:
-    """The database of a data set, None without one; from elsewhere it is fetched whole, to a temporary file."""
+    """Open the database of a data set, None without one; a remote one is fetched whole, to a temporary file."""
     where = full_url(transport, INDEX_SQLITE)
     try:
         nbytes = transport.size(INDEX_SQLITE)
@@ -91,7 +96,9 @@ def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> S
         descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            download(transport, INDEX_SQLITE, nbytes, file)
+            for chunk in chunks(transport, INDEX_SQLITE, nbytes):
+                with os_errors(path, "write"):
+                    file.write(chunk)
         index = SqliteIndex(path, where=where)
     except BaseException:
         os.unlink(path)

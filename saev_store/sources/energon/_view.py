@@ -1,4 +1,4 @@
-"""Positions of samples in a choice of shards, with some left out: pure arithmetic."""
+"""Positions of samples in some shards, without excluded samples. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from saev_store.core.layout import IntArray
 
 
 class View:
-    """Which samples a source has, in order: those of some shards, without some.
+    """The samples of a source in order: those of some shards, without excluded ones.
 
     Args:
-        shard_ids: Which shards, in order; a shard may come twice.
-        counts: Samples in each.
-        left_out: (shard, sample_index) of samples that are left out.
+        shard_ids: The shards in order; a shard may occur twice.
+        counts: Number of samples in each.
+        left_out: (shard, sample_index) of excluded samples.
 
     >>> view = View([4, 2], [3, 2], [(4, 1)])
     >>> len(view), view.places([0, 1, 2, 3]), view.position(2, 0)
@@ -50,7 +50,7 @@ class View:
         return list(zip(self.shard_ids[slots].tolist(), (raw - starts).tolist(), strict=True))
 
     def position(self, shard: int, sample_index: int) -> int | None:
-        """Where a sample is; None if it is not in this view."""
+        """The position of a sample; None if it is not in this view."""
         for slot in self._slots.get(shard, ()):
             raw = self._start(slot) + sample_index
             if raw >= self._ends[slot]:

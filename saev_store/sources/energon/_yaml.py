@@ -1,4 +1,4 @@
-"""Reading untrusted YAML: bounded size, depth and references, plain types only, `DocumentError` for everything else."""
+"""Reads untrusted YAML: bounded size, depth and references, plain types only, `DocumentError` for everything else."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import yaml
 from saev_store.errors import DocumentError, SaevStoreError, UnsafeContentError, brief
 from saev_store.problems import Problem
 
-#: Shards that count up share one line, so that documents stay small.
+#: Consecutive shards share one line, so documents are small.
 MAX_NBYTES = 1 << 20
 MAX_DEPTH = 32
-#: Values in a document, those that references repeat counted each time.
+#: Limit of the values in a document; values that references repeat are counted each time.
 MAX_NODES = 1_000_000
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 _BASE = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-#: Without numbers in base 60 (`1:30`), which take quadratic time: they are text.
+#: Without numbers in base 60 (`1:30`), which take quadratic time to read: they are text.
 _NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[0-1_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
     "tag:yaml.org,2002:float": re.compile(
@@ -31,7 +31,7 @@ _NUMBERS = {
 
 
 class _Loader(_BASE):
-    """The safe loader without dates and numbers in base 60; a key that stands twice in a mapping is an error."""
+    """The safe loader without dates and numbers in base 60; a repeated key in a mapping is an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it without ClassVar
         first: [(tag, _NUMBERS.get(tag, pattern)) for tag, pattern in found if tag in _PLAIN_TAGS]
@@ -40,7 +40,7 @@ class _Loader(_BASE):
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
-    if ":" in node.value:  # behind an explicit tag
+    if ":" in node.value:  # with an explicit tag
         raise yaml.constructor.ConstructorError(None, None, "a number in base 60 is not read", node.start_mark)
     if node.tag.endswith(":int"):
         return loader.construct_yaml_int(node)
@@ -70,7 +70,12 @@ for _tag in _NUMBERS:
 
 
 def loads(raw: bytes, *, where: str) -> object:
-    """The plain Python objects that a YAML document stands for: dict, list, str, int, float, bool, None."""
+    """The plain Python objects of a YAML document: dict, list, str, int, float, bool, None.
+
+    Raises:
+        UnsafeContentError: the document has tags other than those of plain types.
+        DocumentError: it is not YAML, is larger or deeper than such a document is, or repeats a key.
+    """
     if len(raw) > MAX_NBYTES:
         raise _error(f"it has {len(raw):,} bytes; such a document has at most {MAX_NBYTES:,}", where)
     try:
@@ -105,7 +110,7 @@ def dumps(value: object) -> bytes:
 
 
 def _measure(text: str, where: str) -> None:
-    """Look at the events only, which takes no recursion: depth, tags, and how much there is once references are followed."""
+    """Check depth, tags and number of values on the parser's events, without recursion; references count in full."""
     open_counts: list[int] = [0]
     open_anchors: list[str | None] = [None]
     anchored: dict[str, int] = {}
@@ -114,7 +119,7 @@ def _measure(text: str, where: str) -> None:
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in _PLAIN_TAGS:
             raise UnsafeContentError(
-                f"line {event.start_mark.line + 1} has the tag {brief(tag)}; tags make objects, and data make none",
+                f"line {event.start_mark.line + 1} has the tag {brief(tag)}; tags create objects, and the document must be plain data",
                 where=where,
                 remedy="Remove the tag.",
             )
@@ -138,7 +143,7 @@ def _measure(text: str, where: str) -> None:
             anchored[anchor] = count
         open_counts[-1] += count
         if open_counts[-1] > MAX_NODES:
-            raise _error(f"it stands for more than {MAX_NODES:,} values", where)
+            raise _error(f"it has more than {MAX_NODES:,} values", where)
 
 
 def _error(message: str, where: str) -> DocumentError:

@@ -1,10 +1,12 @@
-"""Validation of an Energon data set: documents against index, index against tars."""
+"""Validates an Energon data set: documents against index, index against tars."""
 
 from __future__ import annotations
 
 import os
 import time
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from saev_store._runtime.progress import Progress
 from saev_store.errors import CorruptShardError, DeadlineError, DocumentError, NotFoundError, SaevStoreError, brief
@@ -16,18 +18,21 @@ from saev_store.sources.energon.tar_scan import BLOCK, Scan
 from saev_store.validation import Report
 
 if TYPE_CHECKING:
-    from saev_store.core.layout import IntArray
     from saev_store.sources.energon.reader import EnergonDataset
 
-#: On opening, an index with fewer rows is checked whole, a larger one where it is used.
+#: On opening, an index with fewer rows is checked whole; a larger one is checked where it is used.
 EAGER_ROWS = 200_000
-#: On opening, at most so many local shards are checked.
+#: Limit of the local shards that are checked on opening.
 _EAGER_SHARDS = 1024
 _MAX_TAR_NBYTES = 2**62
 
 
 def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem, ...]:
-    """What a quick look finds: counts, small indices whole, and the sizes of local tars."""
+    """Check counts, small indices whole, and the sizes of local tars.
+
+    Raises:
+        DocumentError, CorruptShardError: the first error, unless `damaged_ok`.
+    """
     problems: list[Problem] = []
     index, info = dataset.places.index, dataset.documents.info
     local = dataset.transport.is_local
@@ -54,7 +59,7 @@ def check_on_open(dataset: EnergonDataset, *, damaged_ok: bool) -> tuple[Problem
 
 
 def _links_outside(dataset: EnergonDataset) -> list[Problem]:
-    """Files of the data set that are links to other folders: they are read, and reported."""
+    """Report files of the data set that are links to other folders; they are read all the same."""
     transport = dataset.transport
     if transport.local_path is None:
         return []
@@ -63,13 +68,13 @@ def _links_outside(dataset: EnergonDataset) -> list[Problem]:
     for name in (INFO_JSON, INDEX_SQLITE, SPLIT_YAML, DATASET_YAML, *dataset.documents.info.shards):
         target = os.path.realpath(f"{transport.local_path}/{name}")
         if not target.startswith(root):
-            message = f"{name} is, or lies behind, a symbolic link to {target}"
+            message = f"{name} is, or is behind, a symbolic link to {target}"
             problems.append(Problem("symlink_outside", message, full_url(transport, name), severity="info"))
     return problems
 
 
 def _counts(dataset: EnergonDataset, index: SqliteIndex, *, whole: bool) -> list[Problem]:
-    """Whether the index has as many samples in each shard as `.info.json` says."""
+    """Compare the number of samples of each shard in the index with `.info.json`."""
     info = dataset.documents.info
     problems: list[Problem] = []
     shards = range(len(info.shards))
@@ -93,7 +98,7 @@ def _counts(dataset: EnergonDataset, index: SqliteIndex, *, whole: bool) -> list
 
 
 def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_idx: bool = False) -> list[Problem]:
-    """One shard: is it there, is it long enough, does its index end where its samples do."""
+    """Check that a shard exists, is long enough, and ends where its index does."""
     info, places = dataset.documents.info, dataset.places
     name, n_samples = info.shards[shard], int(info.counts[shard])
     where = full_url(dataset.transport, name)
@@ -107,7 +112,10 @@ def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_
         elif sizes and (places.index is None or not places.index.has_parts):
             offsets = places.offsets(shard)
         if tar_idx:
-            _compare_tar_idx(dataset, shard, offsets)
+            found = places.offsets(shard)
+            if offsets is not None and not np.array_equal(found, offsets):
+                path = full_url(dataset.transport, idx_path(name))
+                raise CorruptShardError("it has other offsets than index.sqlite: one of them is stale", where=path)
         if sizes and offsets is not None and nbytes > offsets[-1]:
             end = int(offsets[-1])
             (block,) = dataset.transport.get_ranges(name, starts=[end], ends=[min(end + BLOCK, nbytes)])
@@ -121,13 +129,6 @@ def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_
         kind = "index_sqlite" if isinstance(error, DocumentError) else error.kind
         return [Problem(kind, error.message, error.where or where, lost=lost)]
     return []
-
-
-def _compare_tar_idx(dataset: EnergonDataset, shard: int, offsets: IntArray | None) -> None:
-    found = dataset.places.offsets(shard)
-    if offsets is not None and found.tolist() != offsets.tolist():
-        path = full_url(dataset.transport, idx_path(dataset.documents.info.shards[shard]))
-        raise CorruptShardError("it has other offsets than index.sqlite: one of them is stale", where=path)
 
 
 def _lost(dataset: EnergonDataset, shard: int) -> tuple[tuple[int, int], ...]:
@@ -157,23 +158,21 @@ def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> R
 
 
 def _headers(dataset: EnergonDataset, shard: int) -> list[Problem]:
-    """Go through a tar, and compare every sample and part with the index."""
+    """Compare every sample and part of a tar with the index."""
     name = dataset.documents.info.shards[shard]
     where = full_url(dataset.transport, name)
     n_samples, position = int(dataset.documents.info.counts[shard]), 0
     problems: list[Problem] = []
     try:
         scan = Scan.of(dataset.transport, name, where=where)
-        for position, sample in enumerate(scan.samples()):
+        for position, (key, offset, nbytes, parts) in enumerate(scan.samples()):
             if position >= n_samples:
                 raise CorruptShardError(f"the tar has more than the {n_samples:,} samples of the index", where=where)
             place = dataset.places.run(shard, position, position + 1)[0]
-            parts = None if place.parts is None else [(part.name, part.offset, part.nbytes) for part in place.parts]
-            same = (place.offset, place.nbytes) == (sample.offset, sample.nbytes)
-            if not same or place.key not in {None, sample.key} or parts not in (None, sample.parts):
-                raise CorruptShardError(
-                    f"sample {position} ({brief(sample.key)}) is not what the index says", where=where
-                )
+            listed = None if place.parts is None else [(part.name, part.offset, part.nbytes) for part in place.parts]
+            same = (place.offset, place.nbytes) == (offset, nbytes) and place.key in {None, key}
+            if not same or listed not in (None, parts):
+                raise CorruptShardError(f"sample {position} ({brief(key)}) is not what the index says", where=where)
         if n_samples and position + 1 != n_samples:
             raise CorruptShardError(f"the tar has {position + 1:,} samples, the index {n_samples:,}", where=where)
         problems += [Problem("odd_tar", oddity, where, severity="warning") for oddity in scan.oddities]

@@ -1,22 +1,32 @@
-"""From parts to fields: `image: jpg,png`, `caption: json[caption]`, and what a part decodes to. Pure but for images."""
+"""Decodes parts, and finds the fields of a sample in them: `image: jpg,png`, `caption: json[caption]`."""
 
+# msgpack has no stubs.
+# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import Literal, NoReturn, cast
 
 import numpy as np
 
 from saev_store.documents import parse_json
-from saev_store.errors import DocumentError, SaevStoreError, brief
+from saev_store.errors import DocumentError, MissingDependencyError, SaevStoreError, brief
 from saev_store.problems import Problem
-from saev_store.sources.energon._images import FORMATS, Images, decode_image
 from saev_store.sources.energon._yaml import as_list, as_mapping
 
+#: An image decodes to uint8 (height, width, 3), to float32 (3, height, width) from 0 to 1 as in Energon, or stays bytes.
+Images = Literal["rgb8", "torchrgb", "bytes"]
+#: Limit of the pixels of one image, compared before it is decoded.
+_MAX_PIXELS = 1 << 28
+#: Pillow's decoders by ending; none of them starts a program (as EPS does) or reads other files.
+_FORMATS = {
+    "jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "png": "PNG", "apng": "PNG", "webp": "WEBP", "gif": "GIF",
+    "bmp": "BMP", "tif": "TIFF", "tiff": "TIFF", "jp2": "JPEG2000", "j2k": "JPEG2000", "jpx": "JPEG2000", "ppm": "PPM",
+    "pgm": "PPM", "pbm": "PPM", "pnm": "PPM", "tga": "TGA", "ico": "ICO",
+}  # fmt: skip
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
 MAX_JSON_NBYTES = 256 << 20
 _MAX_INTEGER_NBYTES = 256
@@ -29,7 +39,7 @@ _MSGPACK = {"mp", "msg"}
 
 @dataclass(frozen=True, slots=True)
 class FieldPath:
-    """Where a field comes from: alternatives, each a part and the keys to follow inside it.
+    """The origin of a field: alternatives, each a part and the keys to follow inside it.
 
     >>> FieldPath.parse("json[caption][0],txt", where="field_map").options
     (('json', ('caption', '0')), ('txt', ()))
@@ -54,11 +64,6 @@ class FieldPath:
             options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
         return cls(tuple(options))
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts it may need."""
-        return tuple(part for part, _ in self.options)
-
 
 def parse_field_map(value: object, *, where: str) -> dict[str, FieldPath]:
     """The field map of a `dataset.yaml`.
@@ -73,7 +78,7 @@ def parse_field_map(value: object, *, where: str) -> dict[str, FieldPath]:
 
 
 def resolve(path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8") -> object:
-    """The value of a field: of the first alternative that the sample has.
+    """The value of a field: that of the first alternative that the sample has.
 
     Raises:
         DocumentError: the sample has none of them, or a part does not decode.
@@ -105,10 +110,10 @@ def _follow(value: object, keys: tuple[str, ...]) -> object:
 
 
 def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> object:
-    """What a part holds, by the last ending of its name; bytes where no safe decoder is known.
+    """The value of a part, decoded by the last ending of its name; bytes where no safe decoder is known.
 
-    Text, JSON, numbers, `.npy` and `.npz` (never with objects), MessagePack and images are decoded. Pickles (`.pyd`,
-    `.pkl`, `.pth`) and everything else stay bytes: nothing in a data set is ever executed.
+    Text, JSON, numbers, `.npy` (never with objects), MessagePack and images are decoded. Pickles (`.pyd`, `.pkl`, `.pth`)
+    and everything else stay bytes: nothing in a data set is executed.
 
     Raises:
         DocumentError: it does not decode.
@@ -129,10 +134,12 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
             return _npy(raw)
         if kind in _MSGPACK:
             return _msgpack(raw)
-        if images != "bytes" and kind in FORMATS:
-            return decode_image(raw, where=where, images=images)
-    except SaevStoreError as error:
-        _refuse(part, error.message, where) if isinstance(error, DocumentError) else _raise(error)
+        if images != "bytes" and kind in _FORMATS:
+            return _image(raw, where=where, images=images)
+    except DocumentError as error:
+        _refuse(part, error.message, where)
+    except SaevStoreError:  # some are ValueErrors
+        raise
     except (ValueError, OverflowError, EOFError, RecursionError, KeyError, TypeError, OSError) as error:
         _refuse(part, str(error) or type(error).__name__, where)
     return raw
@@ -149,7 +156,7 @@ def _npy(raw: bytes) -> object:
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(stream, max_header_size=10_000)
-    # Before anything is allocated: a wrong shape must not cost memory.
+    # Checked before memory is allocated for it.
     nbytes = int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
     if dtype.hasobject or nbytes != len(raw) - stream.tell():
         raise ValueError(f"the array is {dtype} of shape {shape}, but {len(raw) - stream.tell():,} bytes follow")
@@ -160,28 +167,40 @@ def _msgpack(raw: bytes) -> object:
     try:
         import msgpack
     except ImportError as error:
-        from saev_store.errors import MissingDependencyError
-
         raise MissingDependencyError(
             "a MessagePack part needs msgpack", remedy='Run: pip install "saev-store[energon]"'
         ) from error
     return cast("object", msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType))  # pyright: ignore[reportUnknownMemberType]  # the stubs
 
 
-def printable(value: object) -> str:
-    """A field as one line of text, for the command line."""
-    if isinstance(value, np.ndarray):
-        array = cast("np.ndarray", value)
-        return f"{array.dtype} {array.shape}"
-    if isinstance(value, bytes):
-        return f"{len(value):,} bytes"
-    return brief(json.dumps(value, ensure_ascii=False, default=str)) if not isinstance(value, str) else brief(value)
+def _image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
+    """An image as RGB: uint8 (height, width, 3) for `"rgb8"`, float32 (3, height, width) in 0 to 1 for `"torchrgb"`."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingDependencyError(
+            "an image needs Pillow",
+            where=where,
+            remedy="""Run: pip install "saev-store[energon]", or pass images="bytes".""",
+        ) from error
+    try:
+        # The content decides, not the name.
+        with Image.open(io.BytesIO(raw), formats=sorted(set(_FORMATS.values()))) as image:
+            if image.width * image.height > _MAX_PIXELS:
+                raise DocumentError(
+                    f"the image has {image.width} x {image.height} pixels; at most {_MAX_PIXELS:,} are decoded"
+                )
+            rgb = np.asarray(image.convert("RGB"))
+    except DocumentError:
+        raise
+    except Exception as error:
+        # Pillow's plug-ins raise many kinds of errors for damaged files.
+        raise DocumentError(f"it is no image that can be decoded: {str(error) or type(error).__name__}") from None
+    if images == "torchrgb":
+        return np.ascontiguousarray(rgb.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+    return rgb
 
 
 def _refuse(part: str, message: str, where: str) -> NoReturn:
     text = f"part {brief(part)} does not decode: {message}"
     raise DocumentError(text, where=where, problems=[Problem("bad_part", text, where)]) from None
-
-
-def _raise(error: SaevStoreError) -> NoReturn:
-    raise error

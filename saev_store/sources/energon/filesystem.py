@@ -1,35 +1,36 @@
 """`energon://`: the parts of a data set as files that any tool can open by name, through fsspec."""
 
+# fsspec has no stubs.
+# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from saev_store.errors import NotFoundError, ReadOnlyError
-from saev_store.sources.energon.keys import split_name
+from saev_store.sources.energon.keys import join_name, split_name
 from saev_store.sources.energon.reader import EnergonDataset
-from saev_store.sources.energon.tree import Node, children, node
 
 _HERE = {None, "file", "local"}
 
 
 class EnergonFileSystem(AbstractFileSystem):
-    """Read-only: `doc/000.img1.jpg` is part `img1.jpg` of sample `doc/000`.
+    """A read-only file system: `doc/000.img1.jpg` is part `img1.jpg` of sample `doc/000`.
 
-    `fsspec.open("energon://doc/000.json::s3://bucket/dataset")` opens a part; pandas, Pillow and others take such
-    addresses where they take fsspec's. The protocol is known wherever this package is installed.
+    `fsspec.open("energon://doc/000.json::s3://bucket/dataset")` opens a part, and so does every tool that takes addresses
+    of fsspec. fsspec knows the protocol where this package is installed.
 
     Args:
         fo: The data set's folder.
-        target_protocol: Of that folder's file system.
-        target_options: For that file system.
-        dataset: An opened data set, instead of the three; its splits do not matter here.
+        target_protocol: Protocol of that folder's file system.
+        target_options: Options of that file system.
+        dataset: An opened data set, instead of the three; splits are ignored.
     """
 
     protocol = "energon"
-    #: fsspec must not keep an instance beyond its use: after a new preparation, its index would be stale.
+    #: fsspec must not keep instances: after a new preparation, their index is stale.
     cachable = False
     root_marker = ""
 
@@ -56,15 +57,40 @@ class EnergonFileSystem(AbstractFileSystem):
         return path.removeprefix("energon://").strip("/")
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What lies directly in a folder, or the file itself."""
+        """The entries of a folder, its folders first, or the file itself; sorted as UTF-8."""
         path = self._strip_protocol(path)
-        found = node(self.dataset, path)
-        shown = [_entry(each) for each in (children(self.dataset, path) if found.is_dir else [found])]
-        return shown if detail else [each["name"] for each in shown]
+        entry = self.info(path)
+        entries = list(self.entries(path)) if entry["type"] == "directory" else [entry]
+        return entries if detail else [each["name"] for each in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size and type of a file or folder."""
-        return _entry(node(self.dataset, self._strip_protocol(path)))
+        path = self._strip_protocol(path)
+        found = split_name(path)
+        if found is not None and len(self.dataset.places.find(found[0])) == 1:
+            for part in self.dataset.parts(found[0]):
+                if part.name == found[1]:
+                    return {"name": path, "size": part.nbytes, "type": "file"}
+        index = self.dataset.places.index
+        if not path or (index is not None and index.has_folder(path)):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
+
+    def entries(self, folder: str) -> Iterator[dict[str, Any]]:
+        """The entries of a folder one by one, as `ls` returns them."""
+        index = self.dataset.places.index
+        if index is None:
+            raise NotFoundError(
+                "it cannot be listed: it has no index.sqlite",
+                where=self.dataset.url,
+                remedy="Run `saev-store prepare --overwrite`.",
+            )
+        for name in index.folders(folder):
+            yield {"name": name, "size": 0, "type": "directory"}
+        after = ""
+        while rows := index.files(folder, after=after):
+            for after, part, nbytes in rows:
+                yield {"name": join_name(after, part), "size": nbytes, "type": "file"}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes of a part, or a range of them; negative numbers count from the end."""
@@ -72,9 +98,7 @@ class EnergonFileSystem(AbstractFileSystem):
         found = split_name(path)
         if found is None or len(self.dataset.places.find(found[0])) != 1:
             raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
-        if start is None and end is None:
-            return self.dataset.part(*found)
-        return self.dataset.part_range(*found, start=start, end=end)
+        return self.dataset.part(*found, start=start, end=end)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too
         if mode != "rb":
@@ -83,20 +107,14 @@ class EnergonFileSystem(AbstractFileSystem):
 
 
 class _PartFile(AbstractBufferedFile):
-    """A part, read in blocks: a long video is not loaded whole."""
+    """A part, read in blocks."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return cast("EnergonFileSystem", self.fs).cat_file(cast("str", self.path), start, end)
 
 
-def _entry(found: Node) -> dict[str, Any]:
-    if found.nbytes is None:
-        return {"name": found.path, "size": 0, "type": "directory"}
-    return {"name": found.path, "size": found.nbytes, "type": "file"}
-
-
 def register() -> None:
-    """Make `energon://` known to fsspec, where this package is used without being installed."""
+    """Register `energon://` with fsspec, where this package is used without being installed."""
     import fsspec
 
     fsspec.register_implementation("energon", EnergonFileSystem, clobber=True)  # pyright: ignore[reportUnknownMemberType]  # the stubs

@@ -1,7 +1,7 @@
-"""`index.sqlite`, which is untrusted: the byte ranges of samples and parts.
+"""Reads `index.sqlite`, which is untrusted: the byte ranges of samples and parts.
 
-The database is opened read-only and immutable, its schema is checked before its rows are read, no view, trigger, virtual
-table or generated column is accepted, and every statement has a time limit. SQLite columns hold values of any type, so every
+The database is opened read-only and immutable. Its schema is checked before its rows are read; views, triggers, virtual
+tables and generated columns are refused. Every statement has a time limit. SQLite columns hold values of any type, so every
 value is checked when it is read.
 """
 
@@ -23,7 +23,7 @@ from saev_store.errors import DeadlineError, DocumentError, UnsafeContentError, 
 from saev_store.problems import Problem
 
 MAGIC = b"SQLite format 3\0"
-#: No statement takes longer.
+#: Time limit of a statement.
 TIMEOUT_S = 60.0
 _SAMPLES = ("tar_file_id", "sample_key", "sample_index", "byte_offset", "byte_size")
 _PARTS = ("tar_file_id", "sample_index", "part_name", "content_byte_offset", "content_byte_size")
@@ -31,17 +31,19 @@ _TEXT = {"sample_key", "part_name"}
 _MAX_OBJECTS = 64
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_NUMBER = 2**62
-#: Parts of one sample.
+#: Limit of the parts of one sample.
 MAX_PARTS = 100_000
 
-_KEYS = (
-    "SELECT sample_key, tar_file_id, sample_index FROM samples"
-    " WHERE sample_key >= ? AND sample_key > ? ORDER BY sample_key LIMIT ?"
-)
-_PART_OF_KEY = (
-    "SELECT s.tar_file_id, s.sample_index, p.content_byte_offset, p.content_byte_size FROM samples AS s"
+_FILES = (
+    "SELECT s.sample_key, p.part_name, p.content_byte_size FROM"
+    " (SELECT sample_key, tar_file_id, sample_index FROM samples WHERE sample_key > ? AND sample_key < ?"
+    " AND instr(substr(sample_key, ?), '/') = 0 ORDER BY sample_key LIMIT ?) AS s"
     " JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
-    " WHERE s.sample_key = ? AND p.part_name = ? LIMIT 2"
+    " ORDER BY s.sample_key, p.content_byte_offset LIMIT ?"
+)
+_FOLDERS = (
+    "SELECT DISTINCT substr(sample_key, 1, instr(substr(sample_key, ?), '/') + ?) FROM samples"
+    " WHERE sample_key > ? AND sample_key < ? AND instr(substr(sample_key, ?), '/') > 0 ORDER BY 1"
 )
 
 SampleRow = tuple[int, str, int, int]
@@ -55,15 +57,15 @@ class SqliteIndex:
 
     Args:
         path: The database on this machine.
-        where: How messages name it.
+        where: Its name in messages.
 
     Attributes:
-        has_parts: Whether it knows single parts; those of Energon 6 know samples only.
-        unique_keys: Whether its schema rules out that two samples share a key.
+        has_parts: Whether it lists single parts; those of Energon 6 list samples only.
+        unique_keys: Whether its schema ensures that no two samples share a key.
 
     Raises:
         UnsafeContentError: it has views, triggers or virtual tables.
-        DocumentError: it is no database, or its tables are others.
+        DocumentError: it is no database, or has other tables.
     """
 
     def __init__(self, path: str, *, where: str) -> None:
@@ -86,13 +88,10 @@ class SqliteIndex:
         self.has_parts = any(name == "sample_parts" for _, name, _ in objects)
         if self.has_parts:
             self._columns("sample_parts", _PARTS)
-        indices = [
-            (unique, [row[2] for row in self._rows(f"PRAGMA index_info({_quoted(name)})")])
+        self.unique_keys = any(
+            unique and [row[2] for row in self._rows(f"PRAGMA index_info({_quoted(name)})")] == ["sample_key"]
             for _, name, unique, *_ in self._rows("PRAGMA index_list(samples)")
-        ]
-        self.unique_keys = any(unique and columns == ["sample_key"] for unique, columns in indices)
-        self._key_is_indexed = any(columns[:1] == ["sample_key"] for _, columns in indices)
-        self._by_key: dict[str, list[tuple[int, int]]] | None = None
+        )
 
     def _columns(self, table: str, names: Sequence[str]) -> None:
         found = {str(row[1]): row for row in self._rows(f"PRAGMA table_xinfo({table})")}
@@ -112,13 +111,13 @@ class SqliteIndex:
         return -1 if last is None else self._checked([(last,)], "sample_index")[0][0]
 
     def size_hint(self) -> int:
-        """About how many rows there are, found out in no time."""
+        """About how many rows there are; reads no rows."""
         ((samples,),) = self._rows("SELECT MAX(rowid) FROM samples")
         ((parts,),) = self._rows("SELECT MAX(rowid) FROM sample_parts") if self.has_parts else ((0,),)
         return max(0, cast("int", samples or 0)) + max(0, cast("int", parts or 0))
 
     def shard_counts(self) -> dict[int, int]:
-        """How many samples each `tar_file_id` has."""
+        """Number of samples of each `tar_file_id`."""
         rows = self._rows("SELECT tar_file_id, COUNT(*) FROM samples GROUP BY tar_file_id")
         return dict(self._checked(rows, "tar_file_id", "byte_size"))
 
@@ -154,55 +153,35 @@ class SqliteIndex:
                 seen.add((index, part))
         return found
 
-    def find_part(self, key: str, part: str) -> list[tuple[int, int, int, int]]:
-        """Where a part is, in one question: (tar_file_id, sample_index, offset of its content, nbytes) of each that is named so."""
-        if not self.has_parts or not self._key_is_indexed:
-            return []
-        try:
-            rows = self._rows(_PART_OF_KEY, (key, part))
-        except UnicodeEncodeError:
-            return []
-        return self._checked(rows, "tar_file_id", "sample_index", "content_byte_offset", "content_byte_size")
-
     def find(self, key: str) -> list[tuple[int, int]]:
-        """Where samples of a key are, as (tar_file_id, sample_index): none, one, or (Energon 7.0) two or more."""
-        if not self._key_is_indexed:
-            if self._by_key is None:
-                self._by_key = self._read_keys()
-            return self._by_key.get(key, [])
-        try:
-            rows = self._rows(
-                "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100", (key,)
-            )
-        except UnicodeEncodeError:
-            return []
+        """(tar_file_id, sample_index) of the samples with a key: none, one, or (Energon 7.0) several."""
+        rows = self._rows(
+            "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100", (key,)
+        )
         return self._checked(rows, "tar_file_id", "sample_index")
 
-    def keys(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[str]:
-        """Keys that begin with a prefix, in the order of their UTF-8 bytes, those after `after` only, at most `limit`."""
-        rows = self._rows(f"SELECT sample_key FROM ({_KEYS})", (prefix, after, limit))  # noqa: S608 - a constant
-        return [key for (key,) in self._checked(rows, "sample_key") if key.startswith(prefix)]
+    def folders(self, folder: str) -> list[str]:
+        """The folders directly in a folder of sample keys, in the order of their UTF-8 bytes; `""` is the root."""
+        prefix, end, start = _bounds(folder)
+        rows = self._rows(_FOLDERS, (start, start - 2, prefix, end, start))
+        return [name for (name,) in self._checked(rows, "sample_key")]
 
-    def files(self, prefix: str = "", *, after: str = "", limit: int = 10_000) -> list[tuple[str, str | None, int]]:
-        """Key, part and size of all parts of the samples that `keys` finds; part None where single parts are not known."""
+    def files(self, folder: str, *, after: str, limit: int = 10_000) -> list[tuple[str, str, int]]:
+        """Key, part and size of the parts directly in a folder: those of the first `limit` keys after `after`.
+
+        Raises:
+            DocumentError: the database does not list parts (Energon 6).
+        """
         if not self.has_parts:
-            return [(key, None, 0) for key in self.keys(prefix, after=after, limit=limit)]
-        rows = self._rows(
-            "SELECT s.sample_key, p.part_name, p.content_byte_size"  # noqa: S608 - a constant
-            f" FROM ({_KEYS}) AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id"
-            " AND p.sample_index = s.sample_index ORDER BY s.sample_key, p.content_byte_offset LIMIT ?",
-            (prefix, after, limit, limit * 64 + MAX_PARTS),
-        )
-        found = self._checked(rows, "sample_key", "part_name", "content_byte_size")
-        return [row for row in found if row[0].startswith(prefix)]
+            self._refuse("it does not list parts, which Energon 6 did not index")
+        prefix, end, start = _bounds(folder)
+        rows = self._rows(_FILES, (after or prefix, end, start, limit, limit * 64 + MAX_PARTS))
+        return self._checked(rows, "sample_key", "part_name", "content_byte_size")
 
-    def _read_keys(self) -> dict[str, list[tuple[int, int]]]:
-        """All keys, where the database has no index of them."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        rows = self._rows("SELECT sample_key, tar_file_id, sample_index FROM samples")
-        for key, *place in self._checked(rows, "sample_key", "tar_file_id", "sample_index"):
-            found.setdefault(key, []).append((place[0], place[1]))
-        return found
+    def has_folder(self, folder: str) -> bool:
+        """Whether the key of a sample begins with this folder."""
+        prefix, end, _ = _bounds(folder)
+        return bool(self._rows("SELECT 1 FROM samples WHERE sample_key > ? AND sample_key < ? LIMIT 1", (prefix, end)))
 
     def repeated_keys(self) -> list[str]:
         """Keys that several samples share, at most 100."""
@@ -212,7 +191,7 @@ class SqliteIndex:
         return [key for (key,) in self._checked(rows, "sample_key")]
 
     def check_shard(self, tar_file_id: int, *, n_samples: int, tar_nbytes: int) -> IntArray:
-        """Look at every row of a shard: samples follow each other in whole blocks, parts lie in their samples.
+        """Check every row of a shard: samples follow each other in whole blocks, parts are inside their samples.
 
         Returns:
             Where samples begin, and where the last one ends: int64, `n_samples + 1`.
@@ -225,7 +204,7 @@ class SqliteIndex:
         if np.any(wrong):
             row = rows[int(np.flatnonzero(wrong)[0])]
             self._refuse(
-                f"sample {brief(row[1])} of shard {tar_file_id} lies at {row[2]:,} and has {row[3]:,} bytes: that overlaps"
+                f"sample {brief(row[1])} of shard {tar_file_id} is at {row[2]:,} and has {row[3]:,} bytes: that overlaps"
                 f" another sample, is no whole number of blocks, or ends outside the tar of {tar_nbytes:,} bytes"
             )
         if self.has_parts:
@@ -244,7 +223,7 @@ class SqliteIndex:
             if np.any(wrong):
                 row = rows[int(np.flatnonzero(wrong)[0])]
                 self._refuse(
-                    f"part {brief(row[1])} of sample {row[0]} of shard {tar_file_id} lies at {row[2]:,} and has {row[3]:,}"
+                    f"part {brief(row[1])} of sample {row[0]} of shard {tar_file_id} is at {row[2]:,} and has {row[3]:,}"
                     " bytes: that is outside its sample, or overlaps another part"
                 )
             without = np.setdiff1d(np.arange(first, min(first + 65_536, n_samples)), index)
@@ -260,7 +239,7 @@ class SqliteIndex:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _checked(self, rows: list[tuple[object, ...]], *columns: str) -> list[tuple[Any, ...]]:
-        """The rows, every value an integer that is not negative, or text where the column is a name."""
+        """The rows, once every value is an integer that is not negative, or text where the column is a name."""
         for row in rows:
             for value, column in zip(row, columns, strict=True):
                 if column in _TEXT:
@@ -289,9 +268,11 @@ class SqliteIndex:
             except sqlite3.OperationalError as error:
                 if "interrupted" in str(error):
                     raise DeadlineError(
-                        f"a question to the database took longer than {TIMEOUT_S:.0f} s", where=self.where
+                        f"a query of the database took longer than {TIMEOUT_S:.0f} s", where=self.where
                     ) from None
                 self._refuse(f"the database cannot be read: {error}")
+            except UnicodeEncodeError:  # no stored name has lone surrogates
+                return []
             except (sqlite3.Error, OverflowError, MemoryError, UnicodeDecodeError) as error:
                 self._refuse(f"the database cannot be read: {error or type(error).__name__}")
 
@@ -324,6 +305,13 @@ def _connect(path: str) -> sqlite3.Connection:
     for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
         db.execute(f"PRAGMA {pragma}").close()
     return db
+
+
+def _bounds(folder: str) -> tuple[str, str | bytes, int]:
+    """Lower and upper bound of the keys in a folder, and the position of the character behind its name, from 1."""
+    prefix = f"{folder}/" if folder else ""
+    # "0" follows "/"; every text sorts before a blob.
+    return prefix, f"{folder}0" if folder else b"", len(prefix) + 1
 
 
 def _quoted(name: object) -> str:

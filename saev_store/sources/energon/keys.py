@@ -1,4 +1,4 @@
-"""Names: which sample and part a file in a tar is, and which names of shards are safe. Pure."""
+"""Names: sample and part of a file in a tar, and safe names of shards. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from saev_store.errors import UnsafeContentError, brief
 
-#: The folder beside (or above) the shards that makes a folder of tars a prepared data set.
+#: The folder that makes a folder of tars a prepared data set.
 META = ".nv-meta"
 INFO_JSON, INFO_YAML = f"{META}/.info.json", f"{META}/.info.yaml"
 SPLIT_YAML, SPLIT_JSON = f"{META}/split.yaml", f"{META}/split.json"
@@ -20,9 +20,9 @@ _META_MEMBER = re.compile(r"__[^/]*__(?:/|$)", re.DOTALL)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and part of a member's name; None for what is no part of a sample.
+    """Key and part of a member's name; None for a member that is no part of a sample.
 
-    No parts are names without a dot or with nothing before it, and all below a leading folder such as `__meta__/`.
+    No parts are names without a dot or with nothing before it, and everything below a leading folder such as `__meta__/`.
 
     >>> split_name("doc.v1/000.img1.jpg"), split_name("__meta__/x.json"), split_name(".hidden")
     (('doc.v1/000', 'img1.jpg'), None, None)
@@ -50,7 +50,11 @@ def is_safe_path(name: str) -> bool:
 
 
 def check_shard_names(names: Iterable[str], *, where: str) -> None:
-    """Return when every name stays below the data set's folder."""
+    """Check that every name stays below the data set's folder.
+
+    Raises:
+        UnsafeContentError: one does not.
+    """
     for name in names:
         if not is_safe_path(name):
             raise UnsafeContentError(
@@ -61,7 +65,7 @@ def check_shard_names(names: Iterable[str], *, where: str) -> None:
 
 
 def idx_path(shard: str) -> str:
-    """Where the offsets of a shard's samples lie.
+    """The path of the file with the offsets of a shard's samples.
 
     >>> idx_path("shards/shard_000.tar")
     'shards/shard_000.tar.idx'

@@ -1,7 +1,7 @@
-"""The documents in `.nv-meta`, of all generations: which shards there are, how they are split, what a sample is.
+"""The documents in `.nv-meta`, of all generations: shards, splits and the sample type. Pure: bytes in, values out.
 
-5 and 6 wrote `.info.yaml`, 7 writes `.info.json` (7.4 with the version of its writer in it); the other documents are the
-same in all of them.
+Energon 5 and 6 write `.info.yaml`, 7 writes `.info.json` (from 7.4 on with the version of the writer); the other documents
+are the same.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, type_of_fact
 from saev_store.sources.energon.split import MAX_EXPANDED_CHARACTERS, NAME_OVERHEAD, collapse, escape, expand
 
 MAX_DOCUMENT_NBYTES = 256 << 20
-#: What `.info.json` says about its writer: the release of Energon whose files ours are like.
+#: The writer that `.info.json` names: the release of Energon whose files these are equal to.
 FORMAT_VERSION = "7.4.1"
 MODULE = "megatron.energon"
-#: Where Energon finds a sample type that it lists, but does not export with the others.
+#: Modules of sample types that Energon does not export with the others.
 _MODULES = {"VQAOCRSample": f"{MODULE}.flavors.vqa_and_ocr"}
-#: Samples in one shard: more do not fit into any tar we could index.
+#: Limit of the samples in one shard.
 _MAX_COUNT = 2**40
 
 
 @dataclass(frozen=True)
 class Info:
-    """`.info.json` or `.info.yaml`: the shards, in the order that `tar_file_id` counts, and how many samples each has.
+    """`.info.json` or `.info.yaml`: the shards in the order of `tar_file_id`, and the number of samples in each.
 
     Attributes:
         shards: Paths below the data set's folder.
-        counts: Samples in each, int64.
-        version: The release that prepared it; None before 7.4.
+        counts: Number of samples in each, int64.
+        version: The release of Energon that prepared it; None before 7.4.
     """
 
     shards: tuple[str, ...]
@@ -50,12 +50,12 @@ class Info:
 
 @dataclass(frozen=True)
 class Splits:
-    """`split.yaml`: which shards each split has, and what is left out.
+    """`split.yaml`: the shards of each split, and exclusions.
 
     Attributes:
-        parts: Shards of each split, braces expanded, shards that are left out already gone.
-        exclude: Samples that are left out, as (shard, key).
-        problems: What is odd about it.
+        parts: Shards of each split, braces expanded, without excluded shards.
+        exclude: Excluded samples, as (shard, key).
+        problems: Warnings about it.
     """
 
     parts: Mapping[str, tuple[str, ...]]
@@ -65,12 +65,12 @@ class Splits:
 
 @dataclass(frozen=True)
 class Definition:
-    """`dataset.yaml`: what a sample is.
+    """`dataset.yaml`: the type of a sample.
 
     Attributes:
-        sample_type: Name of one of `SAMPLE_TYPES`; `"CrudeWebdataset"` for parts as they are; None if it is not known here.
-        field_map: Where each field comes from.
-        problems: What is odd about it.
+        sample_type: Name of one of `SAMPLE_TYPES`; `"CrudeWebdataset"` for parts as they are; None for other types.
+        field_map: The origin of each field.
+        problems: Warnings about it.
     """
 
     sample_type: str | None = None
@@ -79,7 +79,12 @@ class Definition:
 
 
 def parse_info(raw: bytes, *, where: str) -> Info:
-    """What `.info.json` says, or `.info.yaml` (by the ending of `where`)."""
+    """Parse `.info.json`, or `.info.yaml` (by the ending of `where`).
+
+    Raises:
+        DocumentError: it has no shards, or impossible numbers of samples.
+        UnsafeContentError: a shard is outside the data set.
+    """
     document = _load(raw, where)
     shards = document.get("shard_counts")
     if not isinstance(shards, dict):
@@ -108,13 +113,18 @@ def parse_info(raw: bytes, *, where: str) -> Info:
 
 
 def info_bytes(shards: Mapping[str, int]) -> bytes:
-    """`.info.json` for shards in order."""
+    """The content of `.info.json` for shards in order, with their numbers of samples."""
     document = {"energon_version": FORMAT_VERSION, "shard_counts": dict(shards)}
     return json.dumps(document, indent=2, ensure_ascii=False).encode()
 
 
 def parse_splits(raw: bytes, info: Info, *, where: str) -> Splits:
-    """What `split.yaml` (or `split.json`) says about the shards of `info`."""
+    """Parse `split.yaml` (or `split.json`) against the shards of `info`.
+
+    Raises:
+        DocumentError: it breaks a rule, or names shards that `info` does not have.
+        UnsafeContentError: a shard is outside the data set.
+    """
     document = _load(raw, where)
     parts = _yaml.as_mapping(document.get("split_parts"))
     if parts is None:
@@ -163,7 +173,7 @@ def _resolve(expanded: dict[str, list[str]], info: Info, where: str) -> Splits:
 
 
 def _shard_of(entry: str, known: set[str]) -> str | None:
-    """The shard whose sample an entry of `exclude` names."""
+    """The shard of the sample that an entry of `exclude` names."""
     at = entry.rfind("/")
     while at > 0:
         if entry[:at] in known:
@@ -173,7 +183,7 @@ def _shard_of(entry: str, known: set[str]) -> str | None:
 
 
 def split_bytes(parts: Mapping[str, list[str]], exclude: list[str]) -> bytes:
-    """`split.yaml`, with neighbouring shards collapsed into braces."""
+    """The content of `split.yaml`; consecutive shards are collapsed into braces."""
     document = {
         "split_parts": {name: collapse(shards) for name, shards in parts.items()},
         "exclude": [escape(entry) for entry in exclude],
@@ -182,7 +192,11 @@ def split_bytes(parts: Mapping[str, list[str]], exclude: list[str]) -> bytes:
 
 
 def parse_definition(raw: bytes, *, where: str) -> Definition:
-    """What `dataset.yaml` says. Classes it names are looked up by name among ours, never imported."""
+    """Parse `dataset.yaml`. The classes that it names are looked up in `SAMPLE_TYPES`, never imported.
+
+    Raises:
+        DocumentError: it breaks a rule, or its field map does not fit its sample type.
+    """
     document = _yaml.loads(raw, where=where)
     if not isinstance(document, dict):
         raise _error("it is no mapping", where)
@@ -217,7 +231,7 @@ def _sample_type(mapping: dict[str, object], where: str) -> tuple[str | None, Pr
 
 
 def definition_bytes(sample_type: str, field_map: Mapping[str, str]) -> bytes:
-    """`dataset.yaml` for one of Energon's sample types."""
+    """The content of `dataset.yaml` for one of Energon's sample types."""
     if sample_type == CRUDE:
         return _yaml.dumps({"__module__": MODULE, "__class__": CRUDE})
     module = _MODULES.get(sample_type, MODULE)

@@ -1,11 +1,8 @@
-"""Preparing a folder of tars: `.nv-meta` and the `.tar.idx` files that make an Energon data set of it."""
+"""Prepares a folder of tars: writes `.nv-meta` and the `.tar.idx` files of an Energon data set."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,12 +21,11 @@ from saev_store.errors import (
 )
 from saev_store.problems import Problem
 from saev_store.sources._files import file_identity
-from saev_store.sources._new_file import upload
+from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import Url
 from saev_store.sources.energon._build import build_index
 from saev_store.sources.energon._open import read_documents
 from saev_store.sources.energon._scan_all import scan_all
-from saev_store.sources.energon._split_plan import SplitPlan, compiled
 from saev_store.sources.energon.field_map import FieldPath
 from saev_store.sources.energon.keys import (
     DATASET_YAML,
@@ -51,11 +47,12 @@ from saev_store.sources.energon.nvmeta import (
     split_bytes,
 )
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
+from saev_store.sources.energon.split import SplitPlan, compiled
 from saev_store.sources.energon.tar_idx import tar_idx_bytes
 from saev_store.sources.energon.tar_scan import ScannedShard
-from saev_store.transport import Engine, Lists, Moves, Transport, Writes, open_transport
+from saev_store.transport import Engine, Lists, Transport, Writes, open_transport
 
-#: Holds the lock, and the database while it is built.
+#: Contains the lock.
 WORK_FOLDER = f"{META}/.saev_store"
 _N_THREADS = 16
 _MAX_PART_NAMES = 50
@@ -64,15 +61,15 @@ _MAX_FOLDERS = 100_000
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` made.
+    """A data set that `prepare` has written.
 
     Attributes:
-        url: The data set.
-        shards: Its tars and how many samples each has, in the order of the index.
-        n_parts: Parts of all samples.
-        part_names: Names of parts that were met, at most 50.
+        url: Its address, without credentials.
+        shards: Its tars and the number of samples of each, in the order of the index.
+        n_parts: Number of parts of all samples.
+        part_names: Names of parts, at most 50.
         splits: The tars of each split.
-        problems: What is odd, although the data set can be read.
+        problems: Warnings about the data set.
     """
 
     url: str
@@ -112,23 +109,23 @@ def prepare(
     engine: Engine = "auto",
     transport: Transport | None = None,
 ) -> Prepared:
-    """Index the tars below a folder, deal them out to splits, and write `.nv-meta` beside them. The tars stay as they are.
+    """Index the tars below a folder, assign them to splits, and write `.nv-meta` beside them. The tars are not changed.
 
-    Tars are read in parallel. Nothing is replaced before all of them were read; `.info.json`, which makes the folder a data
-    set, is deleted first and written last, so an interrupted call leaves a complete data set or none, and is repeated.
+    Tars are read in parallel. Nothing is replaced before all of them were read. `.info.json`, which makes the folder a data
+    set, is deleted first and written last, so an interrupted call leaves a complete data set or none; repeat it.
 
     Args:
         url: The folder: a path, any fsspec URL; ignored with `transport`.
         storage_options: Options of the fsspec file system.
-        split: Shares of train, val and test, such as `"8,1,1"`: whole shards, in order, none left over.
+        split: Ratio of train, val and test, such as `"8,1,1"`; every shard is assigned, in order.
         split_parts: Instead of shares: `"train:shards/train_.*"`, a name and a regular expression that the beginning of
             a shard's path must match. `{000..099}` in it is a range.
         exclude: Leave out tars whose path has a match of this regular expression anywhere.
-        sample_type: One of `SAMPLE_TYPES`, or `"CrudeWebdataset"`, which is also the default where no `dataset.yaml` is.
-        field_map: Which part each field of the sample type comes from: `{"image": "jpg", "caption": "json[caption]"}`.
-        num_workers: Processes (threads for remote folders); by default as many as the work is worth.
-        overwrite: Prepare it again although it is prepared; without `split` and `split_parts`, its `split.yaml` stays.
-        progress: None shows a bar on a terminal.
+        sample_type: One of `SAMPLE_TYPES`, or `"CrudeWebdataset"`, the default if there is no `dataset.yaml`.
+        field_map: The part of each field of the sample type: `{"image": "jpg", "caption": "json[caption]"}`.
+        num_workers: Number of processes (threads for remote folders); by default as many as the work is worth.
+        overwrite: Prepare a prepared data set again; without `split` and `split_parts`, its `split.yaml` stays.
+        progress: Show a bar on stderr; default: when it is a terminal.
         engine: As in `open_transport`.
         transport: Read and write through this transport.
 
@@ -136,7 +133,7 @@ def prepare(
         ArgumentError: no split is given, or the sample type and field map do not fit.
         NotFoundError: there is no tar.
         StoreExistsError: it is prepared already, and `overwrite` is false.
-        CorruptShardError: tars are damaged or cut; `problems` names all of them. Nothing is published.
+        CorruptShardError: tars are damaged or cut; `problems` lists all of them. Nothing is published.
         DocumentError: two samples share a key.
         WriterConflictError: another process prepares it.
     """
@@ -158,24 +155,25 @@ def prepare(
         facts = _Facts(there.url, len(shards))
         with (
             Progress(sum(nbytes for _, nbytes in shards), "index", shown=progress) as bar,
-            _built_index(there, facts.checked(scan_all(there, list(before), num_workers=num_workers), bar)) as built,
+            NewFile(there, INDEX_SQLITE, overwrite=True) as index,
         ):
-            publish, uuid = built
+            scanned = facts.checked(scan_all(there, list(before), num_workers=num_workers), bar)
+            uuid = build_index(index.temporary, scanned, where=there.url)
             counts = facts.counts
             info = parse_info(info_bytes(counts), where=INFO_JSON)
-            splits, split_problems = plan.deal(counts)
+            splits, split_problems = plan.assign(counts)
             if splits is None:
-                # Before anything is replaced: it may name shards that are gone.
+                # Before anything is replaced: it may name shards that no longer exist.
                 splits = dict(parse_splits(there.read(SPLIT_YAML), info, where=SPLIT_YAML).parts)
             changed = [shard for shard, identity in before.items() if file_identity(there, shard) != identity]
             if changed:
                 raise CorruptShardError(
                     f"{brief(changed[0])} was changed while it was indexed", where=there.url, remedy="Prepare again."
                 )
-            # From here on, until .info.json is there again, the folder is no data set.
+            # Until .info.json is written again, the folder is no data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
-            publish()
+            index.commit()
             with ThreadPoolExecutor(_N_THREADS) as pool:
                 paths = map(idx_path, facts.offsets)
                 list(pool.map(there.put, paths, map(tar_idx_bytes, facts.offsets.values())))
@@ -224,7 +222,7 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
                 if not name.startswith("."):
                     folders.append(entry.path)
             elif name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")):
-                message = "it is compressed, so its parts have no byte ranges: it is left out"
+                message = "it is compressed, so its parts have no byte ranges: it is skipped"
                 problems.append(Problem("compressed_tar", message, entry.path, severity="warning"))
             elif name.endswith(".tar") and not name.startswith(".") and not (pattern and pattern.search(entry.path)):
                 found.append((entry.path, entry.size or 0))
@@ -239,7 +237,7 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
 
 
 class _Facts:
-    """What is collected from scanned shards on their way to the index."""
+    """Facts about scanned shards, collected while they are written to the index."""
 
     def __init__(self, url: str, n_shards: int) -> None:
         self._url, self._n_shards = url, n_shards
@@ -250,7 +248,7 @@ class _Facts:
         self.problems: list[Problem] = []
 
     def checked(self, results: Iterable[ScannedShard | SaevStoreError], bar: Progress) -> Iterator[ScannedShard]:
-        """Pass shards on; all are tried even if some are damaged.
+        """Yield scanned shards; all are tried even if some are damaged.
 
         Raises:
             CorruptShardError: after the last one, if some are damaged.
@@ -280,7 +278,7 @@ class _Facts:
         for oddity in scanned.oddities:
             self.problems.append(Problem("odd_tar", oddity, scanned.shard, severity="warning"))
         if not scanned.samples:
-            message = "it has no samples: no split has it"
+            message = "it has no samples, so it is in no split"
             self.problems.append(Problem("empty_shard", message, scanned.shard, severity="warning"))
         for _, _, _, parts in scanned.samples:
             self.n_parts += len(parts)
@@ -289,7 +287,7 @@ class _Facts:
 
 
 def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) -> bytes | None:
-    """`dataset.yaml`, if one is to be written."""
+    """The content of `dataset.yaml`, None if none is to be written."""
     if sample_type is None:
         if field_map:
             raise ArgumentError("a field map needs a sample type", where="field_map")
@@ -308,26 +306,6 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
     except SaevStoreError as error:
         raise ArgumentError(error.message, where="field_map", remedy=error.remedy) from None
     return definition_bytes(sample_type, field_map)
-
-
-@contextlib.contextmanager
-def _built_index(there: Writes, shards: Iterable[ScannedShard]) -> Generator[tuple[Callable[[], None], str]]:
-    """A function that publishes the database, which is moved or uploaded, and the database's UUID."""
-    root = there.local_path if isinstance(there, Transport) and isinstance(there, Moves) else None
-    if root is not None and isinstance(there, Moves):
-        path = f"{WORK_FOLDER}/index.sqlite"
-        there.delete(path)
-        try:
-            uuid = build_index(f"{root}/{path}", shards, where=root)
-            yield lambda: there.move(path, INDEX_SQLITE), uuid
-        finally:
-            there.delete(path)
-        return
-    with tempfile.TemporaryDirectory(prefix="saev-store-prepare-") as folder:
-        local = os.path.join(folder, "index.sqlite")
-        uuid = build_index(local, shards, where=INDEX_SQLITE)
-        with open(local, "rb") as file:
-            yield lambda: upload(there, INDEX_SQLITE, file, overwrite=True), uuid
 
 
 def _exists(transport: Transport, path: str) -> bool:

@@ -1,59 +1,54 @@
-"""Reading Energon data sets: samples by position, key and part, over byte ranges; no tar is ever gone through."""
+"""Reads Energon data sets: samples by position, key and part, over byte ranges of the tars."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self, SupportsIndex
+
+import numpy.typing as npt
 
 from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
 from saev_store.sources._files import describe_digest
-from saev_store.sources._source import DigestScope, check_index, steps, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, full_url
-from saev_store.sources.energon._fetch import RawSample, SampleReader
-from saev_store.sources.energon._images import Images
+from saev_store.sources.energon._fetch import PartPlace, RawSample, SamplePlace, SampleReader
 from saev_store.sources.energon._open import Documents, open_index, read_documents
-from saev_store.sources.energon._places import PartPlace, SampleLookup, SamplePlace
 from saev_store.sources.energon._view import View
-from saev_store.sources.energon.field_map import IMAGES, resolve
+from saev_store.sources.energon.field_map import IMAGES, Images, resolve
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
 from saev_store.sources.energon.tar_scan import parse_sample
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from saev_store.validation import Report
 
 
-class EnergonDataset:
-    """A prepared WebDataset: `dataset[i]` and `dataset.raw(key)` for stored parts, `dataset.sample(i)` for decoded samples.
+class EnergonDataset(Source[RawSample]):
+    """A prepared WebDataset: `dataset[i]` and `dataset.raw(key)` return stored parts, `dataset.sample(i)` decoded samples.
 
-    As a source it has all samples of all shards, in the order of `.info.json`; `split("train")` gives those of one split,
-    without what `exclude` names. May be shared between threads and pickled.
+    As a source it has all samples of all shards, in the order of `.info.json`; `split("train")` returns those of one split,
+    without excluded ones. It can be shared between threads and pickled.
 
     Args:
-        url: The folder that holds `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
-        transport: Read through this transport.
-        images: What images decode to in `sample`: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
-            0 to 1, as Energon does, for `"torchrgb"`; `"bytes"` leaves them as they are.
-        damaged_ok: Open it even if shards are missing or the index does not fit; `problems` says what is wrong.
+        url: The folder that contains `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
+        storage_options, engine, transport: As in `open_source`.
+        images: What `sample` decodes images to: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
+            0 to 1, as in Energon, for `"torchrgb"`; `"bytes"` does not decode them.
+        damaged_ok: Open it even if shards are missing or the index does not fit; `problems` lists what is wrong.
 
     Attributes:
-        transport: What bytes are read through; its root is the data set's folder.
-        url: The folder's address, without credentials.
-        documents: What `.nv-meta` says.
-        splits: Names of the splits.
+        transport: The storage; its root is the data set's folder.
+        documents: The documents in `.nv-meta`.
+        places: Finds and reads samples by shard and number.
+        view: The positions of this source's samples.
         sample_type: Name of the sample type, `"CrudeWebdataset"`, or None where `dataset.yaml` names none of Energon's.
-        problems: What is odd about the data set, although it can be read.
 
     Raises:
         NotFoundError: the folder was not prepared.
         DocumentError: a document or the index breaks a rule.
-        UnsafeContentError: a document names files outside the folder, or wants code to be run.
+        UnsafeContentError: a document names files outside the folder, or has tags that create objects.
         CorruptShardError: a shard is missing or cut.
     """
 
@@ -82,8 +77,7 @@ class EnergonDataset:
         self.url = self.transport.url
         self.documents: Documents = read_documents(self.transport)
         info = self.documents.info
-        self.places = SampleLookup(self.transport, info, open_index(self.transport))
-        self._fetcher = SampleReader(self.transport, self.places)
+        self.places = SampleReader(self.transport, info, open_index(self.transport))
         #: The split that `split` chose; None is everything, also where a split is called "all".
         self._chosen_split: str | None = None
         self.view = View(range(len(info.shards)), info.counts)
@@ -124,37 +118,29 @@ class EnergonDataset:
 
     def __getitem__(self, index: SupportsIndex) -> RawSample:
         """The sample at a position; negative ones count from the end."""
-        return self._fetcher.fetch(self.view.places([check_index(index, len(self), what="sample")]))[0]
+        return self.places.fetch(self.view.places([check_index(index, len(self), what="sample")]))[0]
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
-        """The sample at a position, or of a key."""
+        """The sample at a position, or with a key.
+
+        Raises:
+            SelectionError: there is no such sample, or several have the key.
+        """
         if not isinstance(sample, str):
             return self[sample]
         found = self[self.index_of(sample)]
-        if found.key != sample:  # an index of keys without parts: only the tar has the sample's own name
-            raise self._fetcher.stale(
+        if found.key != sample:  # where the index does not list parts, only the tar has the sample's own name
+            raise self.places.stale(
                 self._by_name[found.shard], f"the index has {brief(sample)} there, the tar {brief(found.key)}"
             )
         return found
 
-    def part(self, sample: SupportsIndex | str, part: str) -> bytes:
-        """The bytes of one part; nothing else of the sample is read where the index knows parts.
-
-        Raises:
-            SelectionError: there is no such sample or part.
-        """
-        if isinstance(sample, str) and self.places.index is not None:
-            rows = self.places.index.find_part(sample, part)
-            if len(rows) == 1 and rows[0][0] < len(self.documents.info.shards):
-                shard, sample_index, offset, nbytes = rows[0]
-                if self._chosen_split is None or self.view.position(shard, sample_index) is not None:
-                    return self._fetcher.content(shard, sample, PartPlace(part, offset, nbytes))
-        return self.part_range(sample, part)
-
-    def part_range(
+    def part(
         self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
     ) -> bytes:
-        """Return bytes `start` to `end` of a part, as a slice would take them; only its headers are read besides.
+        """The bytes of a part, or bytes `start` to `end` of it as a slice takes them.
+
+        Where the index lists parts, only these bytes and the headers before the part are read.
 
         Raises:
             SelectionError: there is no such sample or part.
@@ -164,21 +150,21 @@ class EnergonDataset:
             return self.raw(sample)[part][start:end]
         for found in place.parts:
             if found.name == part:
-                return self._fetcher.content(place.shard, place.key, found, start=start, end=end)
+                return self.places.content(place.shard, place.key, found, start=start, end=end)
         raise SelectionError(
             f"sample {place.key!r} has no part {brief(part)}; it has {', '.join(each.name for each in place.parts)}",
             where="part",
         )
 
     def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
-        """Names, offsets in the tar and sizes of a sample's parts."""
+        """Names, offsets in the tar and sizes (bytes) of a sample's parts."""
         place = self._place(sample)
         if place.parts is not None:
             return place.parts
         (data,) = self.transport.get_ranges(
             self.documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
         )
-        members = parse_sample(memoryview(data), where=self._fetcher.where(place.shard))
+        members = parse_sample(memoryview(data), where=self.places.where(place.shard))
         return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
 
     def file(self, name: str) -> bytes:
@@ -195,7 +181,7 @@ class EnergonDataset:
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
         place = self._place(index)
-        return place.key if place.key is not None else self._fetcher.read([place])[0].key
+        return place.key if place.key is not None else self.places.read([place])[0].key
 
     def index_of(self, key: str) -> int:
         """The position of a key.
@@ -212,14 +198,9 @@ class EnergonDataset:
             )
         return position
 
-    def rows(self, indices: Sequence[int]) -> list[RawSample]:
+    def rows(self, indices: npt.ArrayLike | slice) -> list[RawSample]:
         """Samples by position, in the order asked for; neighbours are fetched together."""
-        return self._fetcher.fetch(self.view.places([check_index(i, len(self), what="sample") for i in indices]))
-
-    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[list[RawSample]]:
-        """Consecutive samples in order, `batch_size` at a time, read together."""
-        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
-            yield self._fetcher.fetch(self.view.places(range(first, end)))
+        return self.places.fetch(self.view.places(check_positions(indices, len(self), what="sample")))
 
     def sample(self, sample: SupportsIndex | str) -> Sample:
         """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
@@ -228,10 +209,7 @@ class EnergonDataset:
             DocumentError: a part that the field map needs is missing, or does not decode.
             MissingDependencyError: images need Pillow.
         """
-        return self.decode(self.raw(sample))
-
-    def decode(self, raw: RawSample) -> Sample:
-        """What `sample` makes of stored parts."""
+        raw = self.raw(sample)
         definition = self.documents.definition
         restore_key = (self.url, raw.shard, raw.sample_index)
         if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:
@@ -245,7 +223,7 @@ class EnergonDataset:
         return build(kind, values, key=raw.key, restore_key=restore_key, where=where)
 
     def split(self, name: str) -> Self:
-        """The samples of one split, without what `exclude` names; `"all"` is everything.
+        """The samples of one split, without excluded ones; `"all"` is every sample, unless a split has that name.
 
         Raises:
             SelectionError: there is no split of that name.
@@ -262,11 +240,11 @@ class EnergonDataset:
                 f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
             )
         other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__, view=view, _chosen_split=chosen)
+        vars(other).update(vars(self), view=view, _chosen_split=chosen)
         return other
 
     def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
-        """Samples of these shards that `exclude` names; keys that no sample has are nothing to leave out."""
+        """The excluded samples of these shards; unknown keys are ignored."""
         found: list[tuple[int, int]] = []
         for shard, key in self.documents.splits.exclude:
             if shard in shards:
@@ -283,7 +261,7 @@ class EnergonDataset:
     # -- as a source -----------------------------------------------------------------------------------------------------
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
-        """What a store recorded from these samples says about them in `metadata.data`."""
+        """Describe the samples for `metadata.data` of a store that is recorded from them."""
         files: list[tuple[str, int]] = []
         uuid = ""
         with contextlib.suppress(NotFoundError):
@@ -306,22 +284,16 @@ class EnergonDataset:
         }
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """What is wrong with it: every row of the index against the tars' sizes; `deep` reads the headers of all tars."""
+        """Report what is wrong: every row of the index against the tars' sizes; `deep` reads the headers of all tars."""
         from saev_store.sources.energon.check import validate
 
         return validate(self, deep=deep, progress=progress)
 
     def close(self) -> None:
-        """Release the database, maps and connections; using the data set afterwards opens them again."""
+        """Release the database, maps and connections; later reads open them again."""
         if self.places.index is not None:
             self.places.index.close()
         self.transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _reopen(transport: Transport, images: Images, damaged_ok: bool, split: str | None) -> EnergonDataset:

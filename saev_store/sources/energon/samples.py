@@ -11,25 +11,25 @@ import numpy as np
 
 from saev_store.errors import DocumentError, brief
 
-#: The class in `dataset.yaml` that stands for parts as they are.
+#: The class in `dataset.yaml` of samples whose parts are not decoded.
 CRUDE = "CrudeWebdataset"
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """What all samples have.
+    """The fields of all samples.
 
     Attributes:
-        __key__: Names the sample in its data set.
-        __restore_key__: Where it came from: the URL of the data set, the shard, and its number in the shard.
-        __subflavors__: What a metadata set says about the data set; None here.
+        __key__: Key of the sample in its data set.
+        __restore_key__: Its origin: the URL of the data set, the shard, and its number in the shard.
+        __subflavors__: Set by metadata sets of Energon; None here.
     """
 
     __key__: str
     __restore_key__: tuple[str | int, ...] = ()
     __subflavors__: dict[str, object] | None = None
 
-    #: Names of the base fields: a field map says nothing about them.
+    #: Names of the base fields, which a field map does not fill.
     BASE: ClassVar[frozenset[str]] = frozenset({"__key__", "__restore_key__", "__subflavors__"})
 
     @classmethod
@@ -49,7 +49,7 @@ class Sample:
 
     @classmethod
     def check_fields(cls, names: Iterable[str], *, where: str) -> None:
-        """Return when a field map fills exactly fields of this type, and all that have to be.
+        """Check that a field map fills only fields of this type, and all required ones.
 
         Raises:
             DocumentError: it does not.
@@ -102,18 +102,6 @@ class InterleavedSample(Sample):
     """Images and texts in a sequence."""
 
     sequence: list[np.ndarray | str]
-
-
-@dataclass(kw_only=True)
-class SimilarityInterleavedSample(Sample):
-    """Images and texts whose places beside each other are given by a matrix of similarities."""
-
-    images: list[np.ndarray]
-    texts: list[str]
-    audio: list[np.ndarray] | None = None
-    video: list[np.ndarray] | None = None
-    similarity_matrix: np.ndarray | None = None
-    matched_text_indices: list[int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -187,19 +175,19 @@ class VQAOCRSample(Sample):
 SAMPLE_TYPES: dict[str, type[Sample]] = {
     each.__name__: each
     for each in (
-        Sample, CaptioningSample, ImageSample, ImageClassificationSample, InterleavedSample, SimilarityInterleavedSample,
+        Sample, CaptioningSample, ImageSample, ImageClassificationSample, InterleavedSample,
         MultiChoiceVQASample, OCRSample, TextSample, VidQASample, VQASample, VQAOCRSample,
     )
 }  # fmt: skip
 
-#: Fields that are arrays of numbers wherever they come from as lists.
+#: Fields whose lists of numbers become arrays.
 ARRAY_FIELDS = frozenset({
-    "answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes", "similarity_matrix",
+    "answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes",
 })  # fmt: skip
 
 
 def type_of_factory(name: object) -> object:
-    """The sample type of a class that older `dataset.yaml` name at their top.
+    """The sample type of a class that the `dataset.yaml` of older releases names.
 
     >>> type_of_factory("CaptioningWebdataset"), type_of_factory("CrudeWebdataset")
     ('CaptioningSample', 'CrudeWebdataset')
@@ -215,7 +203,7 @@ def build(
     """A sample of one of the types, from its fields.
 
     Raises:
-        DocumentError: a field that is an array holds something else.
+        DocumentError: a field that should be an array is something else.
     """
     fields: dict[str, object] = dict(values)
     for name in ARRAY_FIELDS & fields.keys():

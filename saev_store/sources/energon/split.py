@@ -1,33 +1,38 @@
-"""Names in braces, and how shards are dealt out to splits. Pure."""
+"""Splits: names in braces, and how shards are assigned to splits by ratio or by patterns. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from itertools import product
 from typing import NoReturn
 
 from saev_store.errors import ArgumentError, DocumentError, brief
+from saev_store.problems import Problem
+from saev_store.sources.energon.keys import SPLIT_YAML
 
-#: Characters of all names that one document may stand for.
+SPLITS = ("train", "val", "test")
+
+#: Limit of the characters of all names of a document.
 MAX_EXPANDED_CHARACTERS = 64 << 20
-#: A name counts as so many characters more than it has.
+#: Characters that are counted for each name besides its own.
 NAME_OVERHEAD = 64
 _MAX_PATTERN_CHARACTERS = 65_536
 _TOKEN = re.compile(r"\\(.)|\{([^{}\\]*)\}|([{}])|([^{}\\]+|\\)", re.DOTALL)
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?(\d{1,18}))?", re.ASCII)
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _SPECIAL = re.compile(r"[\\{}]")
+_BRACES = re.compile(r"\{[^{}]*\.\.[^{}]*\}")
 
 
 def expand(pattern: str, *, where: str, max_characters: int = MAX_EXPANDED_CHARACTERS) -> list[str]:
-    r"""Return the names that a pattern in braces stands for, in order; they are counted before any is made.
+    r"""The names that a pattern in braces stands for, in order; they are counted before any is created.
 
-    Braces are ranges of numbers and alternatives: `{000..002}`, `{0..9..3}`, `{train,val}`. A `\` stands before a character
-    that stands for itself. Braces around something else are kept.
+    Braces contain ranges of numbers or alternatives: `{000..002}`, `{0..9..3}`, `{train,val}`. A `\` escapes the next
+    character. Braces around anything else are kept.
 
     >>> expand("shards/{000..002}.tar", where="split.yaml")
     ['shards/000.tar', 'shards/001.tar', 'shards/002.tar']
@@ -46,7 +51,7 @@ def expand(pattern: str, *, where: str, max_characters: int = MAX_EXPANDED_CHARA
 
 
 def _choices(inside: str) -> tuple[Sequence[object], str]:
-    """What braces around a text stand for, and how the values are formatted."""
+    """The values that braces around a text stand for, and their format."""
     match = _RANGE.fullmatch(inside)
     if match is None:
         return (inside.split(",") if "," in inside else [f"{{{inside}}}"]), ""
@@ -67,7 +72,7 @@ def escape(name: str) -> str:
 
 
 def collapse(names: Sequence[str]) -> list[str]:
-    """Patterns that expand to `names`, in that order: neighbours that count up in one place are written as a range.
+    """Patterns that expand to `names`, in that order: consecutive numbers in one place become a range.
 
     >>> collapse(["s/000.tar", "s/001.tar", "s/002.tar", "x.tar"])
     ['s/{000..002}.tar', 'x.tar']
@@ -82,7 +87,7 @@ def collapse(names: Sequence[str]) -> list[str]:
 
 
 def _run(names: Sequence[str], start: int) -> tuple[int, int | None]:
-    """How far names count up from `start` in the same number, and which number that is."""
+    """The end of the run of names from `start` that count up in one number, and which number that is."""
     end, place = start + 1, None
     previous = _pieces(names[start])
     while end < len(names):
@@ -132,9 +137,9 @@ def parse_ratio(text: str) -> tuple[Fraction, ...]:
 
 
 def deal(n_shards: int, shares: Sequence[Fraction]) -> list[tuple[int, int]]:
-    """Half-open runs of shards, one for each share: all are dealt, in order, as close to the shares as whole shards can be.
+    """Half-open runs of shards, one for each share: all shards, in order, as close to the shares as whole shards can be.
 
-    Each share gets the whole part of what it is due; shards left over go to the largest remainders, earlier shares first.
+    Each share gets its quota rounded down; the remaining shards go to the largest remainders, earlier shares first.
 
     >>> deal(10, parse_ratio("7,2,1")), deal(1, parse_ratio("0.8,0.1,0.1"))
     ([(0, 7), (7, 9), (9, 10)], [(0, 1), (1, 1), (1, 1)])
@@ -149,3 +154,64 @@ def deal(n_shards: int, shares: Sequence[Fraction]) -> list[tuple[int, int]]:
         runs.append((start, start + count))
         start += count
     return runs
+
+
+class SplitPlan:
+    """The splits that the caller of `prepare` asks for, by ratio or by patterns of paths.
+
+    Args:
+        split: Ratio of train, val and test, such as `"8,1,1"`.
+        split_parts: Instead of a ratio: names and regular expressions, such as `"train:shards/train_.*"`.
+
+    Raises:
+        ArgumentError: both are given, or one is not written like that.
+    """
+
+    def __init__(self, split: str | None, split_parts: Sequence[str]) -> None:
+        if split is not None and split_parts:
+            raise ArgumentError("shares and patterns cannot both be given", where="split")
+        self._shares = parse_ratio(split) if split is not None else None
+        if self._shares is not None and len(self._shares) != len(SPLITS):
+            raise ArgumentError(
+                f"{brief(split)} has {len(self._shares)} shares; train, val and test need 3", where="split"
+            )
+        self._patterns: dict[str, list[re.Pattern[str]]] = {}
+        for item in split_parts:
+            name, colon, pattern = item.partition(":")
+            if not name or not colon or not pattern:
+                raise ArgumentError(f"{brief(item)} is not written 'train:shards/train_.*'", where="split_parts")
+            patterns = expand(pattern, where="split_parts") if _BRACES.search(pattern) else [pattern]
+            self._patterns.setdefault(name, []).extend(compiled(each, "split_parts") for each in patterns)
+
+        self.is_empty = self._shares is None and not self._patterns
+
+    def assign(self, counts: Mapping[str, int]) -> tuple[dict[str, tuple[str, ...]] | None, list[Problem]]:
+        """The shards of each split, and warnings; shards without samples are in no split. None for an empty plan."""
+        shards = [shard for shard, count in counts.items() if count]
+        if self._shares is not None:
+            runs = deal(len(shards), self._shares)
+            return {name: tuple(shards[a:b]) for name, (a, b) in zip(SPLITS, runs, strict=True)}, []
+        if not self._patterns:
+            return None, []
+        found = {
+            name: tuple(shard for shard in shards if any(pattern.match(shard) for pattern in patterns))
+            for name, patterns in self._patterns.items()
+        }
+        odd: list[tuple[str, str, str]] = []
+        for shard in shards:
+            names = [name for name, those in found.items() if shard in those]
+            if len(names) != 1:
+                message = f"it is in {' and '.join(names)}" if names else "it is in no split"
+                odd.append(("split_overlap" if names else "in_no_split", message, shard))
+        for name, those in found.items():
+            if not those:
+                odd.append(("empty_split", f"split {name!r} has no shards: no path matches", SPLIT_YAML))
+        return found, [Problem(*facts, severity="warning") for facts in odd]
+
+
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """Compile a regular expression of the caller."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ArgumentError(f"{brief(pattern)} is no regular expression: {error}", where=where) from None

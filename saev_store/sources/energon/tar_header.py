@@ -1,4 +1,4 @@
-"""Comparing the headers before a part's content with what the index says about the part. Pure."""
+"""Compares the headers before a part's content with the index. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXTENSION_TYPES = {
 
 
 def headers_nbytes(name: str, nbytes: int) -> int:
-    """How many bytes before a part's content `disagreement` needs: one block, more where there are extension headers.
+    """Number of bytes before a part's content that `disagreement` needs: one block, more with extension headers.
 
     >>> headers_nbytes("a.txt", 3), headers_nbytes("ä.txt", 3)
     (512, 2560)
@@ -34,12 +34,12 @@ def headers_nbytes(name: str, nbytes: int) -> int:
 
 
 def disagreement(headers: bytes | bytearray | memoryview, *, name: str, nbytes: int) -> str | None:
-    """Compare headers with the index: None if they agree, else what the tar has instead.
+    """Compare headers with the index: None if they agree, else a description of the difference.
 
     Args:
         headers: The bytes before the content, whole blocks: `headers_nbytes`, or all that the tar has before it.
-        name: The member's name by the index.
-        nbytes: The member's size by the index.
+        name: The member's name in the index.
+        nbytes: The member's size in the index.
 
     >>> info = tarfile.TarInfo("a.txt"); info.size = 3
     >>> disagreement(info.tobuf(), name="a.txt", nbytes=3), disagreement(info.tobuf(), name="b.txt", nbytes=3)
@@ -59,7 +59,7 @@ def disagreement(headers: bytes | bytearray | memoryview, *, name: str, nbytes: 
 
 
 def _parse(headers: bytes | bytearray | memoryview) -> tarfile.TarInfo:
-    """Parse the last header and the extension headers that end where it begins."""
+    """Parse the last header and the extension headers directly before it."""
     start = end = len(headers) - BLOCK
     last = _header(headers, end)
     for at in range(end - 2 * BLOCK, -1, -BLOCK):

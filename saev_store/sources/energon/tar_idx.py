@@ -1,4 +1,4 @@
-"""`<shard>.tar.idx`: where the samples of a tar begin, and where the last one ends."""
+"""`<shard>.tar.idx`: the offsets of the samples of a tar, and the end of the last one. Pure."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ BLOCK = 512
 def parse_tar_idx(raw: bytes, *, where: str, n_samples: int, tar_nbytes: int) -> IntArray:
     """The offsets, int64, one more than there are samples.
 
+    Raises:
+        DocumentError: they do not belong to a tar of that size with so many samples.
+
     >>> parse_tar_idx(bytes(8) + (1024).to_bytes(8, "little"), where="x", n_samples=1, tar_nbytes=10240).tolist()
     [0, 1024]
     """
@@ -30,7 +33,7 @@ def parse_tar_idx(raw: bytes, *, where: str, n_samples: int, tar_nbytes: int) ->
 
 
 def tar_idx_bytes(offsets: npt.ArrayLike) -> bytes:
-    """What the file holds: little-endian uint64.
+    """The content of the file: little-endian uint64.
 
     >>> tar_idx_bytes([0, 512]).hex()
     '00000000000000000002000000000000'

@@ -1,6 +1,6 @@
 """Scans a tar for the byte ranges of samples and parts. `tarfile` reads the headers; contents are skipped.
 
-`tarfile` takes a damaged or cut header for the end of the archive, so what follows the end is checked here.
+`tarfile` treats a damaged or cut header as the end of the archive, so the bytes after the end are checked here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 BLOCK = 512
 #: The largest extension header: `tarfile` needs quadratic time for some contents, and file names are much shorter.
 MAX_EXTENSION_NBYTES = 16 << 10
-#: Bounds of what is read at once. Between them, as much as travels while a request is under way.
+#: Bounds of the bytes read at once; between them, the bytes that cost as much as another request.
 _LEAST_AHEAD_NBYTES, _MOST_AHEAD_NBYTES = 256 << 10, 8 << 20
 _TAIL_NBYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A part in a tar: its name, where its headers begin, and where its content lies."""
+    """A part in a tar: its name, the offset of its headers, and the place of its content."""
 
     key: str
     part: str
@@ -40,44 +40,42 @@ class Member:
     content_nbytes: int
 
 
-@dataclass
-class ScannedSample:
-    """Members that follow each other with the same key; `nbytes` reaches to the next sample."""
-
-    key: str
-    offset: int
-    nbytes: int
-    parts: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
+#: Of a sample: key, offset, nbytes to the next sample, and of each part: name, offset of its content, nbytes.
+SampleRow = tuple[str, int, int, list[tuple[str, int, int]]]
 
 
 @dataclass(frozen=True)
 class ScannedShard:
-    """What a tar holds, by `scan_shard`.
+    """The samples of a tar.
 
     Attributes:
         shard: Its path below the data set.
         nbytes: Its size.
-        end: Where its last sample ends; 0 without samples.
-        oddities: What is odd about it, although all of it can be read.
-        samples: Of each sample: key, offset, nbytes, and of each part: name, offset of its content, nbytes.
+        end: The end of its last sample; 0 without samples.
+        oddities: Warnings about a tar that can be read.
+        samples: Its samples, in order.
     """
 
     shard: str
     nbytes: int
     end: int
     oddities: tuple[str, ...]
-    samples: Sequence[tuple[str, int, int, Sequence[tuple[str, int, int]]]]
+    samples: Sequence[SampleRow]
 
 
 def scan_shard(transport: Transport, shard: str) -> ScannedShard:
-    """Read the headers of a tar."""
+    """The samples of a tar, from its headers.
+
+    Raises:
+        CorruptShardError: the tar is cut, damaged or compressed.
+    """
     scan = Scan.of(transport, shard, where=full_url(transport, shard))
-    found = [(each.key, each.offset, each.nbytes, each.parts) for each in scan.samples()]
+    found = list(scan.samples())
     return ScannedShard(shard, scan.nbytes, scan.end if found else 0, tuple(scan.oddities), found)
 
 
 class _RangeFile(io.RawIOBase):
-    """A file of a transport as Python's `io` reads one."""
+    """A file of a transport, readable through Python's `io`."""
 
     def __init__(self, transport: Transport, path: str, nbytes: int) -> None:
         super().__init__()
@@ -106,7 +104,7 @@ class _RangeFile(io.RawIOBase):
 
 
 class _Headers(io.BufferedReader):
-    """Reads headers, and refuses what is too long for one."""
+    """Reads headers, and refuses lengths that no header has."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MAX_EXTENSION_NBYTES:
@@ -116,11 +114,11 @@ class _Headers(io.BufferedReader):
 
 @dataclass
 class Scan:
-    """A walk through a tar; iterate it to its end, then look at the attributes.
+    """One pass through the headers of a tar; the attributes are set when `members` or `samples` has ended.
 
     Attributes:
-        end: After the walk: where the last member ends.
-        oddities: After the walk: what is odd about the archive, although all of it could be read.
+        end: The end of the last member.
+        oddities: Warnings about a tar that can be read.
     """
 
     file: io.BufferedReader
@@ -131,7 +129,7 @@ class Scan:
 
     @classmethod
     def of(cls, transport: Transport, path: str, *, where: str) -> Scan:
-        """A walk through a tar of a transport."""
+        """The scan of a tar of a transport."""
         nbytes, cost = transport.size(path), transport.cost
         ahead = int(min(max(cost.max_gap_bytes, _LEAST_AHEAD_NBYTES), _MOST_AHEAD_NBYTES))
         # Reading ahead in a mapped file would only touch its pages.
@@ -198,29 +196,30 @@ class Scan:
         elif any(tail):
             self.oddities.append(f"something follows its end marker at {end:,}; no reader looks there")
 
-    def samples(self) -> Iterator[ScannedSample]:
+    def samples(self) -> Iterator[SampleRow]:
         """Samples in order: members that follow each other with the same key."""
-        current: ScannedSample | None = None
-        names: set[str] = set()
+        key, offset, parts, names = "", 0, list[tuple[str, int, int]](), set[str]()
         for member in self.members():
-            if current is None or member.key != current.key:
-                if current is not None:
-                    current.nbytes = member.header_offset - current.offset
-                    yield current
-                self._check_name(member.key)
-                current = ScannedSample(member.key, member.header_offset, 0)
-                names = set()
+            if parts and member.key != key:
+                yield key, offset, member.header_offset - offset, parts
+                parts, names = [], set[str]()
+            if not parts:
+                key, offset = member.key, member.header_offset
+                self._check_name(key)
             if member.part in names:
-                raise self._corrupt(f"sample {brief(current.key)} has the part {brief(member.part)} twice")
+                raise self._corrupt(f"sample {brief(key)} has the part {brief(member.part)} twice")
             self._check_name(member.part)
             names.add(member.part)
-            current.parts.append((member.part, member.content_offset, member.content_nbytes))
-        if current is not None:
-            current.nbytes = self.end - current.offset
-            yield current
+            parts.append((member.part, member.content_offset, member.content_nbytes))
+        if parts:
+            yield key, offset, self.end - offset, parts
 
     def _check_name(self, name: str) -> None:
-        if "\0" in name or not (name.isascii() or _is_text(name)):
+        try:
+            is_text = "\0" not in name.encode().decode()
+        except UnicodeEncodeError:
+            is_text = False
+        if not is_text:
             raise self._corrupt(f"the name {brief(name)} is no UTF-8 text")
 
     def _corrupt(self, message: str) -> CorruptShardError:
@@ -228,15 +227,7 @@ class Scan:
 
 
 def parse_sample(data: bytes | memoryview, *, where: str) -> list[Member]:
-    """The members in a sample's byte range; offsets count from its beginning."""
+    """The members in a sample's byte range; offsets are relative to its beginning."""
     whole = bytes(data) + bytes(2 * BLOCK)
     file = cast("io.RawIOBase", io.BytesIO(whole))
     return list(Scan(_Headers(file), len(whole), where).members())
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

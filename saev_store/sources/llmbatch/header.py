@@ -1,4 +1,4 @@
-"""The header of an LLMBATCH file, and where its batches lie: pure arithmetic on bytes."""
+"""The header of an LLMBATCH file and the offsets of its batches. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = 1
 DTYPE_UINT32 = 0
 ITEMSIZE = 4
 MAX_U32 = 2**32 - 1
-#: Packed, little-endian: `num_batches` lies at 20, not on a multiple of eight.
+#: Packed, little-endian: `num_batches` is at byte 20, not on a multiple of eight.
 _FIELDS = struct.Struct("<8sIIIQIII")
 
 
@@ -29,12 +29,12 @@ class Header:
         batch_size: Records in a batch.
         seq_len: Tokens in a record.
         num_batches: Batches in the file.
-        seed: What the writer shuffled with.
+        seed: Seed of the writer's shuffle.
         total_records: Records that the writer was given; those that did not fill a batch were dropped.
 
     >>> header = Header(batch_size=32, seq_len=512, num_batches=3275, seed=42, total_records=104829)
-    >>> header.file_nbytes, header.offset(1)
-    (214634496, 69632)
+    >>> header.file_nbytes, header.padded_batch_nbytes
+    (214634496, 65536)
     """
 
     batch_size: int
@@ -58,15 +58,6 @@ class Header:
         """The exact size of the file."""
         return HEADER_NBYTES + self.num_batches * self.padded_batch_nbytes
 
-    @property
-    def num_records(self) -> int:
-        """Records in the file."""
-        return self.num_batches * self.batch_size
-
-    def offset(self, batch_idx: int) -> int:
-        """The first byte of a batch."""
-        return HEADER_NBYTES + batch_idx * self.padded_batch_nbytes
-
     def to_bytes(self) -> bytes:
         """The 4096 bytes that begin the file."""
         fields = _FIELDS.pack(
@@ -76,7 +67,7 @@ class Header:
 
 
 def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, tuple[Problem, ...]]:
-    """The header in the first bytes of a file, once it is certain that the file is exactly what it promises.
+    """The header in the first bytes of a file, checked against the size of the file.
 
     Args:
         raw: The first 4096 bytes of the file, or all of a shorter one.
@@ -84,10 +75,10 @@ def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, t
         where: Its name, for messages.
 
     Returns:
-        The header, and what is odd but harmless about it.
+        The header, and warnings.
 
     Raises:
-        DocumentError: it is no LLMBATCH header, or one of its numbers cannot be; `UnknownProtocolError` for a version or
+        DocumentError: it is no LLMBATCH header, or one of its numbers is impossible; `UnknownProtocolError` for a version or
             token type of a later generation.
         CorruptShardError: the file is shorter or longer than the header says.
     """
@@ -135,14 +126,13 @@ def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, t
             if file_nbytes < header.file_nbytes
             else "Bytes were appended, or the header belongs to another file: copy it again.",
         )
-    return header, _oddities(header, where)
-
-
-def _oddities(header: Header, where: str) -> tuple[Problem, ...]:
-    if header.total_records // header.batch_size == header.num_batches:
-        return ()
+    n_full = header.total_records // header.batch_size
+    if n_full == header.num_batches:
+        return header, ()
     message = (
-        f"total_records is {header.total_records:,}, which is {header.total_records // header.batch_size:,} full batches "
-        f"of {header.batch_size}; the file has {header.num_batches:,}"
+        f"total_records is {header.total_records:,}, which is {n_full:,} full batches of {header.batch_size}; "
+        f"the file has {header.num_batches:,}"
     )
-    return (Problem("total_records_mismatch", message, where=where, loc=("total_records",), severity="warning"),)
+    return header, (
+        Problem("total_records_mismatch", message, where=where, loc=("total_records",), severity="warning"),
+    )

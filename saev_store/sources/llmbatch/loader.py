@@ -6,12 +6,14 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Self, cast
 
 import numpy as np
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, ResumeError, brief
+from saev_store.sources._files import digest_files
 from saev_store.sources._source import check_count
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import BLOCK_ORDER, epoch_batches
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from saev_store.sources.address import Url
     from saev_store.transport import Engine
 
-#: Bytes that are fetched at once from a remote file, and how many such fetches are under way.
+#: Bytes of one fetch from a remote file, and the number of concurrent fetches.
 _GROUP_BYTES = 16 << 20
 _N_AHEAD = 4
 STATE_VERSION = 2
@@ -57,6 +59,10 @@ class BatchNativeLoader:
         storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
 
+    Attributes:
+        epoch: The epoch of the next batch.
+        reader: The open file.
+
     Raises:
         ArgumentError: a number is out of range.
         NotFoundError, DocumentError, CorruptShardError: as in `BatchFileReader`.
@@ -84,25 +90,20 @@ class BatchNativeLoader:
         self.seed = check_count(seed, name="seed", least=0, most=2**64 - 1)
         self.world_size = check_count(world_size, name="world_size", most=MAX_U32)
         self.rank = check_count(rank, name="rank", least=0, most=self.world_size - 1)
-        self._epoch = check_count(epoch, name="epoch", least=0)
+        self.epoch: int = check_count(epoch, name="epoch", least=0)
         self._owned = not isinstance(path, BatchFileReader)
         self.reader = (
             path if isinstance(path, BatchFileReader) else BatchFileReader(path, storage_options, engine=engine)
         )
-        #: Batches of the epoch's order that all ranks together have returned before this iteration, and in it.
+        #: Batches of the epoch's order that all ranks together returned before this iteration, and that this rank returned in it.
         self._first, self._n_yielded = 0, 0
         self._is_resumed = False
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning; the epoch of a loaded state keeps its position."""
         epoch = check_count(epoch, name="epoch", least=0)
-        if not (self._is_resumed and epoch == self._epoch):
-            self._epoch, self._first, self._n_yielded, self._is_resumed = epoch, 0, 0, False
+        if not (self._is_resumed and epoch == self.epoch):
+            self.epoch, self._first, self._n_yielded, self._is_resumed = epoch, 0, 0, False
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
@@ -117,7 +118,7 @@ class BatchNativeLoader:
 
     def _order(self, first: int) -> IntArray:
         whole = epoch_batches(
-            self.reader.num_batches, block_size=self.block_size, shuffle=self.shuffle, seed=self.seed, epoch=self._epoch
+            self.reader.num_batches, block_size=self.block_size, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch
         )
         n = self._length(len(whole) - first)
         mine = first + self.rank + np.arange(n, dtype=np.int64) * self.world_size
@@ -132,11 +133,11 @@ class BatchNativeLoader:
             converted = as_tensor(batch) if self.output == "torch" else batch
             self._n_yielded = n_yielded
             if n_yielded == len(order):
-                self._epoch, self._first, self._n_yielded = self._epoch + 1, 0, 0
+                self.epoch, self._first, self._n_yielded = self.epoch + 1, 0, 0
             yield converted
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
-        """Groups of batches, fetched ahead of the consumer."""
+        """The batches, read-only, fetched ahead of the consumer in groups."""
         n_group = max(1, _GROUP_BYTES // self.reader.header.padded_batch_nbytes)
         groups = iter(range(0, len(order), n_group))
         pending: deque[Future[TokenArray]] = deque()
@@ -156,11 +157,16 @@ class BatchNativeLoader:
 
     # -- resuming --------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _digest(self) -> str:
+        """The sampled digest of the file."""
+        return digest_files(self.reader.transport, self.reader.sized_files(), scope="sampled")
+
     def _identity(self) -> dict[str, object]:
         return {
             "version": STATE_VERSION,
             "order": BLOCK_ORDER,
-            "digest": self.reader.digest(scope="sampled"),
+            "digest": self._digest,
             "num_batches": self.reader.num_batches,
             "batch_size": self.reader.batch_size,
             "seq_len": self.reader.seq_len,
@@ -177,10 +183,10 @@ class BatchNativeLoader:
         sampled digest of the file.
         """
         position = self._first + self._n_yielded * self.world_size
-        return {**self._identity(), "epoch": self._epoch, "position": position}
+        return {**self._identity(), "epoch": self.epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Let the next iteration continue behind the batches that `state` counts, with any number of ranks.
+        """Continue the next iteration after the batches that `state` counts, with any number of ranks.
 
         Raises:
             ResumeError: the state is of another file or order, or is not a state.
@@ -194,10 +200,10 @@ class BatchNativeLoader:
         for name, value, most in (("epoch", epoch, 2**63 - 1), ("position", position, self.reader.num_batches)):
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise ResumeError(f"{name} is {brief(value)}; it must be from 0 to {most}", where="state")
-        self._epoch, self._first = cast("int", epoch), cast("int", position)
+        self.epoch, self._first = cast("int", epoch), cast("int", position)
         self._n_yielded, self._is_resumed = 0, True
         if not self._length(self.reader.num_batches - self._first):  # nothing is left for this number of ranks
-            self._epoch, self._first = self._epoch + 1, 0
+            self.epoch, self._first = self.epoch + 1, 0
 
     def close(self) -> None:
         """Close the reader if the loader opened it."""

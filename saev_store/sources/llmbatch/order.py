@@ -1,7 +1,7 @@
-"""The two orders of LLMBATCH, which its text leaves open: of records in a file, and of blocks in an epoch.
+"""The two orders that the specification of LLMBATCH leaves open: records in a file, and blocks in an epoch.
 
-Both are ours and stable: the same numbers give the same order on every machine and in every release. They are made of
-`saev_store.order`'s own random words, never of a library's generator, whose streams may change.
+Both are stable: the same arguments give the same order on every machine and in every release. They use the random words
+of `saev_store.order`, not a library's generator, whose streams may change.
 
 **Records** (`RecordOrder`): the writer shuffles n records with a seeded permutation that gives the place of any single
 record without listing the others, so that a record can be found again by the number it had in the source.
@@ -21,17 +21,16 @@ import numpy as np
 from saev_store.core.layout import IntArray
 from saev_store.order import Permutation, derive, shuffled
 
-#: Changes when an order changes; kept in manifests and loaders' states.
-RECORD_ORDER = "saev-store-records-1"
+#: Changes when the order changes; stored in the states of loaders.
 BLOCK_ORDER = "saev-store-blocks-1"
 _RECORDS, _FIRST, _REST = 0x4C4C4D42, 0x4C4C4D43, 0x4C4C4D44
 
 
 class RecordOrder:
-    """Which record of the source stands at a place of the file, and where a record stands.
+    """The permutation between records of the source and their places in the file.
 
     Args:
-        total_records: How many records the writer was given.
+        total_records: Records given to the writer.
         seed: The seed in the header.
 
     >>> order = RecordOrder(6, seed=1)
@@ -48,11 +47,11 @@ class RecordOrder:
         return Permutation(self.total_records, derive(_RECORDS, self.seed))
 
     def records(self, places: IntArray) -> IntArray:
-        """Numbers in the source of the records at places 0 to total_records - 1."""
+        """Numbers in the source of the records at these places, int64."""
         return self._permutation.at(np.asarray(places, np.int64))
 
     def places(self, records: IntArray) -> IntArray:
-        """Places of records; a place beyond the file's last one means that the record was dropped."""
+        """Places of records, int64; a place beyond the file's last one means that the record was dropped."""
         return self._permutation.position_of(np.asarray(records, np.int64))
 
 

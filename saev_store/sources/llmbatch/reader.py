@@ -1,50 +1,48 @@
-"""Reading LLMBATCH: batches as views, records, and the file as a source of records."""
+"""Reads LLMBATCH: batches as views, records, and the file as a source of records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.progress import Progress
 from saev_store.core.layout import IntArray
-from saev_store.errors import CorruptShardError, MissingDependencyError
-from saev_store.sources._files import describe_digest, digest_files, file_identity, is_resident
-from saev_store.sources._source import DigestScope, NumberedSource, check_index, check_positions, steps, text_card
+from saev_store.errors import CorruptShardError, MissingDependencyError, SaevStoreError
+from saev_store.problems import Problem
+from saev_store.sources._files import chunks, describe_digest, is_resident
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, Header, parse_header
 from saev_store.transport.fetch import fetch_ranges
+from saev_store.validation import Report
 
 if TYPE_CHECKING:
     import torch
 
-    from saev_store.problems import Problem
-    from saev_store.transport import Buffer, Engine, Transport
-    from saev_store.validation import Report
+    from saev_store.transport import Engine, Transport
 
 TOKEN = np.dtype("<u4")
 TokenArray: TypeAlias = npt.NDArray[np.uint32]
 
 
-class BatchFileReader(NumberedSource):
+class BatchFileReader(Source[TokenArray]):
     """An open LLMBATCH file: `read_batch(i)` returns batches, `reader[i]` returns records in file order.
 
-    A record is one row of a batch: `seq_len` token ids. As a source (`len`, `reader[i]`, `batches`) the reader counts
-    records.
+    A record is one row of a batch: `seq_len` token ids. As a source the reader counts records.
 
     If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Truncating a mapped
     file ends the process: use `engine="pread"` where that can happen. Other transports return fresh arrays.
 
     Args:
         path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
-        transport: Read through this transport.
+        storage_options, engine, transport: As in `open_source`.
 
     Attributes:
-        transport, path: What bytes are read through, and the file's path below its root.
-        url: The file's address, without credentials.
+        transport, path: The storage, and the file's path below its root.
         header: The checked header; its numbers are attributes, too.
         is_resident: Whether batches are views of memory, so that nothing is fetched.
 
@@ -66,33 +64,40 @@ class BatchFileReader(NumberedSource):
     ) -> None:
         self.transport, self.path = locate(path, storage_options, engine=engine, transport=transport)
         self.url = full_url(self.transport, self.path)
-        self._identity = file_identity(self.transport, self.path)
-        self.header, self.problems = self.read_header()
+        self.header, self.problems = self._read_header()
+        self._version = self.transport.version(self.path)
         header = self.header
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
-        self._sampled_digest: str | None = None
+        self.nbytes = self.num_batches * header.raw_batch_nbytes
         self.is_resident = is_resident(self.transport)
-        #: The mapped file as one array, which makes a batch one index away.
+        #: The mapped file as one array.
         self._whole: TokenArray | None = self._map() if self.is_resident else None
         self._closed = False
 
-    def read_header(self) -> tuple[Header, tuple[Problem, ...]]:
-        """Read and check the header again; raises as opening does."""
+    def _read_header(self) -> tuple[Header, tuple[Problem, ...]]:
         nbytes = self.transport.size(self.path)
         (raw,) = self.transport.get_ranges(self.path, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
         return parse_header(bytes(raw), file_nbytes=nbytes, where=self.url)
 
     def _map(self) -> TokenArray:
-        (whole,) = self.transport.get_ranges(self.path, starts=[0], ends=[self.header.file_nbytes])
-        return _as_batches(whole, self.header, self.num_batches, HEADER_NBYTES)
+        """View the file as batches, read-only, shape (num_batches, batch_size, seq_len)."""
+        header = self.header
+        shape = (header.num_batches, header.batch_size, header.seq_len)
+        if header.num_batches == 0:
+            return np.zeros(shape, TOKEN)
+        (whole,) = self.transport.get_ranges(self.path, starts=[0], ends=[header.file_nbytes])
+        strides = (header.padded_batch_nbytes, header.seq_len * ITEMSIZE, ITEMSIZE)
+        found = np.ndarray(shape, TOKEN, whole, HEADER_NBYTES, strides)
+        found.flags.writeable = False
+        return found
 
     def _reopen_if_closed(self) -> None:
         """Compare the header again after `close`, which has released the transport's pin of the file."""
         if not self._closed:
             return
-        header, _ = self.read_header()
-        if header != self.header or file_identity(self.transport, self.path) != self._identity:
+        header, _ = self._read_header()
+        if header != self.header or self.transport.version(self.path) != self._version:
             raise CorruptShardError(
                 "another file has this name since the reader was closed", where=self.url, remedy="Open it again."
             )
@@ -102,11 +107,6 @@ class BatchFileReader(NumberedSource):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (type(self), self.transport, self.path))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all token ids, without padding."""
-        return self.num_batches * self.header.raw_batch_nbytes
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
@@ -123,27 +123,24 @@ class BatchFileReader(NumberedSource):
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def read_batch(self, batch_index: SupportsIndex) -> TokenArray:
-        """Return one batch: uint32, shape (batch_size, seq_len), read-only; a view where the file is mapped.
+        """Return a batch: uint32, shape (batch_size, seq_len), read-only; negative numbers count from the end.
 
         Raises:
             SelectionError: there is no such batch.
         """
-        whole = self._whole
-        if whole is None or type(batch_index) is not int or not 0 <= batch_index < self.num_batches:
-            index = check_index(batch_index, self.num_batches, what="batch")
-            self._reopen_if_closed()
-            if self._whole is None:
-                start = self.header.offset(index)
-                ends = [start + self.header.raw_batch_nbytes]
-                (part,) = self.transport.get_ranges(self.path, starts=[start], ends=ends)
-                return cast("TokenArray", _as_batches(part, self.header, 1, 0)[0])
-            whole, batch_index = self._whole, index
-        return cast("TokenArray", whole[batch_index])
+        index = check_index(batch_index, self.num_batches, what="batch")
+        self._reopen_if_closed()
+        if self._whole is not None:
+            return cast("TokenArray", self._whole[index])
+        found = cast("TokenArray", self.read_batches([index])[0])
+        found.flags.writeable = False
+        return found
 
     def read_batch_torch(self, batch_index: SupportsIndex) -> torch.Tensor:
-        """Return one batch as a tensor that owns its memory: int64, shape (batch_size, seq_len).
+        """Return a batch as an int64 tensor that owns its memory.
 
         Raises:
+            SelectionError: there is no such batch.
             MissingDependencyError: torch is not installed.
         """
         return as_tensor(self.read_batch(batch_index))
@@ -172,7 +169,7 @@ class BatchFileReader(NumberedSource):
         if self.is_resident:
             batch_idx, row = divmod(place, self.batch_size)
             return cast("TokenArray", self.read_batch(batch_idx)[row])
-        found = self.rows([place])[0]
+        found = cast("TokenArray", self.rows([place])[0])
         found.flags.writeable = False
         return found
 
@@ -189,11 +186,6 @@ class BatchFileReader(NumberedSource):
             self._fetch(starts, self.seq_len * ITEMSIZE, out)
         return out
 
-    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[TokenArray]:
-        """Iterate over consecutive records in file order, as fresh arrays of shape (batch_size, seq_len)."""
-        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
-            yield self.rows(slice(first, end))
-
     def _fetch(self, starts: IntArray, nbytes: int, out: TokenArray) -> None:
         """Fill `out[i]` from the first of the `nbytes` bytes at `starts[i]`."""
         for tokens, part in zip(
@@ -202,6 +194,10 @@ class BatchFileReader(NumberedSource):
             tokens[...] = np.frombuffer(part, TOKEN, tokens.size).reshape(tokens.shape)
 
     # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def sized_files(self) -> Sequence[tuple[str, int]]:
+        """Path and size of the file."""
+        return [(self.path, self.header.file_nbytes)]
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the file for `metadata.data` of a store that is recorded from it."""
@@ -212,25 +208,44 @@ class BatchFileReader(NumberedSource):
             "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
-            "digest": describe_digest(self.transport, self._sized_files(), scope=digest),
+            "digest": describe_digest(self.transport, self.sized_files(), scope=digest),
         }
 
-    def _sized_files(self) -> Sequence[tuple[str, int]]:
-        return [(self.path, self.header.file_nbytes)]
-
-    def digest(self, *, scope: DigestScope = "full", progress: bool | None = None) -> str:
-        """Compute the xxh3_128 digest of the file, 32 hex digits; the sampled one is computed once."""
-        if scope == "sampled" and self._sampled_digest is not None:
-            return self._sampled_digest
-        found = digest_files(self.transport, self._sized_files(), scope=scope, progress=progress)
-        self._sampled_digest = found if scope == "sampled" else self._sampled_digest
-        return found
-
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report what is wrong: size and header; `deep` also reads every byte and checks the padding."""
-        from saev_store.sources.llmbatch.check import validate
+        """Report what is wrong: size and header; `deep` also reads every byte and checks the padding.
 
-        return validate(self, deep=deep, progress=progress)
+        A file of n batches counts as n times batch_size examples.
+        """
+        started, problems, checked = time.perf_counter(), list(self.problems), 0
+        try:
+            now, _ = self._read_header()
+            if now != self.header:
+                raise CorruptShardError(
+                    f"the header was {self.header} when the file was opened, and is {now}", where=self.url
+                )
+            if deep:
+                with Progress(self.header.file_nbytes, "check", shown=progress) as bar:
+                    problems += self._check_padding(bar)
+                checked = self.header.file_nbytes
+        except SaevStoreError as error:
+            lost = ((0, len(self)),) if len(self) else ()
+            problems.append(Problem(error.kind, error.message, where=self.url, lost=lost))
+        elapsed_s = time.perf_counter() - started
+        return Report(self.url, len(self), 1, tuple(problems), deep, checked, elapsed_s)
+
+    def _check_padding(self, bar: Progress) -> list[Problem]:
+        """Read every byte, and report the first padding byte that is not zero."""
+        problems, start = list[Problem](), 0
+        slot, raw_nbytes = self.header.padded_batch_nbytes, self.header.raw_batch_nbytes
+        for part in chunks(self.transport, self.path, self.header.file_nbytes, start=HEADER_NBYTES):
+            offsets = start + np.flatnonzero(np.frombuffer(part, np.uint8))
+            odd = offsets[offsets % slot >= raw_nbytes]
+            if len(odd) and not problems:
+                message = f"padding of batch {int(odd[0]) // slot} is not zero, at byte {HEADER_NBYTES + int(odd[0]):,}"
+                problems.append(Problem("padding_not_zero", message, where=self.url, severity="warning"))
+            start += len(part)
+            bar.advance(len(part))
+        return problems
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""
@@ -247,17 +262,6 @@ def as_tensor(tokens: TokenArray) -> torch.Tensor:
             "tensors need torch", remedy="pip install 'saev-store[torch]', or read NumPy arrays."
         ) from None
     return torch.from_numpy(tokens.astype(np.int64))  # pyright: ignore[reportUnknownMemberType]  # the stubs
-
-
-def _as_batches(buffer: Buffer, header: Header, n_batches: int, offset: int) -> TokenArray:
-    """View bytes as batches, read-only, shape (n_batches, batch_size, seq_len)."""
-    shape = (n_batches, header.batch_size, header.seq_len)
-    if n_batches == 0:
-        return np.zeros(shape, TOKEN)
-    strides = (header.padded_batch_nbytes, header.seq_len * ITEMSIZE, ITEMSIZE)
-    found = np.ndarray(shape, TOKEN, buffer, offset, strides)
-    found.flags.writeable = False
-    return found
 
 
 def _reopen(kind: type[BatchFileReader], transport: Transport, path: str) -> BatchFileReader:

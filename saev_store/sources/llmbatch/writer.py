@@ -49,9 +49,9 @@ def write_batch_file(
         seq_len: Tokens of a record; if given, it must be the array's.
         seed: From 0 to 2^32 - 1; kept in the header.
         overwrite: Replace a file of that name, in one step when the new one is complete.
-        storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
-        transport: Write through this transport.
+        storage_options: As in `open_source`.
+        engine: As in `open_source`.
+        transport: As in `open_source`.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
@@ -98,9 +98,9 @@ def write_batch_dataset(
         seq_len: Tokens of a record.
         seed: From 0 to 2^32 - 1; kept in the header.
         overwrite: As in `write_batch_file`.
-        storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
-        transport: Write through this transport.
+        storage_options: As in `open_source`.
+        engine: As in `open_source`.
+        transport: As in `open_source`.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The index of an MMIDIDX data set (`.idx`): where each sequence lies in `.bin`. Pure: bytes in, checked arrays out."""
+"""The index of an MMIDIDX data set (`.idx`): the place of each sequence in `.bin`. Pure: bytes in, checked arrays out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from saev_store.problems import Problem
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
-#: Magic, version, dtype, number of sequences; then, but for one variant, the length of doc_idx.
+#: Magic, version, dtype, number of sequences; then the length of doc_idx, which one variant lacks.
 _HEADER = struct.Struct("<9sQBQ")
 _DOCUMENTS = struct.Struct("<Q")
 #: Bytes of a header with and without the length of doc_idx.
 HEADER_NBYTES, SHORT_HEADER_NBYTES = _HEADER.size + _DOCUMENTS.size, _HEADER.size
 _SIZE, _POINTER, _DOC, _MODE = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<i8"), np.dtype("i1")
-#: What the dtype byte may mean; where tools disagree, the size of an element decides. Megatron's reading comes first.
+#: Meanings of the dtype byte; where tools disagree, the size of an element decides. Megatron's meaning comes first.
 _TYPES: dict[int, tuple[str, ...]] = {
     1: ("uint8",),
     2: ("int8",),
@@ -35,7 +35,7 @@ _TYPES: dict[int, tuple[str, ...]] = {
     9: ("uint32",),
     10: ("uint64",),
 }
-#: Entries that are checked at once: bounds the memory of a check, whatever the index.
+#: Entries that are checked at once, which bounds the memory of a check.
 _STRIDE = 1 << 20
 
 #: `"megatron"` has doc_idx, `"fairseq"` does not.
@@ -44,17 +44,17 @@ Variant = Literal["megatron", "fairseq"]
 
 @dataclass(frozen=True)
 class Index:
-    """Where the sequences of a data set lie; arrays are read-only views of the file where it is mapped.
+    """The places of the sequences of a data set; arrays are read-only views of the file where it is mapped.
 
     Attributes:
         dtype: Type of a token, little-endian.
         sizes: Tokens of each sequence, int32.
         pointers: First byte of each sequence in `.bin`, int64.
         doc_idx: First sequence of each document and, at the end, the number of sequences: int64; one document for each
-            sequence where the file does not say.
+            sequence where the file has no documents.
         modes: One int8 for each sequence of a multimodal data set, else None.
-        variant: Which writer's layout the file has.
-        bin_nbytes: Size of `.bin`.
+        variant: The layout of the file.
+        idx_nbytes, bin_nbytes: Sizes of `.idx` and `.bin`.
     """
 
     dtype: np.dtype[np.generic]
@@ -63,37 +63,30 @@ class Index:
     doc_idx: IntArray
     modes: npt.NDArray[np.int8] | None
     variant: Variant
+    idx_nbytes: int
     bin_nbytes: int
-
-    @property
-    def n_sequences(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def n_documents(self) -> int:
-        return len(self.doc_idx) - 1
 
 
 def parse_index(
     raw: bytes | bytearray | memoryview, *, bin_nbytes: int, where: str, dtype: npt.DTypeLike | None = None
 ) -> tuple[Index, tuple[Problem, ...]]:
-    """The index, once every number in it is certain to make sense for a `.bin` of that size.
+    """The index of a data set, every number in it checked against a `.bin` of that size.
 
-    Takes time in proportion to the index; its checks need about 64 MiB at most, whatever the file claims.
+    Takes time in proportion to the index; the checks need at most about 64 MiB.
 
     Args:
         raw: The whole `.idx` file.
         bin_nbytes: Size of the `.bin` file.
         where: The index's name, for messages.
-        dtype: The type of a token, where the code in the file means several and nothing else decides.
+        dtype: The type of a token, for a code that means several types where nothing else decides.
 
     Returns:
-        The index, and what is odd but harmless about it.
+        The index, and warnings.
 
     Raises:
         DocumentError: the index breaks a rule; `UnknownProtocolError` for an unknown version or dtype.
         CorruptShardError: `.bin` is shorter or longer than the index says.
-        ArgumentError: `dtype` is none that the code can mean.
+        ArgumentError: `dtype` is not one of the code's types.
     """
     view = memoryview(raw).cast("B")
     n, doc_count, has_modes, code = check_header(view[:HEADER_NBYTES], idx_nbytes=len(view), where=where)
@@ -110,7 +103,7 @@ def parse_index(
     chosen = _choose(_candidates(code, where), code, dtype, sizes, pointers, n_tokens, bin_nbytes, where)
     problems = _check_pointers(sizes, pointers, n_tokens, chosen.itemsize, bin_nbytes, where)
     variant: Variant = "megatron" if doc_count is not None else "fairseq"
-    return Index(chosen, sizes, pointers, doc_idx, modes, variant, bin_nbytes), problems
+    return Index(chosen, sizes, pointers, doc_idx, modes, variant, len(view), bin_nbytes), problems
 
 
 def _candidates(code: int, where: str) -> tuple[np.dtype[np.generic], ...]:
@@ -146,7 +139,7 @@ def index_header(dtype: npt.DTypeLike, n_sequences: int, doc_count: int) -> byte
 def check_header(
     head: bytes | bytearray | memoryview, *, idx_nbytes: int, where: str
 ) -> tuple[int, int | None, bool, int]:
-    """What the first bytes of an index say, once they fit the size of the file: nothing else of it has to be read.
+    """The numbers in the first bytes of an index, checked against the size of the file before the rest is read.
 
     Args:
         head: The first 34 bytes, or all of a shorter file.
@@ -192,7 +185,7 @@ def check_header(
 
 
 def _first_bad(n: int, bad: Callable[[slice], npt.NDArray[np.bool_]]) -> int | None:
-    """The first position where `bad` of a slice is true, looked for piece by piece."""
+    """The first position where `bad` of a slice is true; the search goes piece by piece."""
     for start in range(0, n, _STRIDE):
         found = bad(slice(start, min(start + _STRIDE, n)))
         if found.any():
@@ -274,7 +267,7 @@ def _choose(
 def _check_pointers(
     sizes: npt.NDArray[np.int32], pointers: IntArray, n_tokens: int, itemsize: int, bin_nbytes: int, where: str
 ) -> tuple[Problem, ...]:
-    """Sequences lie inside .bin, whole and apart; packed one after the other, or else a warning."""
+    """Check that sequences are inside .bin and do not overlap; a warning unless they are packed in order."""
     packed_from = _packed_offset(sizes, pointers, itemsize)
     if packed_from is None:
         if n_tokens * itemsize != bin_nbytes:
@@ -314,7 +307,7 @@ def _check_apart(
     packed_from: int,
     where: str,
 ) -> Problem:
-    """For sequences in an unusual order or with gaps: none may share a byte with another."""
+    """Check sequences in another order or with gaps: no two may share a byte."""
     order = np.argsort(pointers, kind="stable")
     order = order[sizes[order] > 0]
     starts = pointers[order]

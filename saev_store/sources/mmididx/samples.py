@@ -1,25 +1,31 @@
-"""From documents to samples of one length: the three index arrays of Megatron's GPT data sets, vectorised.
+"""Samples of one length over an MMIDIDX data set: the index arrays of Megatron's GPT data sets, and a source of samples.
 
 All documents of an epoch, in the order of `doc_idx`, are one run of tokens. Sample k is the `seq_length + 1` tokens of it
-that begin at token `k * seq_length`, so neighbours share one token: the last target of one is the first input of the next.
-`sample_idx[k]` says in which entry of `doc_idx` and how far into that document the sample begins; `shuffle_idx` is the
-order in which samples are returned. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen:
-the same arguments give the same arrays as Megatron, today and later.
+from token `k * seq_length` on, so consecutive samples share one token: the last target of one is the first input of the
+next. `sample_idx[k]` is the entry of `doc_idx` and the offset in that document at which the sample begins; `shuffle_idx`
+is the order in which samples are returned. The random streams are those of `numpy.random.RandomState(seed)`, which is
+frozen: the same arguments always give the same arrays as Megatron.
 
-A "document" here is what `sizes` has an entry for: a sequence of the data set, as in Megatron.
+A "document" here is an entry of `sizes`, which is a sequence of the data set, as in Megatron.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError
-from saev_store.sources._source import check_count
+from saev_store.errors import ArgumentError, DocumentError, brief
+from saev_store.sources._files import ALGORITHM
+from saev_store.sources._source import DigestScope, Source, check_count, check_index, check_positions, text_card
+from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
+
+if TYPE_CHECKING:
+    from saev_store.validation import Report
 
 #: Below this share of a full epoch's samples, the last epoch is shuffled on its own.
 SEPARATE_BELOW = 0.80
@@ -29,12 +35,12 @@ _Int = npt.NDArray[np.signedinteger]
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """The three arrays.
+    """The three index arrays.
 
     Attributes:
         doc_idx: Documents of all epochs in order, int32.
-        sample_idx: Shape (n + 1, 2): entry of `doc_idx` and offset in tokens at which each sample begins, and where the
-            last one's final token lies; int32, int64 where that is too small.
+        sample_idx: Shape (n + 1, 2): entry of `doc_idx` and offset in tokens at which each sample begins, and those of
+            the last one's final token; int32, or int64 where that is too small.
         shuffle_idx: Rows of `sample_idx` in the order in which they are returned, uint32 or int64.
     """
 
@@ -61,10 +67,10 @@ def build_indices(
         sizes: Tokens of each document of the data set.
         documents: Numbers of the documents to use, in order.
         seq_length: A sample has one token more.
-        num_samples: How many samples are wanted; None makes those of one epoch. There can be more: epochs are used whole.
-        seed: Of `numpy.random.RandomState`.
+        num_samples: Smallest number of samples; None makes those of one epoch. There can be more: epochs are used whole.
+        seed: Seed of `numpy.random.RandomState`.
         separate_below: When the last of several epochs contributes less than this share of an epoch's samples, its
-            documents and samples are shuffled apart from the others, so that none is seen too rarely. Megatron has
+            documents and samples are shuffled apart from the others, so that all are seen equally often. Megatron has
             0.80, other tools 0.95; 0 never separates.
 
     Raises:
@@ -131,7 +137,7 @@ def build_sample_idx(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> _Int:
-    """Where samples begin: shape (n + 1, 2), entry of `doc_idx` and offset; int32 where that suffices.
+    """The beginnings of samples: shape (n + 1, 2), entry of `doc_idx` and offset; int32 if that suffices.
 
     Args:
         sizes: Tokens of each document.
@@ -194,3 +200,191 @@ def _shuffled(numbers: IntArray, state: np.random.RandomState) -> IntArray:
     # In 64 bits: NumPy swaps those natively, several times as fast as narrower ones, with the same random stream.
     state.shuffle(numbers)
     return numbers
+
+
+class TokenSamples(Source[TokenArray]):
+    """Samples of `seq_length + 1` tokens that run through shuffled documents, as Megatron's GPT data set makes them.
+
+    Sample i is the i-th in shuffled order. `samples[i]` is an array in the data set's dtype: a read-only view if the sample
+    is inside one document of a mapped file, else fresh memory.
+
+    Args:
+        dataset: The tokens; its sequences are the documents.
+        seq_length: A sample has one token more, with which the next one begins.
+        num_samples: Smallest number of samples, over as many epochs as that takes; None makes those of one epoch.
+        seed: Seed of the shuffles.
+        documents: Sequences to use: their numbers, or a range (see `split_documents`); all by default.
+        separate_below: As in `build_indices`.
+
+    Attributes:
+        indices: The index arrays.
+        n_epochs: How many times every document is used.
+
+    Raises:
+        ArgumentError: a number is out of range, or there are no tokens.
+
+    >>> samples = TokenSamples(IndexedDataset(TOKENS), seq_length=3, seed=1)
+    >>> [sample.tolist() for sample in samples.batches(1)]
+    [[[104, 105, 100, 101]], [[97, 98, 99, 104]]]
+    """
+
+    format = "mmididx"
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        seq_length: int,
+        *,
+        num_samples: int | None = None,
+        seed: int = 1234,
+        documents: npt.ArrayLike | range | None = None,
+        separate_below: float = SEPARATE_BELOW,
+    ) -> None:
+        self.dataset, self.seq_length = dataset, seq_length
+        self._documents = _as_documents(documents, len(dataset))
+        self._settings: dict[str, object] = {
+            "seq_length": seq_length,
+            "num_samples": num_samples,
+            "seed": seed,
+            "separate_below": separate_below,
+            "documents": _describe_documents(self._documents),
+        }
+        self.indices = build_indices(
+            dataset.sizes, self._documents, seq_length=seq_length, num_samples=num_samples, seed=seed,
+            separate_below=separate_below,
+        )  # fmt: skip
+        self.n_epochs = len(self.indices.doc_idx) // len(self._documents)
+        self.url, self.problems = dataset.url, dataset.problems
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        facts = {
+            "samples": f"{len(self):,} of {self.seq_length} + 1 tokens",
+            "documents": f"{len(self._documents):,} of {len(self.dataset):,}, in {self.n_epochs} epochs",
+        }
+        return text_card(f"token samples over {self.url}", facts, self.problems)
+
+    # -- samples ---------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex) -> TokenArray:
+        """A sample: shape (seq_length + 1,).
+
+        Raises:
+            SelectionError: there is no such sample.
+        """
+        parts = self._parts(check_index(index, len(self), what="sample"))
+        if len(parts) == 1:
+            return self.dataset.get(*parts[0])
+        return np.concatenate(self._read(parts))
+
+    def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
+        """Several samples, fetched together: shape (n, seq_length + 1), fresh memory."""
+        wanted = [self._parts(position) for position in check_positions(indices, len(self), what="sample").tolist()]
+        found = self._read([part for parts in wanted for part in parts])
+        out = np.empty((len(wanted), self.seq_length + 1), self.dataset.dtype)
+        if found:
+            np.concatenate(found, out=out.reshape(-1))
+        return out
+
+    def locate(self, index: SupportsIndex, token: int) -> tuple[int, int]:
+        """The origin of a token of a sample: the number of the sequence, and the position of the token in it.
+
+        Raises:
+            SelectionError: there is no such sample, or no such token in it.
+        """
+        position = check_index(index, len(self), what="sample")
+        token = check_index(token, self.seq_length + 1, what="token")
+        parts = self._parts(position)
+        ends = np.cumsum([length for _, _, length in parts])
+        part = int(np.searchsorted(ends, token, side="right"))
+        sequence, offset, length = parts[part]
+        return sequence, offset + token - (int(ends[part]) - length)
+
+    def _parts(self, position: int) -> list[tuple[int, int, int]]:
+        """(sequence, offset, length) of the pieces that a sample is made of, empty ones left out."""
+        indices = self.indices
+        row = int(indices.shuffle_idx[position])
+        entry, offset = indices.sample_idx[row].tolist()
+        last, last_offset = indices.sample_idx[row + 1].tolist()
+        if entry == last:
+            return [(int(indices.doc_idx[entry]), offset, last_offset - offset + 1)]
+        sequences = indices.doc_idx[entry : last + 1]
+        sizes = self.dataset.sizes[sequences].tolist()
+        sizes[-1] = last_offset + 1
+        parts = [(sequence, 0, size) for sequence, size in zip(sequences.tolist(), sizes, strict=True)]
+        parts[0] = (parts[0][0], offset, parts[0][2] - offset)
+        return [part for part in parts if part[2]]
+
+    def _read(self, parts: list[tuple[int, int, int]]) -> list[TokenArray]:
+        table = np.array(parts, np.int64).reshape(-1, 3)
+        return self.dataset.read_parts(table[:, 0], table[:, 1], table[:, 2])
+
+    # -- as a source -----------------------------------------------------------------------------------------------------
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """Describe the samples for `metadata.data` of a store; `reopen` builds the same samples again."""
+        return {
+            **self.dataset.describe(digest=digest),
+            "n_samples": len(self),
+            "mapping": "example i is sample i, in shuffled order",
+            "samples": {**self._settings, "random": "numpy.random.RandomState"},
+        }
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """Report what is wrong with the data set."""
+        return self.dataset.validate(deep=deep, progress=progress)
+
+    def close(self) -> None:
+        """Close the data set."""
+        self.dataset.close()
+
+
+def from_description(source: Source[object], samples: object) -> TokenSamples:
+    """The samples that `TokenSamples.describe` described, over the data set opened again.
+
+    Raises:
+        DocumentError: this is no such description.
+    """
+    if not isinstance(source, IndexedDataset) or not isinstance(samples, dict):
+        raise DocumentError(f"{brief(samples)} describes no samples of an MMIDIDX data set", where="description")
+    given = cast("dict[str, object]", samples)
+    documents = given.get("documents")
+    bounds = cast("list[object]", documents) if isinstance(documents, list) else []
+    if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
+        raise DocumentError(
+            f"the samples are of documents {brief(given.get('documents'))}, which only the program that chose them knows",
+            where="description",
+            remedy="Make TokenSamples with documents= as then.",
+        )
+    try:
+        return TokenSamples(
+            source,
+            cast("int", given.get("seq_length")),
+            num_samples=cast("int | None", given.get("num_samples")),
+            seed=cast("int", given.get("seed")),
+            documents=range(*cast("list[int]", bounds)),
+            separate_below=cast("float", given.get("separate_below")),
+        )
+    except (ArgumentError, TypeError) as error:
+        raise DocumentError(f"{brief(given)} describes no samples: {error}", where="description") from None
+
+
+def _as_documents(documents: npt.ArrayLike | range | None, n: int) -> IntArray:
+    if documents is None:
+        return np.arange(n, dtype=np.int64)
+    found = np.asarray(documents)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ArgumentError(f"{brief(documents)} is no list of sequences: pass integers", where="documents")
+    if found.size and not (int(found.min()) >= 0 and int(found.max()) < n):
+        raise ArgumentError(f"documents must be from 0 to {n - 1}", where="documents")
+    return found.astype(np.int64)
+
+
+def _describe_documents(documents: IntArray) -> object:
+    """Bounds of a run of documents, or a digest of another choice."""
+    if not len(documents) or np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        first = int(documents[0]) if len(documents) else 0
+        return [first, first + len(documents)]
+    return {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(documents, "<i8"))}

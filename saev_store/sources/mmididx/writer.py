@@ -1,23 +1,21 @@
-"""Writing MMIDIDX: token by token, or whole data sets joined; both files appear when they are complete."""
+"""Writes MMIDIDX; both files appear when they are complete."""
 
 from __future__ import annotations
 
 import array
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, brief
-from saev_store.sources._files import CHUNK_BYTES, chunks
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import code_of, index_header
-from saev_store.sources.mmididx.reader import IndexedDataset
-from saev_store.transport import Writes
+from saev_store.sources.mmididx.reader import file_names
+from saev_store.transport import Moves
 from saev_store.transport.local.write import TEMP_PREFIX
 
 if TYPE_CHECKING:
@@ -31,28 +29,29 @@ _STRIDE = 1 << 18
 class IndexedDatasetBuilder:
     """Builds `.bin` and `.idx`: `add_document` for each document, or `add_sequence` and `end_document`, then `finalize`.
 
-    Tokens are copied, and go to the disk as they come. Memory holds 4 bytes for each sequence, 8 for each document, 1 for each mode and a
-    buffer. As a context manager it finalizes when the block ends, and leaves nothing behind when that raises.
+    Tokens are copied and written to the disk at once. Memory holds 4 bytes for each sequence, 8 for each document, 1 for
+    each mode and a buffer. As a context manager it finalizes at the end of the block, and leaves nothing behind if the block
+    raises.
 
     Args:
-        path: The `.idx` or `.bin` file, or what both names begin with: a path, any fsspec URL, or, with `transport`, a
-            path below its root.
+        path: The `.idx` or `.bin` file, or their common prefix: a path, any fsspec URL, or, with `transport`, a path
+            below its root.
         dtype: Type of a token; one of the ten that the format has codes for.
         multimodal: Each sequence has a mode.
-        overwrite: Replace a data set of that name; between the two versions, there is a moment without an index.
-        storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
-        transport: Write through this transport.
+        overwrite: Replace a data set of that name; for a moment there is no index. Refused in object stores, which
+            cannot replace two files together.
+        storage_options, engine, transport: As in `open_source`.
 
     Raises:
         ArgumentError: the format has no code for `dtype`.
-        StoreExistsError: one of the two files is there, and `overwrite` is false.
+        StoreExistsError: one of the two files exists, and `overwrite` is false or impossible.
 
     >>> from saev_store.transport import MemoryTransport
     >>> memory = MemoryTransport()
     >>> with IndexedDatasetBuilder("tokens", dtype="uint16", transport=memory) as builder:
     ...     builder.add_document([97, 98, 99])
     ...     builder.add_document([100])
+    >>> from saev_store.sources.mmididx import IndexedDataset
     >>> IndexedDataset("tokens", transport=memory)[0].tolist()
     [97, 98, 99]
     """
@@ -73,19 +72,17 @@ class IndexedDatasetBuilder:
         limits = np.iinfo(self.dtype.name) if self.dtype.kind in "iu" else None
         self._limits = None if limits is None else (int(limits.min), int(limits.max))
         self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
-        prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
-        self._idx_path, self._bin_path, self._overwrite = f"{prefix}.idx", f"{prefix}.bin", overwrite
-        if not overwrite:
-            refuse_existing(self._transport, self._idx_path)
-        self._bin: NewFile | None = NewFile(self._transport, self._bin_path, overwrite=overwrite)
+        self._idx_path, self._bin_path = file_names(name)
+        # An object store has no lock: two writers that replace the two files could leave one file of each.
+        self._overwrite = overwrite and isinstance(self._transport, Moves)
+        if not self._overwrite:
+            remedy = "Delete both files first: this storage cannot replace two files together." if overwrite else None
+            refuse_existing(self._transport, self._idx_path, remedy=remedy)
+            refuse_existing(self._transport, self._bin_path, remedy=remedy)
+        self._bin: NewFile | None = NewFile(self._transport, self._bin_path, overwrite=self._overwrite)
         self._sizes = array.array("i")
         self._doc_idx = array.array("q", [0])
         self._modes = array.array("b") if multimodal else None
-
-    @property
-    def n_sequences(self) -> int:
-        """Sequences so far."""
-        return len(self._sizes)
 
     def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
         """Append a sequence to the current document; it may be empty.
@@ -103,7 +100,7 @@ class IndexedDatasetBuilder:
             self._modes.append(mode)
 
     def end_document(self) -> None:
-        """The sequences since the last call are a document, perhaps an empty one."""
+        """End a document: the sequences since the last call, perhaps none."""
         self._doc_idx.append(len(self._sizes))
 
     def add_document(
@@ -139,31 +136,8 @@ class IndexedDatasetBuilder:
                 self._modes.append(mark)
         self.end_document()
 
-    def merge(self, other: IndexedDataset, *, progress: bool | None = None) -> None:
-        """Append all documents of another data set, its sequences and modes as they are; streamed.
-
-        Raises:
-            ArgumentError: it has another dtype, or one of the two has modes and the other has not.
-        """
-        if other.dtype != self.dtype:
-            raise ArgumentError(f"its tokens are {other.dtype.name}, ours {self.dtype.name}", where="other")
-        if len(other) and (other.modes is None) != (self._modes is None):
-            raise ArgumentError("one of the two data sets has modes and the other has none", where="other")
-        with Progress(other.index.bin_nbytes, "merge", shown=progress) as bar:
-            for piece in _tokens_of(other):
-                self._write(piece)
-                bar.advance(piece.nbytes)
-        first = len(self._sizes)
-        for start in range(0, len(other), _STRIDE):
-            self._sizes.frombytes(np.ascontiguousarray(other.sizes[start : start + _STRIDE], np.intc).tobytes())
-        for start in range(1, len(other.doc_idx), _STRIDE):
-            ends = other.doc_idx[start : start + _STRIDE].astype(np.int64) + first
-            self._doc_idx.frombytes(ends.tobytes())
-        if self._modes is not None and other.modes is not None:
-            self._modes.frombytes(other.modes.tobytes())
-
     def finalize(self) -> None:
-        """Publish both files: `.bin`, then the `.idx` that readers look for. A document that was not ended is ended.
+        """Publish both files: `.bin`, then `.idx`, which readers look for. An open document is ended.
 
         Raises:
             ArgumentError: called a second time.
@@ -178,17 +152,18 @@ class IndexedDatasetBuilder:
             if not self._overwrite:
                 self._publish(self._bin)
                 return
-            # One writer at a time replaces the two files. On object stores, which have no locks, the index is exclusive.
-            writes, lock = cast("Writes", self._transport), self._lock_path()
-            with writes.lock(lock):
-                writes.delete(self._idx_path)
+            transport = self._bin.transport
+            folder, slash, name = self._idx_path.rpartition("/")
+            lock = f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
+            with transport.lock(lock):
+                transport.delete(self._idx_path)
                 self._publish(self._bin)
-                writes.delete(lock)
+                transport.delete(lock)
         finally:
             self.abort()
 
     def _publish(self, bin_file: NewFile) -> None:
-        """Publish `.bin`, which decides between several writers, then the index; no data without an index stay."""
+        """Publish `.bin`, which decides between several writers, then the index; delete `.bin` if the index fails."""
         with NewFile(self._transport, self._idx_path) as index_file:
             for piece in self._index():
                 index_file.write(piece)
@@ -197,12 +172,8 @@ class IndexedDatasetBuilder:
                 index_file.commit()
             except BaseException:
                 if not self._overwrite:
-                    cast("Writes", self._transport).delete(self._bin_path)
+                    bin_file.transport.delete(self._bin_path)
                 raise
-
-    def _lock_path(self) -> str:
-        folder, slash, name = self._idx_path.rpartition("/")
-        return f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
 
     def _index(self) -> Iterator[memoryview]:
         sizes = np.frombuffer(self._sizes, np.intc) if self._sizes else np.zeros(0, np.intc)
@@ -220,7 +191,7 @@ class IndexedDatasetBuilder:
             yield memoryview(self._modes.tobytes())
 
     def abort(self) -> None:
-        """Leave nothing behind; after `finalize` nothing happens."""
+        """Leave nothing behind; has no effect after `finalize`."""
         file, self._bin = self._bin, None
         if file is not None:
             file.abort()
@@ -240,7 +211,7 @@ class IndexedDatasetBuilder:
             raise ArgumentError(f"mode is {brief(mode)}; {rule}", where="mode")
 
     def _as_tokens(self, tokens: npt.ArrayLike) -> npt.NDArray[np.generic]:
-        """One-dimensional numbers that our dtype holds, in whatever type they came."""
+        """The tokens as a one-dimensional array of any type, once the data set's dtype holds them exactly."""
         try:
             found = np.asarray(tokens)
         except (TypeError, ValueError, OverflowError) as error:
@@ -253,7 +224,7 @@ class IndexedDatasetBuilder:
             return found
         if found.dtype.kind not in "iuf" or (found.dtype.kind == "f" and self.dtype.kind != "f"):
             raise ArgumentError(f"tokens are {found.dtype}; they must be {self.dtype.name}", where="tokens")
-        # All bits together reach no further than those of the largest: one look says that all is well, as it is mostly.
+        # The bitwise or of all tokens is an upper bound; it takes one pass where the two extremes take two.
         if self._limits is not None and not 0 <= np.bitwise_or.reduce(found) <= self._limits[1]:
             low, high = int(found.min()), int(found.max())
             if low < self._limits[0] or high > self._limits[1]:
@@ -276,16 +247,3 @@ class IndexedDatasetBuilder:
     def __repr__(self) -> str:
         where = full_url(self._transport, self._idx_path)
         return f"{type(self).__name__}({where}: {len(self._sizes):,} sequences of {self.dtype.name} so far)"
-
-
-def _tokens_of(dataset: IndexedDataset) -> Iterator[npt.NDArray[np.generic]]:
-    """All tokens of a data set in the order of its sequences, in pieces of bounded size."""
-    if not any(problem.kind == "not_packed" for problem in dataset.problems):
-        for part in chunks(dataset.transport, dataset.bin_path, dataset.index.bin_nbytes):
-            yield np.frombuffer(part, dataset.dtype)
-        return
-    for i in range(len(dataset)):
-        size = int(dataset.sizes[i])
-        step = CHUNK_BYTES // dataset.dtype.itemsize
-        for offset in range(0, size, step):
-            yield dataset.get(i, offset, min(step, size - offset))
