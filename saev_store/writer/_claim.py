@@ -69,7 +69,7 @@ class Claim:
 
     @classmethod
     def of(cls, metadata: Metadata, options: ShapingOptions) -> Claim:
-        return cls(metadata.to_bytes().decode("utf-8", "surrogateescape"), options)
+        return cls(metadata.raw.decode("utf-8", "surrogateescape"), options)
 
 
 def read_claim(folder: Folder) -> Claim | None:

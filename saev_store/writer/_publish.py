@@ -110,7 +110,7 @@ def published_already(folder: Folder, metadata: Metadata) -> bool:
         StoreExistsError: it is there with other bytes.
     """
     there = folder.document(METADATA)
-    if there is not None and bytes(there) != metadata.to_bytes():
+    if there is not None and bytes(there) != metadata.raw:
         raise StoreExistsError(
             "a store of that name with other metadata lies there",
             where=folder.where(METADATA),
@@ -165,7 +165,7 @@ def publish(
             if entered and _is_holder(publisher):  # not that of a publisher that has taken over
                 folder.delete(PUBLISHER)
         raise
-    found = folder.create(METADATA, metadata.to_bytes())
+    found = folder.create(METADATA, metadata.raw)
     if found == "taken" or (found == "same" and not (alone and _is_holder(publisher))):
         # Equal bytes may be those of a publisher that was overtaken and went on.
         raise _lost(folder)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.documents import _json
+from saev_store.documents import _parse
 from saev_store.errors import DocumentError
 
 JSON = st.recursive(
@@ -19,7 +19,7 @@ JSON = st.recursive(
 
 
 def loads(raw):
-    return _json.loads(raw, where="x.json", max_nbytes=1 << 20)
+    return _parse.parse_json(raw, where="x.json", max_nbytes=1 << 20)
 
 
 def refused(raw, match):
@@ -107,11 +107,11 @@ def nesting(value):
 )
 def test_the_depth_is_measured_exactly(value, limit):
     raw = json.dumps([value] * 7).encode()
-    before, _json.MAX_DEPTH = _json.MAX_DEPTH, limit
+    before, _parse.MAX_DEPTH = _parse.MAX_DEPTH, limit
     try:
-        assert _json._too_deep(raw) == (nesting([value]) > limit)
+        assert _parse._too_deep(raw) == (nesting([value]) > limit)
     finally:
-        _json.MAX_DEPTH = before
+        _parse.MAX_DEPTH = before
 
 
 def test_depth_does_not_rest_on_the_limits_of_the_interpreter():

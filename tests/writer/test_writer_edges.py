@@ -89,7 +89,7 @@ def test_equal_metadata_is_a_success_only_of_the_one_publisher(who):
         disk._set(path, b'{"attempt": "dead"}')
 
     def published_by_other() -> None:
-        disk._set(f"{this.name}/metadata.json", this.metadata.to_bytes())
+        disk._set(f"{this.name}/metadata.json", this.metadata.raw)
         if who == "overtaken":
             disk._set(path, b'{"attempt": "other", "has_overtaken": true}')
 
