@@ -117,9 +117,9 @@ def _begin(folder: Folder, store: ShardStore) -> None:
     if not folder.exists(CLAIM_PATH):
         if folder.exists(METADATA_NAME) or folder.create(_MARK, mark) != "taken":
             return
-        if folder.read_or_none(_MARK) != mark and not folder.exists(CLAIM_PATH):
+        if folder.read(_MARK) != mark and not folder.exists(CLAIM_PATH):
             folder.put(_MARK, mark)  # of an attempt that came no further
-    if folder.read_or_none(_MARK) != mark and not folder.exists(METADATA_NAME):
+    if folder.read(_MARK) != mark and not folder.exists(METADATA_NAME):
         raise IncompleteStoreError(
             "an unfinished store that is no copy of this one, as it is now, lies there",
             where=folder.url,
@@ -130,9 +130,9 @@ def _begin(folder: Folder, store: ShardStore) -> None:
 def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
     """Whether a copy, finished or not, was made of another recording than this one, as far as both tell."""
     if not folder.exists(METADATA_NAME):
-        mark = folder.read_or_none(_MARK)
+        mark = folder.read(_MARK)
         return mark is not None and mark != _mark(store)
-    raw, digests = folder.read_or_none(PROVENANCE_NAME), load_digests(store.transport)
+    raw, digests = folder.read(PROVENANCE_NAME), load_digests(store.transport)
     try:
         was = json.loads(raw)["source_digests"] if raw is not None else None
     except (ValueError, KeyError, TypeError, RecursionError):
