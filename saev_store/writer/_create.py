@@ -82,9 +82,9 @@ def create_store(
         progress: Show a bar; None shows one on a terminal.
 
     Raises:
-        StoreExistsError: the store is complete, or another one lies under its name.
-        IncompleteStoreError: an unfinished store lies there and `resume` is False, or something that is not ours.
-        ResumeError: what lies there was begun with other metadata or options; each difference is named.
+        StoreExistsError: the store is complete, or another one has its name.
+        IncompleteStoreError: `resume` is False and there is an unfinished store, or the folder holds files of another tool.
+        ResumeError: the unfinished store has other metadata or options; each difference is named.
         WriterConflictError: another process is writing this part.
         ArgumentError: an option breaks its rule.
         ReadOnlyError: the transport cannot write.
@@ -227,7 +227,7 @@ def _check_siblings(root: Transport, metadata: Metadata) -> None:
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise ResumeError(
-            f"there is nothing to resume at {metadata.hash}, but other unfinished stores lie beside it: "
+            f"there is nothing to resume at {metadata.hash}, but there are other unfinished stores: "
             f"{' | '.join(found[:3])}{more}",
             where=root.url,
             remedy='Use the metadata of the one you mean, or resume="auto" to begin a new store beside them.',
@@ -271,7 +271,7 @@ def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStore
         for receipt in leading_receipts(folder, layout, part_shards(layout.n_shards, rank, world), block_bytes)
     )
     return IncompleteStoreError(
-        f"an unfinished store lies there, with {there} of {layout.n_examples} examples",
+        f"there is an unfinished store, with {there} of {layout.n_examples} examples",
         where=folder.url,
         remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
     )

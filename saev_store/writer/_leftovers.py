@@ -87,7 +87,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
 
     Raises:
         StoreExistsError: it is published.
-        IncompleteStoreError: what lies there was not begun by this package.
+        IncompleteStoreError: the folder holds files that this package has not begun.
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)

@@ -116,7 +116,7 @@ def published_already(folder: Folder, metadata: Metadata) -> bool:
     there = folder.read(METADATA)
     if there and there != metadata.raw:
         raise StoreExistsError(
-            "a store of that name with other metadata lies there",
+            "another store of that name, with other metadata, is there",
             where=folder.where(METADATA),
             remedy="Open it to see what it is; write elsewhere, or change the metadata.",
         )

@@ -81,7 +81,7 @@ def _settle(folder: Folder, journal: Journal) -> None:
 
 
 def finish_journal(folder: Folder, layout: Layout) -> None:
-    """Carry out what a crashed repair had announced, if the file it announced is whole; else forget it."""
+    """Carry out what a crashed repair had announced, if the file it announced is whole; else delete the journal."""
     raw = folder.read(JOURNAL)
     if raw is None:
         return

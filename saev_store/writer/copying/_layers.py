@@ -110,7 +110,7 @@ def _begin(folder: Folder, store: ShardStore) -> None:
     """Say of the store that is to be written that it is a copy, and of what.
 
     Raises:
-        IncompleteStoreError: an unfinished store lies there that is no copy, or one of another recording: half of it would be
+        IncompleteStoreError: there is an unfinished store that is no copy, or one of another recording: half of it would be
             other vectors.
     """
     mark = _mark(store)
@@ -121,7 +121,7 @@ def _begin(folder: Folder, store: ShardStore) -> None:
             folder.put(_MARK, mark)  # of an attempt that came no further
     if folder.read(_MARK) != mark and not folder.exists(METADATA_NAME):
         raise IncompleteStoreError(
-            "an unfinished store that is no copy of this one, as it is now, lies there",
+            "an unfinished store that is no copy of this one, as it is now, is there",
             where=folder.url,
             remedy="Finish it, or discard it, or copy elsewhere.",
         )

@@ -176,13 +176,13 @@ def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
         same = False
     if not same:
         raise IncompleteStoreError(
-            "an unfinished store that is no copy of this one lies there",
+            "an unfinished store that is no copy of this one is there",
             where=folder.url,
             remedy="Finish it, or discard it, or copy elsewhere.",
         )
     if not resume:
         raise IncompleteStoreError(
-            "an unfinished copy lies there", where=folder.url, remedy="Continue it with resume=True, or delete it."
+            "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
         )
 
 
