@@ -46,7 +46,7 @@ def make_store(
     for shard_idx in range(layout.n_shards):
         path = folder / f"acts{shard_idx:06d}.bin"
         rng.standard_normal(layout.used_nbytes(shard_idx) // 4, dtype=np.float32).tofile(path)
-    (folder / "metadata.json").write_bytes(metadata.to_bytes())
+    (folder / "metadata.json").write_bytes(metadata.raw)
     (folder / "shards.json").write_bytes(shards_bytes(layout, metadata.count_key))
     return folder, metadata
 

@@ -97,7 +97,7 @@ def make_store(root: str, n_bytes: int) -> str:
             left = layout.used_nbytes(shard)
             file.writelines(some[: left - at] for at in range(0, left, len(some)))
         os.truncate(path, layout.shard_nbytes)
-    documents = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(layout, metadata.count_key)}
+    documents = {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}
     for name, raw in documents.items():
         with open(os.path.join(folder, name), "wb") as file:
             file.write(raw)

@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     metadata = make(options.examples)
     layout = metadata.layout
-    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(layout, metadata.count_key)}
+    files = {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}
     transport = CountingTransport(LatencyTransport(Zeros(files, layout.shard_nbytes), 1e-6, float(1 << 40)))
     warnings.simplefilter("ignore", SaevStoreWarning)  # what is in memory has no name
     store = ShardStore.open(transport)

@@ -47,7 +47,7 @@ def make_store(folder: str, n_bytes: int, n_shards: int) -> Metadata:
 
 def write_documents(folder: str, metadata: Metadata) -> None:
     for name, raw in (
-        ("metadata.json", metadata.to_bytes()),
+        ("metadata.json", metadata.raw),
         ("shards.json", shards_bytes(metadata.layout, metadata.count_key)),
     ):
         with open(os.path.join(folder, name), "wb") as file:

@@ -211,7 +211,7 @@ def seven_million() -> list[Line]:
         family="clip", ckpt="ViT-L/14", layers=range(6), content_tokens_per_example=256, cls_token=True, d_model=1024,
         n_examples=1_200_000, max_tokens_per_shard=2_400_000,
     )  # fmt: skip
-    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
+    files = {"metadata.json": metadata.raw, "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
     transport = LatencyTransport(MemoryTransport(files, label=metadata.hash), 0.0, 1e12)
     store = ShardStore.open(transport)
 

@@ -3,26 +3,26 @@
 Takes bytes and gives checked values, or one exception with all that is wrong; opens nothing.
 """
 
-from saev_store.documents._choose import depth_order
-from saev_store.documents._json import loads as parse_json
-from saev_store.documents.hashing import RECIPES, Recipe, content_hashes
+from saev_store.documents._parse import parse_json
 from saev_store.documents.metadata import (
     METADATA_MAX_NBYTES,
     Metadata,
+    depth_order,
     match_hash,
     new_metadata,
     parse_metadata,
 )
-from saev_store.documents.shards import (
+from saev_store.documents.shards import ShardsIndex, labels_nbytes, parse_labels_size, parse_shards
+from saev_store.documents.versions import (
     COUNT_KEYS,
-    SHARDS_MAX_NBYTES,
-    ShardsIndex,
-    labels_nbytes,
-    parse_labels_size,
-    parse_shards,
-    shards_bytes,
+    PROTOCOLS,
+    RECIPES,
+    VERSIONS,
+    WRITABLE_VERSIONS,
+    Recipe,
+    WrittenVersion,
 )
-from saev_store.documents.versions import PROTOCOLS, VERSIONS, WRITABLE_VERSIONS, WrittenVersion
+from saev_store.documents.writing import SHARDS_MAX_NBYTES, content_hashes, shards_bytes
 
 __all__ = [
     "COUNT_KEYS",

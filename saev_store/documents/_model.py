@@ -1,38 +1,40 @@
-"""The fields of metadata.json under their canonical names, and the rules for their values. Imports pydantic."""
+"""The rules of metadata.json: which version a document follows, what is refused, and a pydantic model of the values.
+
+Imports pydantic, so other modules import this one when a document is read.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import warnings
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 from pydantic_core import PydanticCustomError
 
-from saev_store.core.layout import MAX_INT64
+from saev_store.core.layout import MAX_INT64, Layout
+from saev_store.documents._parse import Findings, key_list, shown
+from saev_store.documents.versions import FIELDS, PROTOCOLS, VERSIONS, Spelling, WrittenVersion
+from saev_store.errors import ArgumentError, BreakingProtocolWarning, UnknownProtocolError
 
 MIN_INT64 = -(2**63)
 #: Wrong layers that are reported one by one.
 LAYERS_SHOWN = 20
-
-
-def _text(value: object) -> str:
-    # Not pydantic's own check: that one refuses half a surrogate pair, which a path in an old document may hold.
-    if not isinstance(value, str):
-        raise PydanticCustomError("wrong_type", "must be a string")
-    return value
-
-
-def _text_or_null(value: object) -> str | None:
-    return None if value is None else _text(value)
-
-
-def _data(value: object) -> object:
-    if not isinstance(value, str | dict):
-        raise PydanticCustomError("wrong_type", "must be an object or a string")
-    return cast("object", value)
+#: The first number of a version is its major version.
+_VERSION = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.(?:0|[1-9][0-9]{0,8})){1,3}", re.ASCII)
+_MAJORS = sorted({int(protocol.partition(".")[0]) for protocol in PROTOCOLS})
+_SPELLINGS = tuple(dict.fromkeys(version.spelling for version in VERSIONS))
+#: Keys that only documents from before protocol 1.0.0 have.
+_UNVERSIONED_KEYS = frozenset({"n_patches_per_shard", "model", "model_org", "model_ckpt"})
+_GEOMETRY = (
+    "n_examples", "layers", "content_tokens_per_example", "cls_token", "d_model", "max_tokens_per_shard",
+)  # fmt: skip
 
 
 def _layers(value: object) -> object:
-    """Every label that breaks a rule, up to a bound: pydantic would list a million of them."""
+    """Check labels one by one, and stop after some wrong ones: pydantic would list a million of them."""
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("wrong_type", "must be an array that is not empty")
     bad: list[tuple[int, object, str]] = []
@@ -51,21 +53,23 @@ def _layers(value: object) -> object:
     return cast("object", value)
 
 
-Text = Annotated[str, PlainValidator(_text), Field(description="a string")]
-TextOrNull = Annotated[str | None, PlainValidator(_text_or_null), Field(description="a string or null")]
+# Not pydantic's own check of strings, which refuses half a surrogate pair: a path in an old document may hold one.
+Text = Annotated[InstanceOf[str], Field(description="a string")]
+TextOrNull = Annotated[InstanceOf[str] | None, Field(description="a string or null")]
 Count = Annotated[int, Field(ge=1, le=MAX_INT64, description="an integer from 1 to 2^63 - 1")]
 Layers = Annotated[
     tuple[int, ...],
     Field(strict=False, description="an array of distinct integers, at least one"),
     BeforeValidator(_layers),
 ]
+#: Opaque. It may be a pickle: it is never decoded.
+Data = Annotated[InstanceOf[str] | InstanceOf[dict[str, object]], Field(description="an object or a string")]
 
 
 class Document(BaseModel):
     """The fields of metadata.json under their canonical names, whatever the keys in the file are called.
 
-    The keys of the file are translated before they get here. Types are strict, instances frozen; keys that the version
-    does not know are kept in `model_extra`.
+    Types are strict, instances frozen; keys that the version does not know are kept in `model_extra`.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -78,8 +82,7 @@ class Document(BaseModel):
     d_model: Count
     n_examples: Count
     max_tokens_per_shard: Count
-    #: Opaque. It may be a pickle: it is never decoded.
-    data: Annotated[object, PlainValidator(_data), Field(description="an object or a string")]
+    data: Data
     dataset: TextOrNull = None
     pixel_agg: TextOrNull = None
     dtype: Text
@@ -90,3 +93,142 @@ class DocumentWithDataset(Document):
     """The fields of versions that demand `dataset`."""
 
     dataset: Text  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  # required here, optional in the base
+
+
+def check_document(document: Mapping[str, object], findings: Findings) -> tuple[Document, WrittenVersion, Layout]:
+    """The checked fields of a document, the version that it follows, and its geometry.
+
+    Raises:
+        UnknownProtocolError: it follows another major version, or holds another dtype.
+        DocumentError: it breaks a rule; all problems are in `problems`.
+    """
+    _refuse(document, findings)
+    version = _choose_version(document, findings)
+    model = DocumentWithDataset if version.requires_dataset else Document
+    canonical = {key: name for name, key in version.spelling.keys.items()}
+    # A canonical name that this version spells differently is an unknown key, not an alias.
+    renamed = {
+        canonical.get(key, key): value for key, value in document.items() if key in canonical or key not in FIELDS
+    }
+    checked = layout = None
+    try:
+        checked = model.model_validate(renamed)
+        layout = Layout.from_budget(**{name: getattr(checked, name) for name in _GEOMETRY})
+    except ValidationError as error:
+        _add_invalid(error, model, version, findings)
+    except ArgumentError as error:
+        name = error.where or ""
+        key = version.spelling.keys.get(name, name)
+        text = error.message.replace(name, key) if name else error.message
+        text = f"{text}. {error.remedy}" if error.remedy else text
+        findings.add("layout", text, loc=(key,) if key != "layout" else ())
+    if checked is None or layout is None or findings.n_errors:
+        raise findings.error(remedy=f"The rules are those of {version.title}.")
+    return checked, version, layout
+
+
+def _refuse(document: Mapping[str, object], findings: Findings) -> None:
+    """Refuse documents without a version (before June 2025), of an unknown major version, and of another dtype.
+
+    Warns:
+        BreakingProtocolWarning: with the error for the last two, as section 9 of docs/protocol.md demands.
+    """
+    protocol, dtype = document.get("protocol"), document.get("dtype")
+    old = sorted(_UNVERSIONED_KEYS & document.keys())
+    if "protocol" not in document and (old or ("dtype" not in document and "vit_family" in document)):
+        told_by = f" and has {key_list(old)}" if old else ""
+        findings.add(
+            "unversioned",
+            f'it has no "protocol"{told_by}: it was written before protocol 1.0.0 (June 2025), and nothing in it says how '
+            "its vectors are laid out",
+            loc=("protocol",),
+        )
+        raise findings.error(remedy="Record the activations again; a guess could give wrong vectors.")
+    if isinstance(protocol, str) and not ((match := _VERSION.fullmatch(protocol)) and int(match[1]) in _MAJORS):
+        findings.add(
+            "unknown_protocol",
+            f'"protocol" is {shown(protocol)}; this version of saev_store reads {", ".join(PROTOCOLS)} and other minor '
+            f"versions of {' and '.join(map(str, _MAJORS))}",
+            loc=("protocol",),
+        )
+    if isinstance(dtype, str) and dtype != "float32":
+        findings.add(
+            "unknown_dtype", f'"dtype" is {shown(dtype)}; protocols 1.x and 2.x hold "float32" only', loc=("dtype",)
+        )
+    if not findings.n_errors:
+        return
+    with contextlib.suppress(BreakingProtocolWarning):  # where warnings are errors: the error below says more
+        warnings.warn(
+            f"{findings.where}: breaking change of the protocol: protocol {shown(protocol)}, dtype {shown(dtype)}; the "
+            "shards are not read",
+            BreakingProtocolWarning,
+            stacklevel=5,
+        )
+    raise findings.error(remedy="Look for a newer saev_store, or for a copy of the store.", kind=UnknownProtocolError)
+
+
+def _choose_version(document: Mapping[str, object], findings: Findings) -> WrittenVersion:
+    """The version whose keys a document has. Keys of two spellings, or of another major version, are errors."""
+    # The later one of equals: the error names its missing keys.
+    spelling = max(reversed(_SPELLINGS), key=lambda s: sum(key in document for key in s.renamed.values()))
+    own = set(spelling.renamed.values())
+    strays = {key for other in _SPELLINGS for key in other.renamed.values() if key in document and key not in own}
+    while strays:
+        # One error for each generation that is mixed in, not for each that happens to share a key.
+        other = max(reversed(_SPELLINGS), key=lambda s: len(strays & set(s.renamed.values())))
+        strays = _add_mixture(document, spelling, other, strays, findings)
+
+    protocol = document.get("protocol")
+    number = int(protocol.partition(".")[0]) if isinstance(protocol, str) else None
+    if number is not None and number not in spelling.majors:
+        findings.add(
+            "mixed_spellings",
+            f'"protocol" is {shown(protocol)}, but the keys are those of {spelling.name}',
+            loc=("protocol",),
+        )
+    versions = [version for version in VERSIONS if version.spelling == spelling]
+    written_as = [version for version in versions if version.protocol == protocol]
+    same_major = [version for version in versions if int(version.protocol.partition(".")[0]) == number]
+    return max(
+        written_as or same_major or versions,
+        key=lambda version: (-sum(key not in document for key in version.required_keys), version.since),
+    )
+
+
+def _add_mixture(
+    document: Mapping[str, object], spelling: Spelling, other: Spelling, strays: set[str], findings: Findings
+) -> set[str]:
+    """Add the error for the keys of another spelling; the stray keys that are left."""
+    mine = key_list([key for key in spelling.renamed.values() if key in document])
+    theirs = [key for key in other.renamed.values() if key in strays]
+    findings.add(
+        "mixed_spellings",
+        f"keys of two generations are mixed: {mine} of {spelling.name}, and {key_list(theirs)} of {other.name}; "
+        "a document uses one of them",
+        loc=(theirs[0],),
+    )
+    return strays - set(theirs)
+
+
+def _add_invalid(invalid: ValidationError, model: type[Document], version: WrittenVersion, findings: Findings) -> None:
+    """Add what pydantic refuses, one error for each field."""
+    seen: set[str] = set()
+    for error in invalid.errors(include_url=False):
+        if not error["loc"]:
+            findings.add("wrong_type", "a key is not Unicode text (it holds half a surrogate pair)")
+            continue
+        name = str(error["loc"][0])
+        if name in seen:  # each type of a union is an error
+            continue
+        seen.add(name)
+        key = version.spelling.keys[name]
+        if error["type"] == "missing":
+            why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
+            findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
+        elif error["type"] == "bad_layers":
+            bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
+            for i, label, rule in bad:
+                findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
+        else:
+            rule = model.model_fields[name].description
+            findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rule}', loc=(key,))

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import IntArray, Layout
-from saev_store.documents import _json
-from saev_store.documents._choose import choose_version, find_oddities, refuse_breaking, refuse_unversioned
-from saev_store.documents._findings import Findings, shown
-from saev_store.documents.hashing import Recipe, content_hashes, known_names
-from saev_store.documents.versions import FIELDS, WRITABLE_VERSIONS, WrittenVersion
-from saev_store.errors import ArgumentError, DocumentError
+from saev_store.documents._parse import Findings, parse_json, shown
+from saev_store.documents.versions import FIELDS, PROTOCOLS, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.documents.writing import composed, content_hashes, known_names, replaced
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
     from saev_store.documents._model import Document
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
-_GEOMETRY = (
-    "n_examples", "layers", "content_tokens_per_example", "cls_token", "d_model", "max_tokens_per_shard",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +44,7 @@ class Metadata:
         dtype: Always "float32".
         protocol: The protocol version, as written.
         version: Which of the written versions this is.
+        count_key: The key of the counts in its shards.json: "n_imgs", "n_ex" or "n_examples".
         raw: The exact bytes it was read from, or that are to be written.
         layout: The geometry it implies.
         problems: Warnings; a document with an error is never made.
@@ -74,6 +70,7 @@ class Metadata:
     dtype: str
     protocol: str
     version: WrittenVersion = field(repr=False)
+    count_key: str = field(repr=False)
     raw: bytes = field(repr=False)
     layout: Layout = field(repr=False)
     problems: tuple[Problem, ...] = ()
@@ -88,37 +85,23 @@ class Metadata:
     @property
     def extra(self) -> dict[str, object]:
         """Keys that the version does not know, with their values."""
-        known = {*FIELDS, *map(self.version.spelling.key, FIELDS)}
-        return {key: value for key, value in self._contents().items() if key not in known}
-
-    @property
-    def count_key(self) -> str:
-        """The key of the counts in the shards.json of this version: "n_imgs", "n_ex" or "n_examples"."""
-        return self.version.spelling.count_key
+        known = {*FIELDS, *self.version.spelling.keys.values()}
+        return {key: value for key, value in _contents_of(self).items() if key not in known}
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """The top-level keys, as written and in that order."""
-        return tuple(self._contents())
+        return tuple(_contents_of(self))
 
     @cached_property
     def hashes(self) -> dict[Recipe, str]:
         """The hash by each recipe, of the document as it was read, unknown keys included."""
-        return content_hashes(self._contents())
+        return content_hashes(_contents_of(self))
 
     @cached_property
-    def known_names(self) -> dict[str, Recipe]:
-        """Every name that a writer may have given the folder, and its recipe: `hashes`, and an older spelling of floats."""
-        return known_names(self._contents())
-
-    @property
     def hash(self) -> str:
         """The name of the folder that this document belongs into, by the recipe of its version."""
-        return self.hashes[self.version.recipe]
-
-    def to_bytes(self) -> bytes:
-        """The bytes of the file: those that were read, or in the form in which the version's writers format them."""
-        return self.raw
+        return content_hashes(_contents_of(self))[self.version.recipe]
 
     def replace(self, **changes: object) -> Metadata:
         """A document of the same version with other values; unknown keys and everything else stay.
@@ -129,13 +112,7 @@ class Metadata:
         Raises:
             ArgumentError: a name is not one that can be changed, or a value breaks a rule.
         """
-        from saev_store.documents._write import replaced
-
-        return _checked(replaced(self._contents(), self.version, changes), self.version)
-
-    def _contents(self) -> dict[str, object]:
-        # Parsed again rather than kept: callers can change the value of `data`, but not the bytes.
-        return cast("dict[str, object]", _json.loads(self.raw, where=self.where, max_nbytes=METADATA_MAX_NBYTES))
+        return _checked(replaced(_contents_of(self), self.version, changes), self.version)
 
 
 def parse_metadata(raw: bytes, *, where: str) -> Metadata:
@@ -155,23 +132,92 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     Warns:
         SaevStoreWarning: a minor version that is not known; it is read like the one before.
     """
-    contents = _json.loads(raw, where=where, max_nbytes=METADATA_MAX_NBYTES)
+    from saev_store.documents._model import check_document
+
+    contents = parse_json(raw, where=where, max_nbytes=METADATA_MAX_NBYTES)
     findings = Findings(where)
     if not isinstance(contents, dict):
         findings.add("wrong_type", f"it is {shown(contents)}; it must be an object")
-        findings.raise_if_bad(remedy="Check that this is the metadata.json of a store.")
-    document = cast("dict[str, object]", contents)
-    refuse_unversioned(document, findings)
-    refuse_breaking(document, findings)
-    version = choose_version(document, findings)
-    n_before = findings.n_errors
-    values = _values(document, version, findings)
-    layout = _layout(values, version, findings) if findings.n_errors == n_before else None
-    findings.raise_if_bad(remedy=f"The rules are those of {version.title}.")
-    if layout is None:  # Not reached: what keeps it from being made is a finding.
-        raise DocumentError("it cannot be read", where=where)
-    find_oddities(values, version, findings)
-    return Metadata(**values, version=version, raw=raw, layout=layout, problems=findings.warnings, where=where)
+        raise findings.error(remedy="Check that this is the metadata.json of a store.")
+    checked, version, layout = check_document(cast("dict[str, object]", contents), findings)
+    _find_oddities(checked, version, findings)
+    return Metadata(
+        **{name: getattr(checked, name) for name in FIELDS},
+        version=version,
+        count_key=version.spelling.count_key,
+        raw=raw,
+        layout=layout,
+        problems=tuple(findings.warnings),
+        where=where,
+    )
+
+
+def _find_oddities(document: Document, version: WrittenVersion, findings: Findings) -> None:
+    """Add a warning for each oddity of a document that is right.
+
+    Warns:
+        SaevStoreWarning: a minor version that is not known.
+    """
+    protocol, data, layers = document.protocol, document.data, document.layers
+    if protocol not in PROTOCOLS:
+        message = (
+            f'"protocol" is {shown(protocol)}, a minor version that is not known; it is read like {version.protocol}, '
+            "which minor versions must allow"
+        )
+        findings.add("unknown_minor", message, loc=("protocol",), severity="warning")
+        warnings.warn(f"{findings.where}: {message}", SaevStoreWarning, stacklevel=4)
+    elif protocol != version.protocol:
+        findings.add(
+            "unusual_protocol",
+            f'"protocol" is {shown(protocol)}, but no writer is known that used it with the keys of '
+            f"{version.spelling.name}",
+            loc=("protocol",),
+            severity="warning",
+        )
+    kind = "string" if isinstance(data, str) else "object"
+    if version.data not in {kind, "either"}:
+        findings.add(
+            "unusual_data",
+            f'"data" is {"a string" if kind == "string" else "an object"}; writers of {version.title} make it '
+            f"{'an object' if kind == 'string' else 'a string'}",
+            loc=("data",),
+            severity="warning",
+        )
+    in_order = depth_order(layers)
+    if not in_order:
+        some = f"{list(layers[:8])}{' and more' if len(layers) > 8 else ''}"
+        doubt = (
+            "which is not the order in which a model runs them"
+            if in_order is False
+            else "and whether that is the order in which a model runs them depends on its depth"
+        )
+        findings.add(
+            "layer_order",
+            f'"layers" is {some}, {doubt}; the reference writer stores layers in the order in which they run, so they may '
+            "be mislabelled. Compare a vector with a fresh forward pass",
+            loc=("layers",),
+            severity="warning",
+        )
+
+
+def depth_order(layers: tuple[int, ...]) -> bool | None:
+    """Whether layers are listed in the order in which a model runs them; None if that depends on its depth.
+
+    Negative labels count from the end, and the depth is not in the document.
+
+    >>> depth_order((2, 5, 11)), depth_order((11, 2)), depth_order((3, -1)), depth_order((3, -2))
+    (True, False, True, None)
+    """
+    for part in ([layer for layer in layers if layer >= 0], [layer for layer in layers if layer < 0]):
+        if any(a > b for a, b in pairwise(part)):
+            return False
+    certain: bool | None = True
+    for a, b in pairwise(layers):
+        if a == -1 and b >= 0:  # the last layer cannot come before one counted from the start
+            return False
+        if (a >= 0) != (b >= 0) and b != -1:
+            certain = None
+    return certain
 
 
 def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
@@ -182,57 +228,7 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
     >>> match_hash(meta, meta.hash), match_hash(meta, "renamed")
     ('sorted-ascii', None)
     """
-    return meta.known_names.get(dirname)
-
-
-def _values(document: Mapping[str, object], version: WrittenVersion, findings: Findings) -> dict[str, Any]:
-    """The values under their canonical names, checked by a pydantic model; each that breaks a rule is a finding."""
-    from pydantic import ValidationError
-
-    from saev_store.documents._model import Document, DocumentWithDataset
-
-    model = DocumentWithDataset if version.requires_dataset else Document
-    canonical = {version.spelling.key(name): name for name in FIELDS}
-    # A canonical name that this version spells differently is a stray key, not an alias.
-    renamed = {
-        canonical.get(key, key): value for key, value in document.items() if key in canonical or key not in FIELDS
-    }
-    try:
-        checked = model.model_validate(renamed)
-    except ValidationError as exc:
-        for error in exc.errors(include_url=False):
-            _add_error(error, model, version, findings)
-        return {}
-    return {name: getattr(checked, name) for name in FIELDS}
-
-
-def _add_error(error: ErrorDetails, model: type[Document], version: WrittenVersion, findings: Findings) -> None:
-    if not error["loc"]:
-        findings.add("wrong_type", "a key is not Unicode text (it holds half a surrogate pair)")
-        return
-    name = str(error["loc"][0])
-    key = version.spelling.key(name)
-    if error["type"] == "missing":
-        why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
-        findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
-    elif error["type"] == "bad_layers":
-        bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
-        for i, label, rule in bad:
-            findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
-    else:
-        rule = model.model_fields[name].description
-        findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rule}', loc=(key,))
-
-
-def _layout(values: Mapping[str, Any], version: WrittenVersion, findings: Findings) -> Layout | None:
-    try:
-        return Layout.from_budget(**{name: values[name] for name in _GEOMETRY})
-    except ArgumentError as exc:
-        name = exc.where or ""
-        key = version.spelling.key(name)
-        text = exc.message.replace(name, key) if name else exc.message
-        findings.add("layout", f"{text}. {exc.remedy}" if exc.remedy else text, loc=(key,) if key != "layout" else ())
-    return None
+    return known_names(_contents_of(meta)).get(dirname)
 
 
 def new_metadata(
@@ -278,8 +274,6 @@ def new_metadata(
     ...              d_model=8, n_examples=7, max_tokens_per_shard=50).keys[:4]
     ('vit_family', 'vit_ckpt', 'layers', 'n_patches_per_img')
     """
-    from saev_store.documents._write import composed
-
     values: dict[str, object] = {
         "family": family,
         "ckpt": ckpt,
@@ -299,6 +293,11 @@ def new_metadata(
     return _checked(raw, WRITABLE_VERSIONS[protocol])
 
 
+def _contents_of(meta: Metadata) -> dict[str, object]:
+    """The document, parsed again: callers can change the value of `data`, but not the bytes."""
+    return cast("dict[str, object]", parse_json(meta.raw, where=meta.where, max_nbytes=METADATA_MAX_NBYTES))
+
+
 def _checked(raw: bytes, version: WrittenVersion) -> Metadata:
     """The metadata of bytes that were made from arguments; what is wrong with it is wrong with them."""
     try:
@@ -306,5 +305,6 @@ def _checked(raw: bytes, version: WrittenVersion) -> Metadata:
     except DocumentError as exc:
         message = exc.message
         for name in FIELDS:  # The caller knows the canonical names.
-            message = re.sub(rf'"{version.spelling.key(name)}"|^{version.spelling.key(name)}\b', name, message)
+            key = version.spelling.keys[name]
+            message = re.sub(rf'"{key}"|^{key}\b', name, message)
         raise ArgumentError(message, where="metadata", remedy=exc.remedy) from None

@@ -10,20 +10,15 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from saev_store.core.layout import IntArray, Layout, shard_name
-from saev_store.documents import _json
-from saev_store.documents._findings import Findings, key_list, shown
-from saev_store.errors import ArgumentError, DocumentError, UnsafeContentError
+from saev_store.documents._parse import Findings, key_list, parse_json, shown
+from saev_store.documents.versions import COUNT_KEYS
+from saev_store.documents.writing import SHARDS_MAX_NBYTES
+from saev_store.errors import DocumentError, UnsafeContentError
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:
     from saev_store.documents.metadata import Metadata
 
-#: The most bytes that a shards.json may have: room for about eight million shards.
-SHARDS_MAX_NBYTES = 512 * 2**20
-#: The keys under which counts have been written, oldest first.
-COUNT_KEYS = ("n_imgs", "n_ex", "n_examples")
-
-_SHORTEST_ENTRY_NBYTES = 45
 #: What an entry may take, and all entries that the metadata does not ask for: the metadata bounds the list beside it.
 _LONGEST_ENTRY_NBYTES = 1024
 _SLACK_NBYTES = 64 * 2**10
@@ -77,71 +72,35 @@ def parse_shards(raw: bytes, meta: Metadata, *, where: str) -> ShardsIndex:
             all problems are in `problems`.
     """
     max_nbytes = min(SHARDS_MAX_NBYTES, _SLACK_NBYTES + meta.layout.n_shards * _LONGEST_ENTRY_NBYTES)
-    contents = _json.loads(raw, where=where, max_nbytes=max_nbytes)
+    contents = parse_json(raw, where=where, max_nbytes=max_nbytes)
     findings = Findings(where)
     if not isinstance(contents, list):
         findings.add("wrong_type", f"it is {shown(contents)}; it must be an array of shards")
-        findings.raise_if_bad(remedy="Check that this is the shards.json of a store.")
+        raise findings.error(remedy="Check that this is the shards.json of a store.")
     entries = cast("list[object]", contents)
     key = _count_key(entries)
     if not _is_regular(entries, key):
         _find_irregular(entries, key, findings)
-        findings.raise_if_bad(remedy="Copy the file again from where the store was recorded.")
-    counts = _counts(cast("list[dict[str, object]]", entries), key, findings)
-    _find_bad_counts(counts, meta.layout, findings)
-    findings.raise_if_bad(
-        remedy="metadata.json and shards.json must be of the same recording: copy both again from where it was made."
-    )
+        raise findings.error(remedy="Copy the file again from where the store was recorded.")
+    values = [cast("int", cast("dict[str, object]", entry)[key]) for entry in entries]
+    layout, n_listed = meta.layout, len(values)
+    # All shards are full but the last one, which holds the rest; after it follow zeros.
+    expected = np.zeros(max(n_listed, layout.n_shards), dtype=np.int64)
+    expected[: layout.n_shards - 1] = layout.examples_per_shard
+    expected[layout.n_shards - 1] = layout.examples_in(layout.n_shards - 1)
+    if values != expected.tolist():
+        _find_bad_counts(values, key, expected.tolist(), layout, findings)
+        raise findings.error(
+            remedy="metadata.json and shards.json must be of the same recording: copy both again from where it was made."
+        )
     if key != meta.count_key:
         findings.add(
             "count_key",
             f'the counts are called "{key}"; beside metadata of {meta.version.title} writers call them "{meta.count_key}"',
             severity="warning",
         )
-    counts.flags.writeable = False
-    return ShardsIndex(counts, key, meta.layout, raw, findings.warnings)
-
-
-def shards_bytes(layout: Layout, count_key: str, *, trailing_empty: bool = False) -> bytes:
-    """The shards.json of a layout, formatted as the reference writers format it.
-
-    Args:
-        layout: The layout to list the shards of.
-        count_key: "n_imgs", "n_ex" or "n_examples": `Metadata.count_key`.
-        trailing_empty: Whether to list one more shard with no example, as the reference writers do when the last shard is
-            full.
-
-    Raises:
-        ArgumentError: the key is not known, or the list would be larger than `SHARDS_MAX_NBYTES`.
-
-    >>> print(shards_bytes(Layout(4, (0,), 4, True, 8, 3), "n_ex").decode())
-    [
-      {
-        "name": "acts000000.bin",
-        "n_ex": 3
-      },
-      {
-        "name": "acts000001.bin",
-        "n_ex": 1
-      }
-    ]
-    """
-    if count_key not in COUNT_KEYS:
-        raise ArgumentError(
-            f"count_key is {shown(count_key)}; it must be one of {key_list(COUNT_KEYS)}", where="count_key"
-        )
-    n_listed = layout.n_shards + trailing_empty
-    if n_listed * _SHORTEST_ENTRY_NBYTES > SHARDS_MAX_NBYTES:
-        raise ArgumentError(
-            f"{n_listed} shards make a shards.json of more than {SHARDS_MAX_NBYTES} bytes",
-            where="max_tokens_per_shard",
-            remedy="Use a larger budget for each shard.",
-        )
-    entries = [
-        f'  {{\n    "name": "{shard_name(i)}",\n    "{count_key}": {layout.examples_in(i)}\n  }}'
-        for i in range(n_listed)
-    ]
-    return ("[\n" + ",\n".join(entries) + "\n]").encode("ascii")
+    expected.flags.writeable = False
+    return ShardsIndex(expected, key, layout, raw, tuple(findings.warnings))
 
 
 def _count_key(entries: list[object]) -> str:
@@ -171,7 +130,7 @@ def _is_regular(entries: list[object], key: str) -> bool:
 
 
 def _find_irregular(entries: list[object], key: str, findings: Findings) -> None:
-    """Every way in which entries are malformed, one by one.
+    """Add an error for each way in which an entry is malformed.
 
     Raises:
         UnsafeContentError: a name leaves the folder.
@@ -179,8 +138,7 @@ def _find_irregular(entries: list[object], key: str, findings: Findings) -> None
     if not entries:
         findings.add("no_shards", "it lists no shards; it must list at least one")
     for i, entry in enumerate(entries):
-        if findings.is_full:
-            findings.stop(len(entries) - i, "entries")
+        if findings.is_full(len(entries) - i, "entries"):
             break
         if not isinstance(entry, dict):
             findings.add("wrong_type", f"entry {i} is {shown(entry)}; it must be an object", loc=(i,))
@@ -203,13 +161,14 @@ def _find_irregular(entries: list[object], key: str, findings: Findings) -> None
 
 
 def _find_bad_name(shard: Mapping[str, object], i: int, findings: Findings) -> None:
+    """Add an error if the name of an entry is not that of its shard."""
     if "name" not in shard:
         findings.add("missing_key", f'entry {i} has no "name"; it must be "{shard_name(i)}"', loc=(i, "name"))
         return
     name = shard["name"]
     if name == shard_name(i):
         return
-    if isinstance(name, str) and _leaves_folder(name):
+    if isinstance(name, str) and (name in {".", ".."} or any(mark in name for mark in "/\\\0:")):
         raise UnsafeContentError(
             f'entry {i}: "name" is {shown(name)}, which leads out of the folder of the store; it must be '
             f'"{shard_name(i)}"',
@@ -223,55 +182,33 @@ def _find_bad_name(shard: Mapping[str, object], i: int, findings: Findings) -> N
     )
 
 
-def _leaves_folder(name: str) -> bool:
-    return name in {".", ".."} or any(mark in name for mark in "/\\\0:")
-
-
-def _counts(entries: list[dict[str, object]], key: str, findings: Findings) -> IntArray:
-    values = [cast("int", entry[key]) for entry in entries]
-    try:
-        return np.array(values, dtype=np.int64)
-    except OverflowError:
-        for i, value in enumerate(values):
-            if findings.is_full:
-                findings.stop(len(values) - i, "entries")
-                break
-            if not -(2**63) <= value < 2**63:
-                findings.add(
-                    "wrong_value", f'entry {i}: "{key}" is {shown(value)}; it must fit into 63 bits', loc=(i, key)
-                )
-        return np.array([min(max(value, -(2**63)), 2**63 - 1) for value in values], dtype=np.int64)
-
-
-def _find_bad_counts(counts: IntArray, layout: Layout, findings: Findings) -> None:
-    """Counts that do not follow from the layout: all full but the last one, which holds the rest; after it, zeros."""
-    n_listed, n_shards, capacity = len(counts), layout.n_shards, layout.examples_per_shard
-    expected = np.zeros(n_listed, dtype=np.int64)
-    expected[: n_shards - 1] = capacity
-    if n_listed >= n_shards:
-        expected[n_shards - 1] = layout.examples_in(n_shards - 1)
-    wrong = np.flatnonzero(counts != expected)
-    for i in wrong.tolist():
-        if findings.is_full:
-            findings.stop(int(np.count_nonzero(wrong >= i)), "wrong counts")
+def _find_bad_counts(values: list[int], key: str, expected: list[int], layout: Layout, findings: Findings) -> None:
+    """Add an error for each count that does not follow from the layout, and for a wrong sum."""
+    n_listed, n_shards, capacity = len(values), layout.n_shards, layout.examples_per_shard
+    wrong = [i for i, (value, right) in enumerate(zip(values, expected, strict=False)) if value != right]
+    for n_seen, i in enumerate(wrong):
+        if findings.is_full(len(wrong) - n_seen, "wrong counts"):
             break
-        count = int(counts[i])
-        if count < 0:
+        value = values[i]
+        if not -(2**63) <= value < 2**63:
+            findings.add("wrong_value", f'entry {i}: "{key}" is {shown(value)}; it must fit into 63 bits', loc=(i, key))
+            continue
+        if value < 0:
             rule = "a count cannot be negative"
-        elif count > capacity:
+        elif value > capacity:
             rule = f"a shard holds at most {capacity} examples by the budget of the metadata"
         elif i < n_shards - 1:
             rule = f"every shard but the last one is full, with {capacity} examples"
         elif i == n_shards - 1:
-            rule = f"the last shard holds the remaining {int(expected[i])} of {layout.n_examples} examples"
+            rule = f"the last shard holds the remaining {expected[i]} of {layout.n_examples} examples"
         else:
             rule = f"all {layout.n_examples} examples of the metadata lie in the {n_shards} shards before it"
-        findings.add("wrong_count", f"entry {i} counts {count} examples; {rule}", loc=(i,))
+        findings.add("wrong_count", f"entry {i} counts {value} examples; {rule}", loc=(i,))
     if n_listed < n_shards:
         findings.add(
             "too_few_shards", f"it lists {n_listed} shards; {layout.n_examples} examples need {n_shards} of {capacity}"
         )
-    total = sum(counts.tolist()) if wrong.size or n_listed < n_shards else layout.n_examples
+    total = sum(values)
     if total != layout.n_examples:
         findings.add("wrong_sum", f"its counts sum to {total}; the metadata says {layout.n_examples} examples")
 

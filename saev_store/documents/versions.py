@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from saev_store.documents.hashing import Recipe
-
+#: The keys under which shards.json counts examples, oldest first.
+COUNT_KEYS = ("n_imgs", "n_ex", "n_examples")
+Recipe = Literal["sorted-ascii", "field-order", "field-order-8"]
+#: How a folder's name was computed, in the order in which a name is compared with them.
+RECIPES: tuple[Recipe, ...] = ("sorted-ascii", "field-order", "field-order-8")
 #: The canonical names of all fields, in the order in which writers list them.
 FIELDS = (
     "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples",
     "max_tokens_per_shard", "data", "dataset", "pixel_agg", "dtype", "protocol",
 )  # fmt: skip
-#: Fields that a document may lack, unless its version demands `dataset`.
-_OPTIONAL = frozenset({"dataset", "pixel_agg"})
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,27 @@ class Spelling:
 
     Attributes:
         name: What messages call it.
-        keys: Canonical name to key, for the keys that differ between spellings; the others are spelled alike in all.
+        renamed: Canonical name to key, for the keys that differ between spellings.
         count_key: The key of the number of examples in the entries of shards.json.
         majors: Major protocol versions that documents with these keys were written under.
+        keys: Canonical name to key, for all fields.
     """
 
     name: str
-    keys: Mapping[str, str] = field(hash=False)
+    renamed: Mapping[str, str] = field(hash=False)
     count_key: str
     majors: frozenset[int]
+    keys: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
-    def key(self, canonical: str) -> str:
-        """The key that stands for a canonical name."""
-        return self.keys.get(canonical, canonical)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", {name: self.renamed.get(name, name) for name in FIELDS})
 
 
+#: The renamed keys as their canonical names.
+_SAME_KEYS = {
+    name: name
+    for name in ("family", "ckpt", "content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard")
+}
 IMAGES = Spelling(
     "images and patches (protocol 1.x)",
     {
@@ -56,11 +63,9 @@ IMAGES = Spelling(
 )
 EXAMPLES = Spelling(
     "examples and patches (protocol 2.0, October 2025)",
-    {
-        "family": "family",
-        "ckpt": "ckpt",
+    _SAME_KEYS
+    | {
         "content_tokens_per_example": "patches_per_ex",
-        "d_model": "d_model",
         "n_examples": "n_ex",
         "max_tokens_per_shard": "patches_per_shard",
     },
@@ -69,27 +74,13 @@ EXAMPLES = Spelling(
 )
 N_CONTENT_TOKENS = Spelling(
     "examples and n_content_tokens (protocol 2.0, 7 October 2025)",
-    {
-        "family": "family",
-        "ckpt": "ckpt",
-        "content_tokens_per_example": "n_content_tokens_per_example",
-        "d_model": "d_model",
-        "n_examples": "n_examples",
-        "max_tokens_per_shard": "max_tokens_per_shard",
-    },
+    _SAME_KEYS | {"content_tokens_per_example": "n_content_tokens_per_example"},
     count_key="n_examples",
     majors=frozenset({2}),
 )
 TOKENS = Spelling(
     "examples and tokens (protocol 2.x)",
-    {
-        "family": "family",
-        "ckpt": "ckpt",
-        "content_tokens_per_example": "content_tokens_per_example",
-        "d_model": "d_model",
-        "n_examples": "n_examples",
-        "max_tokens_per_shard": "max_tokens_per_shard",
-    },
+    _SAME_KEYS,
     count_key="n_examples",
     majors=frozenset({2}),
 )
@@ -108,6 +99,8 @@ class WrittenVersion:
         recipe: How its writer named the folder.
         style: How its writer formatted the file: `json.dump(indent=4)` in ASCII, or two spaces and raw UTF-8.
         writes: Canonical names of the keys of a new document, in order; empty for a version that is only read.
+        title: What messages and cards call it, such as "protocol 2.1 (as written since 2025-10-13)".
+        required_keys: The keys that a document must have.
     """
 
     since: str
@@ -119,20 +112,14 @@ class WrittenVersion:
     style: Literal["indent-4-ascii", "indent-2-utf8"] = "indent-4-ascii"
     writes: tuple[str, ...] = ()
 
-    @property
-    def title(self) -> str:
-        """How messages and cards call it.
+    title: str = field(init=False)
+    required_keys: tuple[str, ...] = field(init=False)
 
-        >>> VERSIONS[-1].title
-        'protocol 2.1 (as written since 2025-10-13)'
-        """
-        return f"protocol {self.protocol} (as written since {self.since})"
-
-    @property
-    def required_keys(self) -> tuple[str, ...]:
-        """The keys that a document must have."""
-        names = (name for name in FIELDS if name not in _OPTIONAL or (name == "dataset" and self.requires_dataset))
-        return tuple(map(self.spelling.key, names))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", f"protocol {self.protocol} (as written since {self.since})")
+        optional = {"pixel_agg"} if self.requires_dataset else {"dataset", "pixel_agg"}
+        keys = tuple(key for name, key in self.spelling.keys.items() if name not in optional)
+        object.__setattr__(self, "required_keys", keys)
 
 
 def _all_but(*left_out: str) -> tuple[str, ...]:

@@ -101,8 +101,7 @@ class Lease:
         return json.dumps(who).encode()
 
     def _look(self) -> bytes | None:
-        """The document, or None."""
-        return self._folder.read_or_none(self._path, max_bytes=_MAX_BYTES)
+        return self._folder.read(self._path, max_bytes=_MAX_BYTES)
 
     def _is_ours(self) -> bool:
         """Whether this process wrote the document."""
@@ -156,14 +155,14 @@ def stage(
     deadline = time.monotonic() + timeout_s
     while True:
         there = Folder(root, "")
-        found = there.read_or_none(mark) if _is_published(root, target.name) else b""
+        found = there.read(mark) if _is_published(root, target.name) else b""
         # A published copy is checked by all at once. A copy on a disk is made under a lock that ends with its process.
         free = found in {recording, None} or (found == b"" and root.is_local)
         with suppress(WriterConflictError), nullcontext(True) if free else lease as ours:
             if ours:
                 if found and found != recording:
                     # Another process may have replaced it since the mark was read.
-                    if there.read_or_none(mark) == found:
+                    if there.read(mark) == found:
                         _remove(root, target.name)
                         there.delete(mark)
                 elif found == b"":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store.core.layout import Layout
@@ -18,33 +19,28 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.transport import Transport
-from saev_store.writer._claim import (
-    Claim,
-    Owner,
-    ShapingOptions,
-    check_claim,
-    metadata_differences,
-    new_attempt,
-    parse_claim,
-    part_shards,
-    read_claim,
-)
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
-from saev_store.writer._leftovers import check_no_foreigner, unfinished
-from saev_store.writer._publish import publish, published_already, remove_hidden
-from saev_store.writer._resume import Kept, kept_of
+from saev_store.writer._leftovers import unfinished
+from saev_store.writer._publish import Verify, published_already, remove_hidden
+from saev_store.writer._resume import Kept, check_claim, kept_of, metadata_differences
 from saev_store.writer._shard_file import ShardPlan, leading_receipts
 from saev_store.writer.folder import (
     CLAIM,
     HIDDEN,
     LABELLED,
-    METADATA,
     SHARDS,
     TEMPORARY,
+    Claim,
     Folder,
+    Owner,
+    ShapingOptions,
+    check_no_foreigner,
     owner_path,
+    parse_claim,
+    part_shards,
+    read_claim,
 )
-from saev_store.writer.shard_writer import Publish, ShardWriter, Verify, Written
+from saev_store.writer.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -86,82 +82,67 @@ def create_store(
         progress: Show a bar; None shows one on a terminal.
 
     Raises:
-        StoreExistsError: the store is complete, or another one lies under its name.
-        IncompleteStoreError: an unfinished store lies there and `resume` is False, or something that is not ours.
-        ResumeError: what lies there was begun with other metadata or options; each difference is named.
+        StoreExistsError: the store is complete, or another one has its name.
+        IncompleteStoreError: `resume` is False and there is an unfinished store, or the folder holds files of another tool.
+        ResumeError: the unfinished store has other metadata or options; each difference is named.
         WriterConflictError: another process is writing this part.
         ArgumentError: an option breaks its rule.
         ReadOnlyError: the transport cannot write.
     """
-    rank, world = _checked_part(part)
-    _check_options(resume, on_nonfinite, block_bytes, checkpoint_bytes, verify)
+    rank, world = _checked_part(part, resume, on_nonfinite, block_bytes, checkpoint_bytes, verify)
     folder = Folder(root_transport, metadata.hash)
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
     here = Claim.of(metadata, options)
-    claim = Owner(folder, CLAIM, new_attempt(), asdict(here))
-    owner = claim if world == 1 else Owner(folder, owner_path(rank), claim.attempt)
+    claim = Owner(folder, CLAIM, asdict(here))
+    owner = claim if world == 1 else Owner(folder, owner_path(rank), attempt=claim.attempt)
     plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
+    open_writer = partial(
+        ShardWriter,
+        metadata=metadata,
+        claim=here,
+        shards=shards,
+        takeover=resume is not False,
+        on_nonfinite=on_nonfinite,
+        progress=progress,
+    )
 
-    def writer(kept: Kept, held: ExitStack, *, publish: Publish | None, complete: bool = False) -> ShardWriter:
-        return ShardWriter(
-            plan,
-            metadata,
-            shards=shards,
-            kept=kept,
-            # A single part is labelled as its first examples are; several have to agree.
-            declare_labelled=(lambda value: _declare_labelled(folder, value)) if world > 1 else None,
-            publish=publish if world == 1 else None,
-            on_nonfinite=on_nonfinite,
-            progress=progress,
-            held=held,
-            already_complete=complete,
-        )
-
-    def nothing_to_do() -> ShardWriter:
-        return writer(Kept(shards.start), ExitStack(), publish=None, complete=True)
-
-    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.document(CLAIM), folder.names)
+    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.read(CLAIM), folder.names)
     is_complete, claimed, names = cast("tuple[bool, bytes | None, Sequence[str] | None]", tuple(found))
     if is_complete:
         _check_complete(folder, resume=resume, exist_ok=exist_ok)
-        return nothing_to_do()
+        return open_writer(plan, kept=Kept(shards.start), held=ExitStack(), complete=True)
     held = ExitStack()
     try:
-        there = None if claimed is None else parse_claim(claimed, folder)
-        if there is None:
+        if not claimed:
             check_no_foreigner(folder, names)
             if resume is True:
                 _check_siblings(folder.transport, metadata)
         else:
-            _check_resumable(folder, metadata.layout, there, here, owner, resume=resume)
+            there = parse_claim(claimed, folder)
+            if resume is False and (world == 1 or folder.exists(owner.path)):
+                raise _unfinished(folder, metadata.layout, there)
+            check_claim(folder, there, here)
         held.enter_context(folder.lock(f"part{rank:05d}"))
         # A crash while a store was discarded or published can leave hidden files without a claim.
         is_new = _claim(claim, here, resume=resume) and names is not None and HIDDEN not in names
-        _, is_published = folder.together(
-            lambda: _own(owner, metadata.layout, here, resume=resume) if owner is not claim else None,
-            lambda: is_new and folder.document(METADATA) is not None,
-        )
+        if owner is not claim:
+            _own(owner, metadata.layout, here, resume=resume)
         kept = Kept(shards.start)
         if not is_new:
             kept = kept_of(plan, shards, verify=verify, progress=progress)
             if kept.file is not None:
                 held.callback(kept.file.abort)
-            is_published, declared = folder.together(
-                lambda: folder.document(METADATA) is not None, lambda: _declared_labelled(folder) if world > 1 else None
-            )
-            kept = kept if kept.labelled is not None else replace(kept, labelled=declared)
+        if is_new and folder.is_far and shards:
+            # The look at metadata.json is not worth a request that all others wait for: it is made with the first shard.
+            return open_writer(replace(plan, looks_at=shards.start), kept=kept, held=held, complete=False)
+        is_published, declared = folder.together(
+            lambda: published_already(folder, metadata),
+            lambda: _declared_labelled(folder) if world > 1 and not is_new else None,
+        )
         if not is_published:
-
-            def publish_now(verify: Verify, written: Written) -> None:
-                with folder.lock("publish"):
-                    takeover, locked = resume is not False, folder.lock_is_real("publish")
-                    publish(
-                        folder, metadata, here, verify=verify, takeover=takeover, locked=locked, progress=progress,
-                        written=written,
-                    )  # fmt: skip
-
-            return writer(kept, held, publish=publish_now)
+            kept = kept if kept.labelled is not None else replace(kept, labelled=declared)
+            return open_writer(plan, kept=kept, held=held, complete=False)
     except BaseException as error:
         held.close()
         if not isinstance(error, SaevStoreError) or not published_already(folder, metadata):
@@ -170,29 +151,21 @@ def create_store(
     held.close()
     remove_hidden(folder)
     _check_complete(folder, resume=resume, exist_ok=exist_ok)
-    return nothing_to_do()
+    return open_writer(plan, kept=Kept(shards.start), held=ExitStack(), complete=True)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _checked_part(part: tuple[object, object] | None) -> tuple[int, int]:
-    if part is None:
-        return 0, 1
-    try:
-        rank, world = part
-    except (TypeError, ValueError):
-        rank, world = -1, -1
-    if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world <= 99_999):
-        raise ArgumentError(
-            f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world <= 99999", where="part"
-        )
-    return rank, world
-
-
-def _check_options(
-    resume: object, policy: object, block_bytes: object, checkpoint_bytes: object, verify: object
-) -> None:
+def _checked_part(
+    part: tuple[object, object] | None,
+    resume: object,
+    policy: object,
+    block_bytes: object,
+    checkpoint_bytes: object,
+    verify: object,
+) -> tuple[int, int]:
+    """The rank of the part and the number of parts, after a check of all options."""
     if resume not in (True, False, "auto"):
         raise ArgumentError(f'resume is {brief(resume)}; it must be True, False or "auto"', where="resume")
     if policy not in NONFINITE_POLICIES:
@@ -207,9 +180,18 @@ def _check_options(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or not 4 <= value <= most or value % 4:
             raise ArgumentError(f"{name} is {brief(value)}; it must be a multiple of 4, from 4 to {most}", where=name)
+    try:
+        rank, world = (0, 1) if part is None else part
+    except (TypeError, ValueError):
+        rank, world = -1, -1
+    if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world <= 99_999):
+        raise ArgumentError(
+            f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world <= 99999", where="part"
+        )
+    return rank, world
 
 
-# -- what lies there ---------------------------------------------------------------------------------------------------
+# -- what is there ------------------------------------------------------------------------------------------------------
 
 
 def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> None:
@@ -230,16 +212,12 @@ def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> No
         )
 
 
-def _check_resumable(
-    folder: Folder, layout: Layout, there: Claim, here: Claim, owner: Owner, *, resume: bool | str
-) -> None:
-    """Refuse, before anything is created, what lies there and may not be continued."""
-    if resume is False and (here.options.world == 1 or folder.exists(owner.path)):
-        raise _unfinished(folder, layout, there)
-    check_claim(folder, there, here)
-
-
 def _check_siblings(root: Transport, metadata: Metadata) -> None:
+    """Refuse to resume where only stores of other metadata are unfinished.
+
+    Raises:
+        ResumeError: there are such stores; what differs is named.
+    """
     here = Claim.of(metadata, ShapingOptions(pad=False, block_bytes=1, world=1))
     found = [
         f"{other.name}: {'; '.join(metadata_differences(other.metadata, here.metadata))}"
@@ -249,7 +227,7 @@ def _check_siblings(root: Transport, metadata: Metadata) -> None:
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise ResumeError(
-            f"there is nothing to resume at {metadata.hash}, but other unfinished stores lie beside it: "
+            f"there is nothing to resume at {metadata.hash}, but there are other unfinished stores: "
             f"{' | '.join(found[:3])}{more}",
             where=root.url,
             remedy='Use the metadata of the one you mean, or resume="auto" to begin a new store beside them.',
@@ -259,7 +237,7 @@ def _check_siblings(root: Transport, metadata: Metadata) -> None:
 def _claim(claim: Owner, here: Claim, *, resume: bool | str) -> bool:
     """Claim the store; True if this call has created the claim, else it is an equal one of another part or attempt."""
     folder, is_shared = claim.folder, here.options.world > 1
-    if claim.create():
+    if claim.take():
         return True
     there = read_claim(folder)
     if there is None:
@@ -274,19 +252,18 @@ def _claim(claim: Owner, here: Claim, *, resume: bool | str) -> bool:
         )
     check_claim(folder, there, here)
     if not is_shared:
-        claim.take_over()
+        claim.take(over=True)
     return False
 
 
 def _own(owner: Owner, layout: Layout, here: Claim, *, resume: bool | str) -> None:
     """Take one of several parts."""
-    if resume is not False:
-        owner.take_over()
-    elif not owner.create():
+    if not owner.take(over=resume is not False):
         raise _unfinished(owner.folder, layout, here)
 
 
 def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
+    """The error for a store that has to be resumed or discarded."""
     block_bytes, world = claim.options.block_bytes, claim.options.world
     there = sum(
         receipt.used_nbytes // layout.example_nbytes
@@ -294,24 +271,13 @@ def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStore
         for receipt in leading_receipts(folder, layout, part_shards(layout.n_shards, rank, world), block_bytes)
     )
     return IncompleteStoreError(
-        f"an unfinished store lies there, with {there} of {layout.n_examples} examples",
+        f"there is an unfinished store, with {there} of {layout.n_examples} examples",
         where=folder.url,
         remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
     )
 
 
-# -- labels: all or none, over all parts ---------------------------------------------------------------------------------
-
-
-def _declare_labelled(folder: Folder, labelled: bool) -> None:
-    if folder.create(LABELLED, b"true" if labelled else b"false") == "taken":
-        raise ArgumentError(
-            f"this part has {'labels' if labelled else 'no labels'}, another one has {'none' if labelled else 'some'}",
-            where="labels",
-            remedy="Give labels for every example of a store, or for none.",
-        )
-
-
 def _declared_labelled(folder: Folder) -> bool | None:
-    raw = folder.document(LABELLED)
-    return None if raw is None else bytes(raw) == b"true"
+    """Whether the parts have labels; None where no part has said so."""
+    raw = folder.read(LABELLED)
+    return raw == b"true" if raw else None

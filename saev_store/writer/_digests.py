@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,23 +13,19 @@ import xxhash
 from saev_store.errors import DocumentError, NotFoundError
 from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem
-from saev_store.transport import Transport
+from saev_store.transport import Buffer, Transport
 
 #: Documents of this package are never longer: a replaced one cannot make us load more.
 MAX_DOCUMENT_BYTES = 256 << 20
+VERSION = 1
 ALGORITHM = "xxh3_128"
 #: Length of a digest in hexadecimal digits.
 DIGEST_DIGITS = 32
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
 
 
-def digest(data: bytes | bytearray | memoryview) -> str:
-    """The xxh3_128 of some bytes, in hexadecimal.
-
-    >>> digest(b"")
-    '99aa06d3014798d86001c324468d497f'
-    """
-    return xxhash.xxh3_128_hexdigest(data)
+#: The xxh3_128 of some bytes, in hexadecimal.
+digest: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
 
 
 def is_digest(value: object) -> bool:
@@ -63,6 +59,9 @@ class BlockDigester:
         block_bytes: Length of a block.
         done: Digests of whole blocks that were fed before, by an earlier process.
 
+    Attributes:
+        nbytes: How many bytes the digests stand for.
+
     >>> digester = BlockDigester(4)
     >>> digester.update(b"abcde")
     >>> digester.nbytes, digester.digests() == [digest(b"abcd"), digest(b"e")]
@@ -74,14 +73,12 @@ class BlockDigester:
         self._done = list(done)
         self._state = xxhash.xxh3_128()
         self._fill = 0
+        self.nbytes = len(self._done) * block_bytes
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes the digests stand for."""
-        return len(self._done) * self.block_bytes + self._fill
-
-    def update(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data).cast("B") if not isinstance(data, memoryview) else data
+    def update(self, data: Buffer) -> None:
+        """Feed the next bytes."""
+        view = memoryview(data)
+        self.nbytes += len(view)
         while len(view) > 0:
             piece = view[: self.block_bytes - self._fill]
             if self._fill == 0 and len(piece) == self.block_bytes:
@@ -98,13 +95,6 @@ class BlockDigester:
     def digests(self) -> list[str]:
         """One digest per block so far; the last one stands for the part of a block that has arrived."""
         return [*self._done, self._state.hexdigest()] if self._fill else list(self._done)
-
-    def whole(self) -> list[str]:
-        """The digests of the whole blocks only."""
-        return list(self._done)
-
-
-VERSION = 1
 
 
 @dataclass(frozen=True)

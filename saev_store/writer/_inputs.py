@@ -28,33 +28,23 @@ class _Tensor(Protocol):
     def numpy(self) -> object: ...
 
 
-def _from_tensor(value: object, *, where: str) -> object:
-    """A torch tensor as NumPy, found by shape alone: this module must not import torch."""
+def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
+    """A NumPy array, also of a torch tensor, which is found by its methods: this module must not import torch."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError("a masked array; a store has no mask", where=where, remedy="Call `.filled(…)` first.")
     detach = getattr(value, "detach", None)
-    if not callable(detach):
-        return value
     try:
+        if not callable(detach):
+            return np.asarray(value)
         tensor = cast("_Tensor", detach())
         if str(tensor.dtype) == "torch.bfloat16":  # NumPy has no such type; float32 holds all of it
             tensor = tensor.float()
-        return tensor.cpu().numpy()
-    except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
+        return np.asarray(tensor.cpu().numpy())
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise ArgumentError(
             f"a {type(value).__name__} that does not become a NumPy array: {error}",
             where=where,
             remedy="Pass a dense tensor, or a NumPy array.",
-        ) from error
-
-
-def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
-    value = _from_tensor(value, where=where)
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError("a masked array; a store has no mask", where=where, remedy="Call `.filled(…)` first.")
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(
-            f"a {type(value).__name__} that does not become a NumPy array: {error}", where=where
         ) from error
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from saev_store.core.layout import shard_name
 from saev_store.errors import (
     AccessError,
-    IncompleteStoreError,
     NotFoundError,
     ReadOnlyError,
     SaevStoreError,
@@ -22,9 +21,19 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload
-from saev_store.writer._claim import read_claim
-from saev_store.writer._replace import JOURNAL
-from saev_store.writer.folder import CLAIM, DIGESTS, HIDDEN, LABELS, METADATA, SHARDS, TEMPORARY, Folder
+from saev_store.writer.folder import (
+    CLAIM,
+    DIGESTS,
+    HIDDEN,
+    JOURNAL,
+    LABELS,
+    METADATA,
+    SHARDS,
+    TEMPORARY,
+    Folder,
+    check_no_foreigner,
+    read_claim,
+)
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -35,21 +44,6 @@ _SHARD = re.compile(r"acts\d{6}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {LABELS, SHARDS, DIGESTS, "provenance.json"}
 _MOST_LEVELS = 4
-
-
-def check_no_foreigner(folder: Folder, names: Sequence[str] | None) -> None:
-    """Refuse a folder that another tool has begun; `names` are those in it, None where they cannot be listed."""
-    if names is None:  # look for what a store of any tool begins with
-        names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
-    found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
-    if found:
-        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
-        raise IncompleteStoreError(
-            f"the folder holds {shown}, but neither metadata.json nor a claim of this package: "
-            "most likely another tool's dump that was cut short",
-            where=folder.url,
-            remedy="It cannot be resumed, and is never overwritten: move it away, or write elsewhere.",
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
         folder = Folder(root_transport, name)
         try:
             claim = read_claim(folder)
-            if claim is not None and folder.document(METADATA) is None:
+            if claim is not None and not folder.read(METADATA):
                 found.append(Unfinished(name, claim.metadata))
         except SaevStoreError as error:
             warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=2)
@@ -93,11 +87,11 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
 
     Raises:
         StoreExistsError: it is published.
-        IncompleteStoreError: what lies there was not begun by this package.
+        IncompleteStoreError: the folder holds files that this package has not begun.
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)
-    if folder.document(METADATA) is not None:
+    if folder.read(METADATA):
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=folder.url,

@@ -7,9 +7,9 @@ document that only one attempt can create decides before which one may write.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
@@ -22,28 +22,34 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.transport import Moves, Transport
-from saev_store.writer._claim import Claim, Owner, check_claim, new_attempt, part_examples, part_shards, read_claim
 from saev_store.writer._digests import BlockDigester, Digests, FileDigests, block_ranges
-from saev_store.writer._replace import JOURNAL
+from saev_store.writer._resume import check_claim
 from saev_store.writer._shard_file import Receipt, read_label_part, read_receipts
 from saev_store.writer.folder import (
     BUILDING_LABELS,
     CLAIM,
     DIGESTS,
     HIDDEN,
+    JOURNAL,
     LABELS,
     METADATA,
     PUBLISHER,
     REPAIR,
     SHARDS,
     TEMPORARY,
+    Claim,
     Folder,
+    Owner,
     label_part_path,
+    part_examples,
+    part_shards,
+    read_claim,
 )
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
 
+Verify = Literal["digests", "sizes"]
 #: How often the hidden folder is deleted if others make it again each time.
 _MOST_REMOVALS = 8
 
@@ -65,7 +71,7 @@ def finalize_store(
     root_transport: Transport,
     metadata: Metadata,
     *,
-    verify: Literal["digests", "sizes"] = "sizes",
+    verify: Verify = "sizes",
     takeover: bool = False,
     progress: bool | None = None,
 ) -> bool:
@@ -98,9 +104,7 @@ def finalize_store(
             "nothing has been written there by this package", where=folder.url, remedy="Create the store first."
         )
     check_claim(folder, claim, Claim.of(metadata, claim.options))
-    with folder.lock("publish"):
-        locked = folder.lock_is_real("publish")
-        return publish(folder, metadata, claim, verify=verify, takeover=takeover, locked=locked, progress=progress)
+    return publish(folder, metadata, claim, verify=verify, takeover=takeover, progress=progress)
 
 
 def published_already(folder: Folder, metadata: Metadata) -> bool:
@@ -109,14 +113,14 @@ def published_already(folder: Folder, metadata: Metadata) -> bool:
     Raises:
         StoreExistsError: it is there with other bytes.
     """
-    there = folder.document(METADATA)
-    if there is not None and bytes(there) != metadata.to_bytes():
+    there = folder.read(METADATA)
+    if there and there != metadata.raw:
         raise StoreExistsError(
-            "a store of that name with other metadata lies there",
+            "another store of that name, with other metadata, is there",
             where=folder.where(METADATA),
             remedy="Open it to see what it is; write elsewhere, or change the metadata.",
         )
-    return there is not None
+    return bool(there)
 
 
 def publish(
@@ -124,104 +128,92 @@ def publish(
     metadata: Metadata,
     claim: Claim,
     *,
-    verify: str,
+    verify: Verify,
     takeover: bool,
-    locked: bool,
     progress: bool | None,
     written: Written | None = None,
 ) -> bool:
     """Publish what all receipts together say is whole. See `finalize_store`.
 
-    With `locked`, a lock keeps all other publishers out. Without `written` the receipts of all parts are read.
+    Without `written` the receipts of all parts are read. Where the back end has locks, one keeps other publishers out.
     """
-    layout, publisher = metadata.layout, Owner(folder, PUBLISHER, new_attempt())
-    entered = alone = False
-    try:
-        receipts = _receipts(folder, layout, claim) if written is None else []
-        alone = _enter(publisher, takeover=takeover or locked) or locked
-        entered = True
-        if written is not None:
-            receipts = written.receipts()
-        # Another publisher that was done before the line above has deleted its hidden files: ours must go as well.
-        elif published_already(folder, metadata):
-            remove_hidden(folder)
-            return False
-        if verify == "digests":  # takes long: before the documents, not beside them
-            _check_digests(folder, layout, claim, receipts, progress=progress)
-        if written is not None and (receipts[0].labels is not None or not folder.is_far):
-            written.settle()  # labels.bin is made of what lies beside the receipts
-        folder.together(
-            lambda: _check_sizes(folder, layout, claim, receipts),
-            lambda: folder.put(SHARDS, shards_bytes(layout, metadata.count_key)),
-            lambda: _write_digests(folder, layout, claim, receipts),
-            lambda: _check_not_overtaken(publisher),
-            written.settle if written is not None else lambda: None,
-        )
-    except SaevStoreError:
-        if published_already(folder, metadata):
-            remove_hidden(folder)
-            raise _lost(folder) from None
-        with contextlib.suppress(SaevStoreError):
-            if entered and _is_holder(publisher):  # not that of a publisher that has taken over
-                folder.delete(PUBLISHER)
-        raise
-    found = folder.create(METADATA, metadata.to_bytes())
-    if found == "taken" or (found == "same" and not (alone and _is_holder(publisher))):
+    layout, publisher = metadata.layout, Owner(folder, PUBLISHER)
+    with folder.lock("publish"):
+        locked = folder.lock_is_real("publish")
+        # Whether a publisher that was overtaken may still be at work.
+        alone, entered = locked, False
+        try:
+            receipts = _receipts(folder, layout, claim) if written is None else []
+            if publisher.take():
+                alone = True
+            elif takeover or locked:
+                publisher.take(over=True)
+            else:
+                raise WriterConflictError(
+                    "another process has begun to publish this store",
+                    where=folder.where(PUBLISHER),
+                    remedy="Wait for it; if it has crashed, finalize with takeover=True.",
+                )
+            entered = True
+            if written is not None:
+                receipts = written.receipts()
+            # Another publisher that was done before this one began has deleted its hidden files: these must go as well.
+            elif published_already(folder, metadata):
+                remove_hidden(folder)
+                return False
+            if verify == "digests":  # takes long: before the documents, not beside them
+                _check_digests(folder, layout, claim, receipts, progress=progress)
+            if written is not None and (receipts[0].labels is not None or not folder.is_far):
+                written.settle()  # labels.bin is made of what is recorded with the receipts
+            folder.together(
+                lambda: _check_sizes(folder, layout, claim, receipts),
+                lambda: folder.put(SHARDS, shards_bytes(layout, metadata.count_key)),
+                lambda: _write_digests(folder, layout, claim, receipts),
+                publisher.check,
+                *([written.settle] if written is not None else []),
+            )
+        except SaevStoreError:
+            if published_already(folder, metadata):
+                remove_hidden(folder)
+                raise _lost(folder) from None
+            with contextlib.suppress(SaevStoreError):
+                # Not the document of a publisher that has taken over.
+                if entered and publisher.holder().get("attempt") == publisher.attempt:
+                    folder.delete(PUBLISHER)
+            raise
+        found = folder.create(METADATA, metadata.raw)
         # Equal bytes may be those of a publisher that was overtaken and went on.
-        raise _lost(folder)
-    if not folder.is_far:
-        _check_alone(publisher, found)
-        remove_hidden(folder)
-        return True
-    _, is_repaired = folder.together(lambda: _check_alone(publisher, found), lambda: _is_repaired(folder))
-    if not is_repaired:
-        _delete_hidden(folder)
+        is_ours = found == "ours" or (
+            found == "same" and alone and publisher.holder().get("attempt") == publisher.attempt
+        )
+        if not is_ours:
+            raise _lost(folder)
+        removable = False
+        if folder.is_far:
+            holder, removable = cast(
+                "tuple[Mapping[str, object], bool]",
+                tuple(folder.together(publisher.holder, lambda: not _is_repaired(folder))),
+            )
+        else:
+            holder = publisher.holder()
+        # Where creation is not atomic, the service may have let two publishers in, and the other one goes on.
+        is_other = holder.get("attempt", publisher.attempt) != publisher.attempt
+        if found == "ours" and is_other and not holder.get("has_overtaken"):
+            raise WriterConflictError(
+                "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
+            )
+        if not folder.is_far:
+            remove_hidden(folder)
+        elif removable:
+            with contextlib.suppress(SaevStoreError):  # hidden files in a published store do no harm
+                folder.delete(HIDDEN)
     return True
 
 
 def _lost(folder: Folder) -> WriterConflictError:
+    """The error of a publisher that comes too late."""
     return WriterConflictError(
         "another publisher was faster", where=folder.url, remedy="Open the store: it is published."
-    )
-
-
-# -- one publisher -----------------------------------------------------------------------------------------------------
-
-
-def _enter(publisher: Owner, *, takeover: bool) -> bool:
-    """Become the publisher; False if another one was overtaken, which may still be at work."""
-    if publisher.create():
-        return True
-    if not takeover:
-        raise WriterConflictError(
-            "another process has begun to publish this store",
-            where=publisher.folder.where(PUBLISHER),
-            remedy="Wait for it; if it has crashed, finalize with takeover=True.",
-        )
-    publisher.take_over()
-    return False
-
-
-def _is_holder(publisher: Owner) -> bool:
-    return (publisher.holder() or {}).get("attempt") == publisher.attempt
-
-
-def _check_not_overtaken(publisher: Owner) -> None:
-    if not _is_holder(publisher):
-        raise _overtaken(publisher)
-
-
-def _check_alone(publisher: Owner, found: str) -> None:
-    """Find whether the service let two publishers create their document (its create is not atomic), and the other goes on."""
-    holder = publisher.holder() or {}
-    is_other = holder.get("attempt", publisher.attempt) != publisher.attempt
-    if found == "ours" and is_other and not holder.get("has_overtaken"):
-        raise _overtaken(publisher)
-
-
-def _overtaken(publisher: Owner) -> WriterConflictError:
-    return WriterConflictError(
-        "another publisher has taken over", where=publisher.folder.url, remedy="Open the store when that one is done."
     )
 
 
@@ -295,6 +287,7 @@ def _check_digests(
 
 
 def _not_as_written(folder: Folder, name: str, message: str) -> CorruptShardError:
+    """The error for a file that is not what its writer has recorded."""
     return CorruptShardError(message, where=folder.where(name), remedy="Resume the part that wrote it, then finalize.")
 
 
@@ -307,7 +300,7 @@ def _write_digests(folder: Folder, layout: Layout, claim: Claim, receipts: list[
 
 
 def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
-    """Write labels.bin from the labels that lie beside the receipts."""
+    """Write labels.bin from the labels of all shards."""
 
     def read(shard_idx: int) -> bytes | None:
         return read_label_part(folder, layout, shard_idx, receipts[shard_idx])
@@ -341,8 +334,9 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
 def remove_hidden(folder: Folder) -> None:
     """Delete the hidden files of a published store. Those of a repair stay: `open_repair` finishes or deletes them."""
     if folder.is_far:
-        if not _is_repaired(folder):
-            _delete_hidden(folder)
+        with contextlib.suppress(SaevStoreError):  # they do no harm in a published store
+            if not _is_repaired(folder):
+                folder.delete(HIDDEN)
         return
     names = folder.names()
     # Another process may make the folder again while it is deleted; the one that holds the lock then looks once more.
@@ -353,11 +347,9 @@ def remove_hidden(folder: Folder) -> None:
             with folder.lock("repair") if there else contextlib.nullcontext():
                 if there and _is_repaired(folder):
                     return
-                with contextlib.suppress(SaevStoreError):
-                    for name in names or ():
-                        if name.startswith(TEMPORARY):
-                            folder.delete(name)
-                _delete_hidden(folder)
+                for name in (*(name for name in names or () if name.startswith(TEMPORARY)), HIDDEN):
+                    with contextlib.suppress(SaevStoreError):
+                        folder.delete(name)
         except SaevStoreError:  # another process is deleting them
             return
         names = folder.names()
@@ -365,15 +357,10 @@ def remove_hidden(folder: Folder) -> None:
             return
 
 
-def _delete_hidden(folder: Folder) -> None:
-    with contextlib.suppress(SaevStoreError):  # hidden files in a published store do no harm
-        folder.delete(HIDDEN)
-
-
 def _is_repaired(folder: Folder) -> bool:
     """Whether a repair may be at work; also where that cannot be found out."""
     try:
-        names = Folder(folder.transport, folder.path(HIDDEN)).names()
+        names = folder.names(HIDDEN)
         return folder.exists(JOURNAL) if names is None else REPAIR.rsplit("/", 1)[-1] in names
     except SaevStoreError:
         return True

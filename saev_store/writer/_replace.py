@@ -10,9 +10,8 @@ from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import SaevStoreError
 from saev_store.transport import Moves, Sink
 from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks
-from saev_store.writer.folder import DIGESTS, LABELS, REPAIR, Folder
+from saev_store.writer.folder import DIGESTS, JOURNAL, LABELS, REPAIR, Folder
 
-JOURNAL = f"{REPAIR}/journal.json"
 BEGUN = f"{REPAIR}/begun"
 VERSION = 1
 
@@ -82,8 +81,8 @@ def _settle(folder: Folder, journal: Journal) -> None:
 
 
 def finish_journal(folder: Folder, layout: Layout) -> None:
-    """Carry out what a crashed repair had announced, if the file it announced is whole; else forget it."""
-    raw = folder.read_or_none(JOURNAL)
+    """Carry out what a crashed repair had announced, if the file it announced is whole; else delete the journal."""
+    raw = folder.read(JOURNAL)
     if raw is None:
         return
     journal = _parse(bytes(raw), layout)

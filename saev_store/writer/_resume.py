@@ -1,18 +1,21 @@
-"""Resume: verifies what an interrupted writer left of a part, block by block, and drops the rest."""
+"""Resume: compares the claim with what is to be written, verifies what is left of a part, and drops the rest."""
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import cast
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
-from saev_store.errors import SaevStoreError, SaevStoreWarning
+from saev_store.errors import ResumeError, SaevStoreError, SaevStoreWarning
 from saev_store.transport import Sink
 from saev_store.writer._digests import BlockDigester, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_label_part
-from saev_store.writer.folder import METADATA, receipt_path
+from saev_store.writer.folder import Claim, Folder, receipt_path
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,15 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
             ):
                 continue
             whole = receipts[: shard_idx - shards.start]
-            _check_unpublished(plan)
+            # Publishing deletes the hidden files after it creates metadata.json: a missing receipt or label file may be one
+            # that was deleted before our own owner document.
+            plan.owner.check()
+            plan.check_unpublished()
             file = _continued(plan, shard_idx, receipt, verify, bar)
             # From the last one down: a crash in between leaves no gap that a later resume could not see.
             for dropped in reversed(range(shard_idx + 1, shards.start + len(receipts))):
                 plan.folder.delete(receipt_path(dropped))
-            kept_nbytes = file.nbytes if file is not None else 0
+            kept_nbytes = file.digester.nbytes if file is not None else 0
             if (
                 receipt.complete
                 or kept_nbytes < receipt.used_nbytes // plan.layout.example_nbytes * plan.layout.example_nbytes
@@ -70,22 +76,13 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
                 plan.folder.delete(receipt_path(shard_idx))
                 nothing = kept_nbytes == 0 and shard_idx == shards.start
                 return Kept(shard_idx, None, None if nothing else labelled, whole)
-            if file.nbytes == plan.layout.used_nbytes(shard_idx):  # killed between its last byte and its completion
+            if file.digester.nbytes == plan.layout.used_nbytes(
+                shard_idx
+            ):  # killed between its last byte and its completion
                 file.record(committed := file.commit())
                 return Kept(shard_idx + 1, None, labelled, [*whole, committed])
             return Kept(shard_idx, file, labelled, whole)
     return Kept(shards.start + len(receipts), None, labelled, receipts)
-
-
-def _check_unpublished(plan: ShardPlan) -> None:
-    """Check that the store was not published meanwhile, before anything of it is dropped.
-
-    Publishing deletes the hidden files one by one after metadata.json is created: a missing receipt or label file may be
-    one that was deleted before our own owner document.
-    """
-    plan.owner.check()
-    if plan.folder.document(METADATA) is not None:
-        raise plan.owner.superseded()
 
 
 def _is_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
@@ -174,3 +171,43 @@ def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) 
         SaevStoreWarning,
         stacklevel=4,
     )
+
+
+def check_claim(folder: Folder, there: Claim, here: Claim) -> None:
+    """Check that a claim that was found is the one this call would make.
+
+    Raises:
+        ResumeError: it is not; every field that differs is named.
+    """
+    was, now = asdict(there.options), asdict(here.options)
+    found = metadata_differences(there.metadata, here.metadata)
+    found += [f"{name} is {was[name]!r} there, {now[name]!r} in this call" for name in was if was[name] != now[name]]
+    if found:
+        raise ResumeError(
+            f"the unfinished store there is another one: {'; '.join(found)}",
+            where=folder.url,
+            remedy="Use the same metadata and options, or throw it away with `discard_unfinished`.",
+        )
+
+
+def metadata_differences(there: str, here: str) -> list[str]:
+    """Which keys differ between two metadata documents, both values shown.
+
+    >>> metadata_differences('{"n_examples": 5, "ckpt": "a"}', '{"n_examples": 6, "ckpt": "a"}')
+    ['n_examples is 5 there, 6 in this call']
+    """
+    if there == here:
+        return []
+    try:
+        old, new = cast("object", json.loads(there)), cast("object", json.loads(here))
+    except (ValueError, RecursionError):
+        return ["the metadata there is no JSON"]
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return ["the metadata there is no JSON object"]
+    olds, news = cast("Mapping[str, object]", old), cast("Mapping[str, object]", new)
+    values = [
+        (key, *(repr(document[key])[:200] if key in document else "absent" for document in (olds, news)))
+        for key in {**olds, **news}
+    ]
+    found = [f"{key} is {was} there, {now} in this call" for key, was, now in values if was != now]
+    return found or ["the metadata says the same in other bytes (the order of its keys, or white space)"]

@@ -1,21 +1,33 @@
-"""One shard while it is written, and the receipt that records what of it is durable."""
+"""One shard while it is written, the receipt of what of it is durable, and the thread that writes."""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from typing import cast
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.threads import ABANDONED
 from saev_store.core.layout import Layout, shard_name
-from saev_store.errors import CorruptShardError
+from saev_store.errors import CorruptShardError, ForkError, SaevStoreError, TransportError
 from saev_store.transport import Sink
-from saev_store.writer._claim import Owner
 from saev_store.writer._digests import BlockDigester, digest, is_digest, n_blocks
-from saev_store.writer.folder import Folder, label_part_path, receipt_path
+from saev_store.writer.folder import METADATA, Folder, Owner, label_part_path, receipt_path
+
+T = TypeVar("T")
 
 VERSION = 1
+#: A page: what is written from such an address needs no second copy in the kernel.
+_ALIGNMENT = 4096
+#: Seconds between two looks whether the thread still lives: at the end of the process the interpreter ends it.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,12 @@ class Receipt:
     labels: str | None
 
     def to_bytes(self) -> bytes:
+        """The document."""
         return json.dumps({"version": VERSION, **asdict(self)}).encode()
 
 
 def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) -> Receipt | None:
-    """A receipt that agrees with the layout; None for one that does not, which is as good as none."""
+    """A receipt that agrees with the layout; None for one that does not."""
     try:
         document = cast("dict[str, object]", json.loads(raw))
         used, complete, labels = document["used_nbytes"], document["complete"], document["labels"]
@@ -63,10 +76,10 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
 
 
 def read_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> Generator[Receipt | None]:
-    """The receipts of some shards, in order; None where there is none, or one that is as good as none."""
+    """The receipts of some shards, in order; None where there is none that agrees with the layout."""
 
     def read(shard_idx: int) -> Receipt | None:
-        raw = folder.read_or_none(receipt_path(shard_idx))
+        raw = folder.read(receipt_path(shard_idx))
         return parse_receipt(raw, layout, shard_idx, block_bytes) if raw is not None else None
 
     return folder.each(read, shards)
@@ -94,7 +107,7 @@ def read_label_part(folder: Folder, layout: Layout, shard_idx: int, receipt: Rec
     """
     nbytes = receipt.used_nbytes // layout.example_nbytes * layout.content_tokens_per_example
     longest = layout.examples_in(shard_idx) * layout.content_tokens_per_example
-    raw = folder.read_or_none(label_part_path(shard_idx), max_bytes=longest)
+    raw = folder.read(label_part_path(shard_idx), max_bytes=longest)
     if raw is None or len(raw) < nbytes or digest(raw[:nbytes]) != receipt.labels:
         return None
     return bytes(raw[:nbytes])
@@ -102,7 +115,17 @@ def read_label_part(folder: Folder, layout: Layout, shard_idx: int, receipt: Rec
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What all shards of one writer share."""
+    """What all shards of one writer share.
+
+    Attributes:
+        folder: The store's folder.
+        layout: The geometry.
+        pad: Whether the last file is as long as the others.
+        block_bytes: Each digest stands for this many bytes.
+        checkpoint_bytes: A checkpoint follows after this many bytes.
+        owner: This attempt.
+        looks_at: At the completion of this shard one looks whether the store was published meanwhile; None: that is known.
+    """
 
     folder: Folder
     layout: Layout
@@ -110,10 +133,24 @@ class ShardPlan:
     block_bytes: int
     checkpoint_bytes: int
     owner: Owner
+    looks_at: int | None = None
+
+    def check_unpublished(self) -> None:
+        """Check that the store was not published meanwhile.
+
+        Raises:
+            WriterConflictError: it was.
+        """
+        if self.folder.read(METADATA):
+            raise self.owner.superseded()
 
     def file_nbytes(self, shard_idx: int) -> int:
         """How long the finished file is: all shards but the last are full anyway."""
         return self.layout.shard_nbytes if self.pad else self.layout.used_nbytes(shard_idx)
+
+    def labels_nbytes(self, nbytes: int) -> int:
+        """Bytes of the labels of the whole examples in the first `nbytes` of a shard."""
+        return nbytes // self.layout.example_nbytes * self.layout.content_tokens_per_example
 
     def open_sink(self, shard_idx: int, *, resume: bool = False) -> Sink:
         """The file of a shard, from scratch unless `resume`."""
@@ -132,6 +169,10 @@ class ShardFile:
         sink: A resumed file whose first bytes were verified; None for a new file, made at the first write.
         digester: The digests of these bytes.
         labels: Their labels.
+
+    Attributes:
+        shard_idx: Which shard it is.
+        digester: The digests of what was written so far; its `nbytes` is the length of that.
     """
 
     def __init__(
@@ -146,14 +187,9 @@ class ShardFile:
         self.shard_idx = shard_idx
         self._plan = plan
         self._sink = sink
-        self._digester = digester or BlockDigester(plan.block_bytes)
+        self.digester = digester or BlockDigester(plan.block_bytes)
         self._labels = bytearray(labels) if labels is not None else None
-        self._durable_nbytes = self._digester.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes written so far."""
-        return self._digester.nbytes
+        self._durable_nbytes = self.digester.nbytes
 
     def add_labels(self, rows: bytes) -> None:
         """Add the labels of the next examples, before their vectors."""
@@ -167,66 +203,229 @@ class ShardFile:
         Raises:
             CorruptShardError: `offset` is not where the last piece ended, which is a defect of this package.
         """
-        if offset != self.nbytes:
+        if offset != self.digester.nbytes:
             raise CorruptShardError(
-                f"a piece for byte {offset} was about to be written at byte {self.nbytes}",
+                f"a piece for byte {offset} was about to be written at byte {self.digester.nbytes}",
                 where=self._plan.folder.where(shard_name(self.shard_idx)),
                 remedy="Please report this; what was written before is right, resume from it.",
             )
         if self._sink is None:
             self._sink = self._plan.open_sink(self.shard_idx)
-        self._digester.update(piece)  # first: after `write` the memory may hold another block
+        self.digester.update(piece)  # first: after `write` the memory may hold another block
         self._sink.write(offset, [piece], done)
-        if self.nbytes - self._durable_nbytes >= self._plan.checkpoint_bytes:
+        if self.digester.nbytes - self._durable_nbytes >= self._plan.checkpoint_bytes:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Make what was written durable and record it, where part of a file can be durable."""
         sink = self._sink
-        if sink is None or self.nbytes == self._durable_nbytes or self._plan.folder.is_far:
+        if sink is None or self.digester.nbytes == self._durable_nbytes or self._plan.folder.is_far:
             return
-        durable, digests = min(sink.sync(), self.nbytes), self._digester.digests()
-        if durable < self.nbytes:
+        durable, digests = min(sink.sync(), self.digester.nbytes), self.digester.digests()
+        if durable < self.digester.nbytes:
             digests = digests[: durable // self._plan.block_bytes]
             durable = len(digests) * self._plan.block_bytes
         self._plan.owner.check()
         self.record(self._receipt(durable, digests, complete=False))
-        self._durable_nbytes = self.nbytes
+        self._durable_nbytes = self.digester.nbytes
 
     def commit(self) -> Receipt:
         """Commit the file, which is whole; the receipt that has to be recorded."""
         sink, folder = self._sink, self._plan.folder
-        if sink is None or self.nbytes != self._plan.layout.used_nbytes(self.shard_idx):
+        if sink is None or self.digester.nbytes != self._plan.layout.used_nbytes(self.shard_idx):
             raise CorruptShardError(
-                f"{self.nbytes} bytes were written of {self._plan.layout.used_nbytes(self.shard_idx)}",
+                f"{self.digester.nbytes} bytes were written of {self._plan.layout.used_nbytes(self.shard_idx)}",
                 where=folder.where(shard_name(self.shard_idx)),
                 remedy="Please report this; what was written before is right, resume from it.",
             )
-        # A writer that another one has replaced must not replace that one's shard.
-        folder.together(self._plan.owner.check, *([sink.sync] if folder.is_far else []))
+        # A writer that another one has replaced must not replace that one's shard, nor one of a published store.
+        checks: list[Callable[[], object]] = [self._plan.owner.check]
+        if folder.is_far:
+            checks.append(sink.sync)
+        if self._plan.looks_at == self.shard_idx:
+            checks.append(self._plan.check_unpublished)
+        folder.together(*checks)
         sink.commit(check_size=False)  # publication and resuming compare it
         self._sink = None
-        return self._receipt(self.nbytes, self._digester.digests(), complete=True)
+        return self._receipt(self.digester.nbytes, self.digester.digests(), complete=True)
+
+    def finish(self, receipts: SimpleQueue[Receipt | None], live: list[ShardFile]) -> None:
+        """Commit the file, hand over its receipt, record it, and leave the list of files that are not complete."""
+        receipt = self.commit()
+        receipts.put(receipt)
+        self.record(receipt)
+        live.remove(self)
 
     def _receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
-        labels = self._labels_of(nbytes)
-        return Receipt(nbytes, complete, tuple(digests), digest(labels) if labels is not None else None)
-
-    def _labels_of(self, nbytes: int) -> bytes | None:
-        layout = self._plan.layout
-        if self._labels is None:
-            return None
-        return bytes(self._labels[: nbytes // layout.example_nbytes * layout.content_tokens_per_example])
+        """The receipt of the first `nbytes`."""
+        labels = None
+        if self._labels is not None:
+            labels = digest(self._labels[: self._plan.labels_nbytes(nbytes)])
+        return Receipt(nbytes, complete, tuple(digests), labels)
 
     def record(self, receipt: Receipt) -> None:
         """Record what is durable; labels first, so that no receipt promises what is not there."""
-        labels = self._labels_of(receipt.used_nbytes)
-        if labels is not None:
-            self._plan.folder.put(label_part_path(self.shard_idx), labels)
-        self._plan.folder.put(receipt_path(self.shard_idx), receipt.to_bytes())
+        folder = self._plan.folder
+        if self._labels is not None:
+            labels = bytes(self._labels[: self._plan.labels_nbytes(receipt.used_nbytes)])
+            folder.put(label_part_path(self.shard_idx), labels)
+        folder.put(receipt_path(self.shard_idx), receipt.to_bytes())
 
     def abort(self) -> None:
         """Let go of the file; what the last checkpoint recorded stays."""
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.abort()
+
+
+class Background:
+    """Runs jobs one after the other in a thread of its own, and lends a fixed number of buffers.
+
+    After the first error no job runs any more, and every later call raises: the first one the error itself, the others
+    one that names it. An `OSError` of a job becomes a `TransportError`. The caller and the thread share only queues, which an
+    interrupt cannot leave locked. A `Background` that is not closed is closed at the end of the process.
+
+    Args:
+        buffer_nbytes: Length of a buffer.
+        n_buffers: How many there are; `borrow` waits for a free one.
+        where: What is written, for messages.
+        held: What is closed when the thread has ended.
+
+    Attributes:
+        free: Takes a buffer that is no longer needed; in any thread.
+        error: What a job has raised.
+
+    Raises:
+        TransportError: the system gives no more threads.
+    """
+
+    def __init__(self, *, buffer_nbytes: int, n_buffers: int, where: str, held: ExitStack) -> None:
+        self._buffer_nbytes, self._n_unmade, self._where, self._held = buffer_nbytes, n_buffers, where, held
+        # None in these queues wakes the thread that waits: jobs have ended, or one has failed.
+        self._jobs: SimpleQueue[tuple[Callable[[], None], SimpleQueue[None] | None] | None] = SimpleQueue()
+        self.free: SimpleQueue[npt.NDArray[np.uint8] | None] = SimpleQueue()
+        self._waited: SimpleQueue[Any] | None = None
+        self._stopping = False
+        self.error: BaseException | None = None
+        self._error_told = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        try:
+            ABANDONED.add(self)
+        except RuntimeError as error:
+            raise self._no_threads(error) from None
+
+    def borrow(self) -> npt.NDArray[np.uint8]:
+        """A buffer; waits until one is free."""
+        self._check()
+        if self._n_unmade:
+            self._n_unmade -= 1
+            memory = np.empty(self._buffer_nbytes + _ALIGNMENT, dtype=np.uint8)
+            start = -memory.ctypes.data % _ALIGNMENT
+            return memory[start : start + self._buffer_nbytes]
+        while (buffer := self.wait_for(self.free)) is None:
+            pass
+        return buffer
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job after all earlier ones.
+
+        Raises:
+            TransportError: the system gives no more threads.
+        """
+        self._check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                raise self._no_threads(error) from None
+        self._jobs.put((job, None))
+
+    def drain(self) -> None:
+        """Wait until all jobs have run."""
+        self._check()
+        if self._thread is not None:
+            done = SimpleQueue[None]()
+            self._jobs.put((lambda: None, done))
+            self.wait_for(done)
+
+    def close(self) -> None:
+        """Drop the jobs that have not begun, wait for the one that has, end the thread, and close what is held.
+
+        Never raises; nothing of it in a forked child, whose parent does it.
+        """
+        if os.getpid() != self._pid:
+            return
+        ABANDONED.remove(self)
+        self._stopping = True
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._held.close()
+
+    def _check(self) -> None:
+        """Raise what makes this unusable: a fork, an earlier error, or the end."""
+        # The fork comes first, without a lock: in the child the thread that held it does not exist.
+        if os.getpid() != self._pid:
+            raise ForkError(
+                "a writer was used in a forked child; its thread lives in the parent only",
+                remedy="Create the writer in the process that writes.",
+            )
+        if self.error is not None:
+            if not self._error_told:
+                self._error_told = True
+                raise self.error
+            raise TransportError(
+                f"this writer stopped after an earlier error ({type(self.error).__name__}: {self.error})",
+                remedy="Close it, remove the cause, and resume.",
+            ) from self.error
+        if self._stopping:
+            raise TransportError("this writer is closed", remedy="Create a new one with resume=True.")
+
+    def wait_for(self, queue: SimpleQueue[T | None]) -> T | None:
+        """Wait for what a job puts into a queue."""
+        self._waited = queue  # before looking for an error: one that comes later is told through it
+        while True:
+            self._check()
+            try:
+                found = queue.get(timeout=_LOOK_S)
+            except Empty:
+                if self._thread is None or not self._thread.is_alive():
+                    self._check()
+                    raise TransportError("the writer's thread has ended", where=self._where) from None
+            else:
+                self._check()
+                return found
+
+    def _run(self) -> None:
+        while (taken := self._jobs.get()) is not None:
+            job, done = taken
+            if self.error is None and not self._stopping:
+                try:
+                    job()
+                except BaseException as error:  # raised again in the thread that waits
+                    self.error = self._explained(error)
+                    if (waited := self._waited) is not None:
+                        waited.put(None)
+            del job, taken
+            if done is not None:
+                done.put(None)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, SaevStoreError) or not isinstance(error, OSError):
+            return error
+        explained = TransportError(
+            f"writing failed: {error}", where=self._where, remedy="Remove the cause, then resume."
+        )
+        explained.__cause__ = error
+        return explained
+
+    def _no_threads(self, error: RuntimeError) -> TransportError:
+        """The error for a thread that cannot be started."""
+        return TransportError(
+            f"the writer needs a thread, and the system gives none: {error}",
+            where=self._where,
+            remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
+        )

@@ -1,19 +1,30 @@
-"""One store's folder below a transport's root, and the names that exist in it only while it is being written."""
+"""A store's folder while it is written: its hidden files, the claim of the store, and the owners of its parts.
+
+The claim ties the hidden files to exact metadata and to the options that shape bytes. Every attempt has an identity. The
+owner of a store with one part is named by the claim itself; with several parts each has an owner document. Resuming replaces
+the owner's document, so an older attempt that is still alive finds at its next checkpoint that it has lost the part.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import secrets
+import socket
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from saev_store._runtime.threads import ahead, share
-from saev_store.core.layout import shard_name
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import (
     AccessError,
+    IncompleteStoreError,
     NotFoundError,
     ReadOnlyError,
     StoreExistsError,
@@ -23,6 +34,9 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Buffer, Lists, Moves, Sink, Transport, Writes
 from saev_store.writer._digests import MAX_DOCUMENT_BYTES, digest
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,9 +49,13 @@ CLAIM = CLAIM_PATH
 LABELLED = f"{HIDDEN}/labelled.json"
 PUBLISHER = f"{HIDDEN}/publisher.json"
 REPAIR = f"{HIDDEN}/repair"
+#: What a repair is about to do.
+JOURNAL = f"{REPAIR}/journal.json"
 #: Where labels.bin is built on a disk.
 BUILDING_LABELS = f"{HIDDEN}/labels.bin"
 
+#: Version of the claim and of the owners' documents.
+VERSION = 1
 #: Files that a crashed process left half-written start with this.
 TEMPORARY = ".saev_store.tmp-"
 
@@ -60,12 +78,21 @@ def owner_path(rank: int) -> str:
     return f"{HIDDEN}/owners/part{rank:05d}.json"
 
 
-@dataclass(frozen=True)
 class Folder:
-    """A store's folder: a transport plus the folder's name below the root (`""` where the root is the store)."""
+    """A store's folder.
 
-    transport: Transport
-    name: str
+    Attributes:
+        transport: Reads and writes it.
+        name: Its name below the transport's root; `""` where the root is the store.
+        url: Its full address.
+        is_far: Whether files are sent to a service: each request takes long, and a file appears only when it is complete.
+    """
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self.transport, self.name = transport, name
+        self.url = f"{transport.url}/{name}" if name else transport.url
+        self.is_far = not isinstance(transport, Moves)
+        self._prefix = f"{name}/" if name else ""
 
     @property
     def writes(self) -> Writes:
@@ -82,31 +109,25 @@ class Folder:
             )
         return self.transport
 
-    @property
-    def url(self) -> str:
-        return f"{self.transport.url}/{self.name}" if self.name else self.transport.url
-
     def path(self, path: str) -> str:
-        return f"{self.name}/{path}" if self.name else path
+        """A file's path below the transport's root."""
+        return f"{self._prefix}{path}"
 
     def where(self, path: str) -> str:
         """The full address of a file, for messages."""
         return f"{self.url}/{path}"
 
-    def read_or_none(self, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+    def read(self, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+        """A small file; None where there is none. Without hard links a kill can leave an empty one."""
         try:
-            return self.transport.read(self.path(path), max_bytes=max_bytes)
+            return self.transport.read(f"{self._prefix}{path}", max_bytes=max_bytes)
         except NotFoundError:
             return None
-
-    def document(self, path: str) -> bytes | None:
-        """A small document; None where there is none, or where a kill has left an empty file (without hard links)."""
-        return self.read_or_none(path) or None
 
     def size(self, path: str) -> int | None:
         """The size of a file, or None where there is none."""
         try:
-            return self.transport.size(self.path(path))
+            return self.transport.size(f"{self._prefix}{path}")
         except NotFoundError:
             return None
 
@@ -114,10 +135,11 @@ class Folder:
         return self.size(path) is not None
 
     def get_range(self, path: str, start: int, end: int) -> Buffer:
-        return self.transport.get_ranges(self.path(path), starts=[start], ends=[end])[0]
+        """A range of a file."""
+        return self.transport.get_ranges(f"{self._prefix}{path}", starts=[start], ends=[end])[0]
 
     def put(self, path: str, data: Buffer) -> None:
-        self.writes.put(self.path(path), data)
+        self.writes.put(f"{self._prefix}{path}", data)
 
     def create(self, path: str, data: Buffer) -> Literal["ours", "same", "taken"]:
         """Create a small file, and tell whether it is ours.
@@ -126,12 +148,12 @@ class Folder:
         if they carry an attempt's identity; otherwise another writer may have created them.
         """
         try:
-            self.writes.create(self.path(path), data)
+            self.writes.create(f"{self._prefix}{path}", data)
         except (StoreExistsError, TransportError, NotFoundError):
-            found = self.read_or_none(path)
+            found = self.read(path)
             if found == b"" and not self.is_far:  # of a kill where there are no hard links
                 self.put(path, data)
-                found = self.read_or_none(path)
+                found = self.read(path)
                 return "ours" if found == bytes(data) else "taken"
             if found is None:
                 raise
@@ -139,16 +161,11 @@ class Folder:
         return "ours"
 
     def delete(self, path: str) -> None:
-        self.writes.delete(self.path(path))
-
-    @property
-    def is_far(self) -> bool:
-        """Whether files are sent to a service: each request takes long, and a file appears only when it is complete."""
-        return not isinstance(self.transport, Moves)
+        self.writes.delete(f"{self._prefix}{path}")
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
         """A large file, from scratch unless `resume`: then an old one is deleted, or (in a bucket) replaced by committing."""
-        writes, path = self.writes, self.path(path)
+        writes, path = self.writes, f"{self._prefix}{path}"
         if not resume and not self.is_far:
             with contextlib.suppress(StoreExistsError):
                 return writes.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
@@ -166,13 +183,14 @@ class Folder:
             most_nbytes: Length of the longest answer.
         """
         if self.transport.is_local:
-            return ahead(ask, items, 1)
-        return ahead(ask, items, max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, most_nbytes))))
+            yield from map(ask, items)
+        else:
+            yield from ahead(ask, items, max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, most_nbytes))))
 
     def together(self, *calls: Callable[[], T]) -> list[T]:
         """Make independent requests: at once to a service, one after the other on a disk.
 
-        To a service all are made, and the first error in this order is raised when all are done; a disk stops at the first.
+        To a service all are made, and the first error in this order is raised when all are done. A disk stops at the first.
         """
         if self.transport.is_local or not self.is_far:
             return [call() for call in calls]
@@ -199,21 +217,181 @@ class Folder:
         return self.writes.lock(self.path(f"{HIDDEN}/locks/{what}.lock"))
 
     def lock_is_real(self, what: str) -> bool:
-        """Whether a lock that we hold now keeps others out: taking it once more must fail."""
+        """Whether a lock that is held now keeps others out: taking it once more must fail."""
         try:
             with self.lock(what):
                 return False
         except WriterConflictError:
             return True
 
-    def names(self) -> Sequence[str] | None:
-        """The names directly in the folder, or None where the back end cannot list or may not."""
+    def names(self, path: str = "") -> Sequence[str] | None:
+        """The names directly in the folder, or in one below it; None where the back end cannot list or may not."""
         if not isinstance(self.transport, Lists):
             return None
         try:
-            entries = self.transport.list(self.name)
+            entries = self.transport.list(f"{self._prefix}{path}".rstrip("/"))
         except NotFoundError:
             return ()
         except AccessError:
             return None
         return [entry.path.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
+
+
+def part_shards(n_shards: int, rank: int, world: int) -> range:
+    """The shards that one of `world` parts writes: contiguous, disjoint, together all, sizes at most one apart.
+
+    >>> [list(part_shards(5, rank, 3)) for rank in range(3)]
+    [[0], [1, 2], [3, 4]]
+    """
+    return range(n_shards * rank // world, n_shards * (rank + 1) // world)
+
+
+def part_examples(layout: Layout, shards: range) -> tuple[int, int]:
+    """The half-open range of examples that some consecutive shards hold."""
+    start = min(shards.start * layout.examples_per_shard, layout.n_examples)
+    return start, max(start, min(shards.stop * layout.examples_per_shard, layout.n_examples))
+
+
+@dataclass(frozen=True)
+class ShapingOptions:
+    """The options that shape the bytes of a store: every writer of one store must share them.
+
+    Attributes:
+        pad: The last shard's file is as long as the others, its tail zeros.
+        block_bytes: Each digest stands for this many bytes.
+        world: In how many parts the shards are written.
+    """
+
+    pad: bool
+    block_bytes: int
+    world: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an unfinished store will be; two claims that differ are two stores."""
+
+    metadata: str
+    options: ShapingOptions
+
+    @classmethod
+    def of(cls, metadata: Metadata, options: ShapingOptions) -> Claim:
+        return cls(metadata.raw.decode("utf-8", "surrogateescape"), options)
+
+
+def read_claim(folder: Folder) -> Claim | None:
+    """The claim in a folder, None where there is none.
+
+    Raises:
+        IncompleteStoreError: there is one that this version does not understand.
+    """
+    raw = folder.read(CLAIM)
+    return parse_claim(raw, folder) if raw else None
+
+
+def parse_claim(raw: bytes, folder: Folder) -> Claim:
+    """The claim in a document that was read from a folder.
+
+    Raises:
+        IncompleteStoreError: this version does not understand it.
+    """
+    try:
+        document = cast("dict[str, object]", json.loads(raw))
+        if document["version"] != VERSION:
+            raise ValueError(f"its version is {document['version']!r}, this package knows {VERSION}")
+        options = cast("dict[str, object]", document["options"])
+        pad, block_bytes, world = options["pad"], options["block_bytes"], options["world"]
+        metadata = document["metadata"]
+        if not (
+            isinstance(pad, bool)
+            and isinstance(block_bytes, int)
+            and isinstance(world, int)
+            and isinstance(metadata, str)
+            and block_bytes > 0
+            and world > 0
+        ):
+            raise TypeError("a value has the wrong type")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise IncompleteStoreError(
+            f"the claim of an unfinished store cannot be understood: {error}",
+            where=folder.where(CLAIM),
+            remedy="If no process is writing there, delete the folder and start again.",
+        ) from error
+    return Claim(metadata, ShapingOptions(pad, block_bytes, world))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A document that names the attempt that owns something: a store, one of its parts, or its publication.
+
+    Attributes:
+        path: The document.
+        about: Further keys of the document.
+        attempt: The identity of this attempt.
+    """
+
+    folder: Folder
+    path: str
+    about: Mapping[str, object] = field(default_factory=dict[str, object])
+    attempt: str = field(default_factory=partial(secrets.token_hex, 8))
+
+    def take(self, *, over: bool = False) -> bool:
+        """Become the owner; False where there is one, unless it is taken `over` from an attempt that has crashed."""
+        attempt = {"attempt": self.attempt, "pid": os.getpid(), "host": socket.gethostname()}
+        document = {"version": VERSION, **self.about, **attempt, **({"has_overtaken": True} if over else {})}
+        raw = json.dumps(document, indent=1).encode()
+        if over:
+            self.folder.put(self.path, raw)
+        return over or self.folder.create(self.path, raw) != "taken"
+
+    def holder(self) -> Mapping[str, object]:
+        """The document that is there; an empty one where there is none or where it is damaged."""
+        try:
+            document = cast("object", json.loads(self.folder.read(self.path) or b"{}"))
+        except (ValueError, RecursionError):
+            document = {}
+        return cast("dict[str, object]", document) if isinstance(document, dict) else {}
+
+    def check(self) -> None:
+        """Check that this attempt is still the owner.
+
+        Raises:
+            WriterConflictError: a later attempt has taken over, or the store was published or discarded meanwhile.
+        """
+        holder = self.holder()
+        if holder.get("attempt") == self.attempt:
+            return
+        if not holder and not self.folder.read(self.path):
+            raise self.superseded()
+        raise WriterConflictError(
+            f"process {holder.get('pid')} on {holder.get('host')} has taken over and is the owner now",
+            where=self.folder.where(self.path),
+            remedy="Let only one writer live; open the store when that one is done.",
+        )
+
+    def superseded(self) -> WriterConflictError:
+        """The error for a store that was published or discarded meanwhile."""
+        return WriterConflictError(
+            "the store was published or discarded while this writer was at work",
+            where=self.folder.where(HIDDEN),
+            remedy="Open the store to see what is there; nothing of this writer was added since its last checkpoint.",
+        )
+
+
+def check_no_foreigner(folder: Folder, names: Sequence[str] | None) -> None:
+    """Refuse a folder that another tool has begun; `names` are those in it, None where they cannot be listed.
+
+    Raises:
+        IncompleteStoreError: it holds files, but nothing that this package has begun.
+    """
+    if names is None:  # look for what a store of any tool begins with
+        names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
+    found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
+    if found:
+        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
+        raise IncompleteStoreError(
+            f"the folder holds {shown}, but neither metadata.json nor a claim of this package: "
+            "most likely another tool's dump that was cut short",
+            where=folder.url,
+            remedy="It cannot be resumed, and is never overwritten: move it away, or write elsewhere.",
+        )

@@ -31,8 +31,8 @@ from saev_store.writer._inputs import (
     rows_as_bytes,
 )
 from saev_store.writer._repair_plan import DamagedShard, Ranges, compare_labels, damaged_shards, labels_state
-from saev_store.writer._replace import JOURNAL, Journal, building_sink, carry_out, finish_journal
-from saev_store.writer.folder import CLAIM, HIDDEN, LABELS, Folder
+from saev_store.writer._replace import Journal, building_sink, carry_out, finish_journal
+from saev_store.writer.folder import CLAIM, HIDDEN, JOURNAL, LABELS, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata

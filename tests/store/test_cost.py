@@ -53,7 +53,7 @@ def documents(layout: Layout) -> dict[str, bytes]:
         cls_token=layout.cls_token, d_model=layout.d_model, n_examples=layout.n_examples,
         max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
     )  # fmt: skip
-    return {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
+    return {"metadata.json": metadata.raw, "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
 
 
 def check(store: ShardStore, key: object) -> None:

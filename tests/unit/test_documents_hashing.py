@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from saev_store.documents import RECIPES, VERSIONS, content_hashes, match_hash, new_metadata
-from saev_store.documents.hashing import known_names
+from saev_store.documents.writing import known_names
 from saev_store.errors import ArgumentError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

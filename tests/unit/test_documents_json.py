@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.documents import _json
+from saev_store.documents import _parse
 from saev_store.errors import DocumentError
 
 JSON = st.recursive(
@@ -19,7 +19,7 @@ JSON = st.recursive(
 
 
 def loads(raw):
-    return _json.loads(raw, where="x.json", max_nbytes=1 << 20)
+    return _parse.parse_json(raw, where="x.json", max_nbytes=1 << 20)
 
 
 def refused(raw, match):
@@ -107,14 +107,14 @@ def nesting(value):
 )
 def test_the_depth_is_measured_exactly(value, limit):
     raw = json.dumps([value] * 7).encode()
-    before, _json.MAX_DEPTH = _json.MAX_DEPTH, limit
+    before, _parse.MAX_DEPTH = _parse.MAX_DEPTH, limit
     try:
-        _json.loads(raw, where="x", max_nbytes=len(raw))
+        _parse.parse_json(raw, where="x", max_nbytes=len(raw))
         refused = False
     except DocumentError as error:
         refused = f"{limit} levels" in str(error)
     finally:
-        _json.MAX_DEPTH = before
+        _parse.MAX_DEPTH = before
     assert refused == (nesting([value]) > limit)
 
 

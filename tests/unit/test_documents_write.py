@@ -177,7 +177,7 @@ def test_arguments_that_break_a_rule_are_argument_errors(changes, match):
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.title)
 def test_replace_makes_a_document_of_the_same_version(version):
-    document = {version.spelling.key(name): value for name, value in GOOD.items()}
+    document = {version.spelling.keys[name]: value for name, value in GOOD.items()}
     document |= {"data": "x" if version.data == "string" else {"a": 1}, "note": "kept"}
     if version.requires_dataset:
         document["dataset"] = "/data"

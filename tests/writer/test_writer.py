@@ -439,12 +439,12 @@ def test_where_there_are_no_locks_the_older_writer_notices() -> None:
     old = begin(bucket, this)
     old.append(*this.rows(0, 2))
     new = begin(bucket, this, resume=True)
-    with pytest.raises(WriterConflictError, match="has resumed this part"):
+    with pytest.raises(WriterConflictError, match="has taken over"):
         old.append(*this.rows(2, 6))
         old.checkpoint()
     with pytest.raises(SaevStoreError):
         old.append(*this.rows(6, 7))
-    old.close() if not old._background.failed else None
+    old.close() if old._background.error is None else None
     with new:
         new.append(*this.rows(0, 7))
     this.check(bucket.content(this.name))

@@ -89,7 +89,7 @@ def test_equal_metadata_is_a_success_only_of_the_one_publisher(who):
         disk._set(path, b'{"attempt": "dead"}')
 
     def published_by_other() -> None:
-        disk._set(f"{this.name}/metadata.json", this.metadata.to_bytes())
+        disk._set(f"{this.name}/metadata.json", this.metadata.raw)
         if who == "overtaken":
             disk._set(path, b'{"attempt": "other", "has_overtaken": true}')
 
@@ -350,3 +350,22 @@ def test_a_source_without_digests_that_is_rewritten_in_place_is_another_recordin
     assert shard.stat().st_ino == before.st_ino
     with pytest.raises(IncompleteStoreError, match="no copy of this one"):
         copy_store(source.path, tmp_path / "to", layers=[layer])
+
+
+@pytest.mark.parametrize("posix", [True, False])
+def test_a_receipt_of_a_complete_shard_must_count_all_its_bytes(posix):
+    """A damaged receipt is none: trusting it would publish digests of a part of the shard."""
+    this, disk = case(n=6, per_shard=2, labelled=False, pad=False), Disk(posix=posix)
+    with pytest.raises(IncompleteStoreError), create_store(disk, this.metadata, **OPTIONS) as writer:
+        writer.append(this.acts[:4])
+    path = hidden(this, "receipts/acts000001.json")
+    receipt = json.loads(bytes(disk.files[path].seen))
+    n_blocks = len(receipt["digests"]) - 1
+    assert receipt["complete"]
+    assert n_blocks
+    receipt |= {"used_nbytes": n_blocks * OPTIONS["block_bytes"], "digests": receipt["digests"][:n_blocks]}
+    disk._set(path, json.dumps(receipt).encode())
+    with create_store(disk, this.metadata, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == 2
+        writer.append(this.acts[2:])
+    this.check(disk.content(this.name))

@@ -29,8 +29,7 @@ from saev_store.errors import (
 )
 from saev_store.transport import Transport, open_transport
 from saev_store.writer import create_store, finalize_store
-from saev_store.writer._claim import Claim, read_claim
-from saev_store.writer.folder import Folder
+from saev_store.writer.folder import Claim, Folder, read_claim
 
 
 def write_part(transport: Transport, this: Case, rank: int, world: int, **options: object) -> tuple[int, int]:

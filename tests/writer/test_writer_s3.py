@@ -72,7 +72,7 @@ def test_a_writer_that_was_forgotten_holds_up_nobody(s3_bucket: Bucket, where: s
     writer = create_store(transport, this.metadata, **OPTIONS)
     writer.append(*this.rows(0, 5))
     writer.checkpoint()
-    collected, background, ending = threading.Event(), writer._background, weakref.ref(writer._ending)
+    collected, background, ending = threading.Event(), writer._background, weakref.ref(writer)
     cycle = [writer]
     cycle.append(cycle)
     del writer, cycle

@@ -352,7 +352,7 @@ def plain_documents(layout: Layout) -> dict[str, bytes]:
         cls_token=layout.cls_token, d_model=layout.d_model, n_examples=layout.n_examples,
         max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
     )  # fmt: skip
-    return {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(layout, metadata.count_key)}
+    return {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}
 
 
 def test_datasets_pickle(folder: Path, plain: PlainStore):

@@ -194,7 +194,7 @@ def test_seven_million_chunks_open_without_a_list():
         family="clip", ckpt="ViT-L/14", layers=range(6), content_tokens_per_example=256, cls_token=True, d_model=1024,
         n_examples=1_200_000, max_tokens_per_shard=2_400_000,
     )  # fmt: skip
-    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
+    files = {"metadata.json": metadata.raw, "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
     transport = LatencyTransport(MemoryTransport(files, label=metadata.hash), 0.0, 1e9)
     store = ShardStore.open(transport)
     zarr.open_group(store.as_zarr(), mode="r")  # imports, and zarr's own caches

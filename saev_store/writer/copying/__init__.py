@@ -70,7 +70,7 @@ def copy_store(
         LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
         StoreExistsError: another store, a copy of another recording (unless `replace`), or with `resume=False` this one already
             exists there.
-        IncompleteStoreError: `resume` is False and an unfinished copy lies there, or something of another program.
+        IncompleteStoreError: `resume` is False and there is an unfinished copy, or the folder holds files of another program.
         WriterConflictError: another process is copying to there.
         ArgumentError: a limit is not positive.
         TransportError: bytes could not be moved, or did not arrive as they were sent.

@@ -110,18 +110,18 @@ def _begin(folder: Folder, store: ShardStore) -> None:
     """Say of the store that is to be written that it is a copy, and of what.
 
     Raises:
-        IncompleteStoreError: an unfinished store lies there that is no copy, or one of another recording: half of it would be
+        IncompleteStoreError: there is an unfinished store that is no copy, or one of another recording: half of it would be
             other vectors.
     """
     mark = _mark(store)
     if not folder.exists(CLAIM_PATH):
         if folder.exists(METADATA_NAME) or folder.create(_MARK, mark) != "taken":
             return
-        if folder.read_or_none(_MARK) != mark and not folder.exists(CLAIM_PATH):
+        if folder.read(_MARK) != mark and not folder.exists(CLAIM_PATH):
             folder.put(_MARK, mark)  # of an attempt that came no further
-    if folder.read_or_none(_MARK) != mark and not folder.exists(METADATA_NAME):
+    if folder.read(_MARK) != mark and not folder.exists(METADATA_NAME):
         raise IncompleteStoreError(
-            "an unfinished store that is no copy of this one, as it is now, lies there",
+            "an unfinished store that is no copy of this one, as it is now, is there",
             where=folder.url,
             remedy="Finish it, or discard it, or copy elsewhere.",
         )
@@ -130,9 +130,9 @@ def _begin(folder: Folder, store: ShardStore) -> None:
 def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
     """Whether a copy, finished or not, was made of another recording than this one, as far as both tell."""
     if not folder.exists(METADATA_NAME):
-        mark = folder.read_or_none(_MARK)
+        mark = folder.read(_MARK)
         return mark is not None and mark != _mark(store)
-    raw, digests = folder.read_or_none(PROVENANCE_NAME), load_digests(store.transport)
+    raw, digests = folder.read(PROVENANCE_NAME), load_digests(store.transport)
     try:
         was = json.loads(raw)["source_digests"] if raw is not None else None
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -100,7 +100,7 @@ def _files(store: ShardStore, *, pads: bool) -> list[_File]:
 
 
 def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
-    there = folder.read_or_none(METADATA_NAME)
+    there = folder.read(METADATA_NAME)
     if there is None:
         return False
     if not resume or bytes(there) != store.metadata.raw:
@@ -159,7 +159,7 @@ def _check_sizes(folder: Folder, files: Sequence[_File]) -> None:
 
 def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
     """Refuse, before anything is created, what cannot be continued."""
-    raw = folder.read_or_none(CLAIM_PATH)
+    raw = folder.read(CLAIM_PATH)
     if raw is None:
         names = sorted(name for name in folder.names() or () if not name.startswith(WORK_FOLDER))
         if names and not folder.exists(METADATA_NAME):  # it may have been published since we looked
@@ -176,13 +176,13 @@ def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
         same = False
     if not same:
         raise IncompleteStoreError(
-            "an unfinished store that is no copy of this one lies there",
+            "an unfinished store that is no copy of this one is there",
             where=folder.url,
             remedy="Finish it, or discard it, or copy elsewhere.",
         )
     if not resume:
         raise IncompleteStoreError(
-            "an unfinished copy lies there", where=folder.url, remedy="Continue it with resume=True, or delete it."
+            "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
         )
 
 
@@ -237,7 +237,7 @@ class _Copier:
         """The digests of a file that an earlier attempt has finished, after reading it again."""
         if file.shard_idx is None:
             return None
-        raw = self._folder.read_or_none(receipt_path(file.shard_idx))
+        raw = self._folder.read(receipt_path(file.shard_idx))
         receipt = parse_receipt(raw, self._layout, file.shard_idx, self._block_bytes) if raw is not None else None
         if receipt is None or self._folder.size(file.name) != file.file_nbytes:
             return None

@@ -1,0 +1,246 @@
+"""Documents as bytes: metadata.json and shards.json as each version's writers make them, and the hashes of metadata."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+
+from saev_store.core.layout import Layout, shard_name
+from saev_store.documents._parse import key_list, shown
+from saev_store.documents.versions import COUNT_KEYS, FIELDS, RECIPES, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.errors import ArgumentError
+
+#: The most bytes that a shards.json may have: room for about eight million shards.
+SHARDS_MAX_NBYTES = 512 * 2**20
+_SHORTEST_ENTRY_NBYTES = 45
+#: Fields that say which version a document is of; a change would make another version of it.
+_FIXED = frozenset({"dtype", "protocol"})
+#: What a new document has where no value was given, in the versions that write the key.
+_DEFAULTS = {"dataset": "", "pixel_agg": "majority"}
+#: A string, which is left alone, or a number with a positive exponent.
+_STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|(\d[eE])\+(?=\d)')
+
+
+def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
+    """The hash of a metadata document by each recipe (docs/protocol.md, section 6).
+
+    * `"sorted-ascii"`: 64 hex digits of SHA-256 over compact JSON, keys sorted at every level, all else than ASCII
+      escaped, floats as Python prints them. The recipe of the published specifications.
+    * `"field-order"`: 64 hex digits of SHA-256 over compact JSON in UTF-8, the top-level keys in the order of the
+      document, keys of nested objects sorted, floats as short as Rust's writers print them.
+    * `"field-order-8"`: the first 8 of those.
+
+    Args:
+        document: The parsed metadata.json, in the order of the file; unknown keys count.
+
+    Raises:
+        ArgumentError: something in it has no JSON form.
+
+    >>> content_hashes({"protocol": "2.1", "layers": [2, 5]})["field-order-8"]
+    '78d80334'
+    """
+    ascii_form, field_form = _forms(document)
+    field_order = hashlib.sha256(field_form).hexdigest()
+    return {
+        "sorted-ascii": hashlib.sha256(ascii_form).hexdigest(),
+        "field-order": field_order,
+        "field-order-8": field_order[:8],
+    }
+
+
+def known_names(document: Mapping[str, object]) -> dict[str, Recipe]:
+    """Every name that a writer may have given the document's folder, and its recipe.
+
+    More than `content_hashes`: writers of the field order print 1e16 as `1e16` or as `1e+16`, by the age of their JSON
+    library, so a document that holds such a float has two names by that recipe.
+
+    Raises:
+        ArgumentError: something in it has no JSON form.
+
+    >>> sorted(len(name) for name in known_names({"scale": 1e16, "protocol": "2.1"}))
+    [8, 8, 64, 64, 64]
+    """
+    hashes = content_hashes(document)
+    # Where recipes agree, the first one is named.
+    names: dict[str, Recipe] = {hashes[recipe]: recipe for recipe in reversed(RECIPES)}
+    _, field_form = _forms(document)
+    older = hashlib.sha256(_STRING_OR_EXPONENT.sub(_without_plus, field_form)).hexdigest()
+    names.setdefault(older, "field-order")
+    names.setdefault(older[:8], "field-order-8")
+    return names
+
+
+def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
+    """The bytes that the recipes hash: sorted in ASCII, and in the order of the fields in UTF-8."""
+    from pydantic_core import PydanticSerializationError, to_json
+
+    try:
+        # Floats, NaN and halves of surrogate pairs survive the way through the text.
+        ordered = {
+            key: cast("object", json.loads(json.dumps(value, sort_keys=True))) for key, value in document.items()
+        }
+        ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
+        try:
+            return ascii_form, to_json(ordered, inf_nan_mode="null")
+        except PydanticSerializationError:
+            # Half a surrogate pair, which the ASCII form of an old document can escape. No writer of this recipe can hash
+            # it, so no folder has such a name; the hash only has to exist and to tell documents apart.
+            text = json.dumps(ordered, separators=(",", ":"), ensure_ascii=False)
+            return ascii_form, text.encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ArgumentError(f"the document has no JSON form ({exc})", where="document") from None
+
+
+def _without_plus(found: re.Match[bytes]) -> bytes:
+    """A string as it is, or the digit and letter before a plus sign."""
+    return found[1] or found[0]
+
+
+def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes:
+    """The file of a new document, from canonical names.
+
+    Raises:
+        ArgumentError: the protocol is not one that is written or has no such key, or a value has no JSON form.
+    """
+    protocol = values["protocol"]
+    if not isinstance(protocol, str) or protocol not in WRITABLE_VERSIONS:
+        raise ArgumentError(
+            f"protocol is {shown(protocol)}; new stores are written as {', '.join(WRITABLE_VERSIONS)}",
+            where="protocol",
+        )
+    version = WRITABLE_VERSIONS[protocol]
+    document: dict[str, object] = {}
+    for name, given in values.items():
+        value = _DEFAULTS.get(name) if given is None and name in version.writes else given
+        if name == "dataset" and value is not None and name not in version.writes:
+            raise ArgumentError(f"protocol {protocol} has no dataset", where="dataset", remedy="Leave it out.")
+        if name == "pixel_agg" and value is not None and "dataset" not in version.writes:
+            raise ArgumentError(f"protocol {protocol} has no pixel_agg", where="pixel_agg", remedy="Leave it out.")
+        if name in version.writes or value is not None:
+            document[version.spelling.keys[name]] = _data_for(version, value) if name == "data" else plain(value)
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
+        raise ArgumentError(f"extra is {shown(extra)}; it must map names to JSON values", where="extra")
+    taken = sorted(extra.keys() & document.keys())
+    if taken:
+        raise ArgumentError(f"extra has {key_list(taken)}, which protocol {protocol} defines itself", where="extra")
+    return encoded({**document, **extra}, version, allow_nan=False)
+
+
+def replaced(document: Mapping[str, object], version: WrittenVersion, changes: Mapping[str, object]) -> bytes:
+    """The file of a document with some values changed, the others and the order of the keys kept.
+
+    Raises:
+        ArgumentError: a name cannot be changed in this version, or a value has no JSON form.
+    """
+    changed = dict(document)
+    for name, value in changes.items():
+        if name not in FIELDS or name in _FIXED:
+            can = [field for field in FIELDS if field not in _FIXED]
+            raise ArgumentError(f"{name!r} cannot be changed; these can: {', '.join(can)}", where=name)
+        key = version.spelling.keys[name]
+        is_new = key not in changed
+        changed[key] = _data_for(version, value) if name == "data" and not isinstance(value, str) else plain(value)
+        if is_new:  # It comes where writers have it, which is before the last two.
+            for last in ("dtype", "protocol"):
+                changed[last] = changed.pop(last)
+    return encoded(changed, version, allow_nan=True)
+
+
+def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_nan: bool) -> bytes:
+    """The bytes of the file, formatted as the version's writers format them.
+
+    Raises:
+        ArgumentError: something in it has no JSON form.
+    """
+    try:
+        text = json.dumps(document, indent=4, allow_nan=allow_nan)
+        if version.style == "indent-4-ascii":
+            return text.encode("ascii")
+        from pydantic_core import to_json
+
+        # Through the text first: the fast writer would accept sets, bytes and dates.
+        return to_json(json.loads(text), indent=2)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ArgumentError(f"it has no JSON form ({exc})", where="metadata", remedy="Use plain values.") from None
+
+
+def plain(value: object) -> object:
+    """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is."""
+    if isinstance(value, np.ndarray | np.generic):
+        return cast("object", value.tolist())
+    if isinstance(value, tuple | range):
+        return [plain(item) for item in cast("tuple[object, ...]", value)]
+    if isinstance(value, list):
+        return [plain(item) for item in cast("list[object]", value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    return value
+
+
+def _data_for(version: WrittenVersion, value: object) -> object:
+    """`data` as the version has it: an object, or a string with the object's compact JSON."""
+    if value is None:
+        value = {}
+    if not isinstance(value, Mapping):
+        if version.data != "string":
+            raise ArgumentError(
+                f"data is {shown(value)}; protocol {version.protocol} wants an object",
+                where="data",
+                remedy="Pass a dict.",
+            )
+        return value
+    described = dict(cast("Mapping[str, object]", value))
+    if version.data != "string":
+        return described
+    try:
+        return json.dumps(described, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ArgumentError(f"data has no JSON form ({exc})", where="data", remedy="Use plain values.") from None
+
+
+def shards_bytes(layout: Layout, count_key: str, *, trailing_empty: bool = False) -> bytes:
+    """The shards.json of a layout, formatted as the reference writers format it.
+
+    Args:
+        layout: The layout to list the shards of.
+        count_key: "n_imgs", "n_ex" or "n_examples": `Metadata.count_key`.
+        trailing_empty: Whether to list one more shard with no example, as the reference writers do when the last shard is
+            full.
+
+    Raises:
+        ArgumentError: the key is not known, or the list would be larger than `SHARDS_MAX_NBYTES`.
+
+    >>> print(shards_bytes(Layout(4, (0,), 4, True, 8, 3), "n_ex").decode())
+    [
+      {
+        "name": "acts000000.bin",
+        "n_ex": 3
+      },
+      {
+        "name": "acts000001.bin",
+        "n_ex": 1
+      }
+    ]
+    """
+    if count_key not in COUNT_KEYS:
+        raise ArgumentError(
+            f"count_key is {shown(count_key)}; it must be one of {key_list(COUNT_KEYS)}", where="count_key"
+        )
+    n_listed = layout.n_shards + trailing_empty
+    if n_listed * _SHORTEST_ENTRY_NBYTES > SHARDS_MAX_NBYTES:
+        raise ArgumentError(
+            f"{n_listed} shards make a shards.json of more than {SHARDS_MAX_NBYTES} bytes",
+            where="max_tokens_per_shard",
+            remedy="Use a larger budget for each shard.",
+        )
+    entries = [
+        f'  {{\n    "name": "{shard_name(i)}",\n    "{count_key}": {layout.examples_in(i)}\n  }}'
+        for i in range(n_listed)
+    ]
+    return ("[\n" + ",\n".join(entries) + "\n]").encode("ascii")
