@@ -33,7 +33,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport import open_transport
-from saev_store.transport._waits import task_group
+from saev_store.transport._remote import task_group
 from saev_store.transport.fsspec._client import means_exists, safe_url
 from saev_store.transport.fsspec._transport import FsspecTransport
 

@@ -169,7 +169,7 @@ def test_ranges_are_not_copied_and_each_is_one_request(s3_bucket):
 
 
 def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport.obstore._ranges.PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._transport.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     assert bytes(one(transport, "a.bin", 3, 10_500)) == truth[3:]
@@ -318,7 +318,7 @@ def test_errors_become_ours_and_tell_no_secrets(s3_bucket):
 def test_what_answers_mean(text, kind, transient):
     from obstore.exceptions import GenericError
 
-    client = ObstoreTransport("s3://b", {**S3, "region": "r"})._client
+    client = ObstoreTransport("s3://b", {**S3, "region": "r"}).client
     head = "Generic S3 error: Error performing GET https://h/b/k?X-Amz-Signature=abcdef in 3ms - "
     error = client.translate(
         GenericError(head + text + "<StringToSign>hush-hush</StringToSign>"), doing="read", where="w"
@@ -537,21 +537,22 @@ def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, mon
     memory = bytearray(50)
     buffers = [memoryview(memory)[:30], memoryview(memory)[30:]]
     if ends_by == "time-out":
-        transport._client.timeout_s = 0.2
+        transport.client.timeout_s = 0.2
         with pytest.raises(DeadlineError) as caught:
             transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
         assert caught.value.transient
     else:
 
-        def interrupt(*_: object) -> None:
+        def interrupt(work, loop, *, limit_s):
+            asyncio.run_coroutine_threadsafe(work(), loop)
             assert began.wait(HANG_S)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
-            changed.setattr("saev_store.transport.obstore._client.awaited", interrupt)
+            changed.setattr("saev_store.transport.obstore._client.run_in_loop", interrupt)
             transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
     monkeypatch.setattr(obstore, "get_async", get)
-    transport._client.timeout_s = HANG_S
+    transport.client.timeout_s = HANG_S
     may_go_on.set()
     # What is asked later does not wait for what was given up, and comes after it.
     transport.readinto("a.bin", starts=[0], buffers=[memoryview(memory)[:10]])
@@ -559,7 +560,7 @@ def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, mon
 
 
 def test_ranges_of_readinto_are_pieces_of_one_object(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport.obstore._ranges.PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._transport.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     memory = bytearray(2600)

@@ -24,18 +24,15 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._counters import RequestCounter
+from saev_store.transport._remote import SLOWEST_BYTES_PER_S, run_in_loop
 from saev_store.transport._tls import refused_certificate
-from saev_store.transport._waits import awaited
-from saev_store.transport.checks import from_os_error
+from saev_store.transport.checks import RequestCounter, from_os_error
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._options import tuned
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-#: Slower than this is as good as stalled, so it is part of every deadline.
-_SLOWEST_BYTES_PER_S = 1 << 20
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
 _READS = {"read", "look at it", "list"}
@@ -178,15 +175,8 @@ class FsspecClient:
         Raises:
             TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
         """
-        limit_s = self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
-
-        async def within() -> T:
-            async with asyncio.timeout(limit_s):
-                return await work()
-
-        future = asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
-        # The loop keeps the time-out; this thread does so where the loop itself is stuck.
-        return awaited(future, limit_s + 10)
+        loop = cast("_HasLoop", self.fs()).loop
+        return run_in_loop(work, loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""
