@@ -182,6 +182,43 @@ def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
         one(transport, "a.bin", 3, 10_501)
 
 
+def test_what_arrives_of_a_piece_is_counted_before_the_piece_is_whole():
+    """A loader tells a slow line from a stalled one by these counts."""
+    truth, counted = np.random.default_rng(0).bytes(5 << 20), threading.Event()
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(truth)))
+            self.send_header("Content-Range", f"bytes 0-{len(truth) - 1}/{len(truth)}")
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(truth[: 3 << 20])
+            assert counted.wait(HANG_S)
+            self.wfile.write(truth[3 << 20 :])
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        transport = ObstoreTransport(f"http://127.0.0.1:{server.server_port}")
+        found = []
+        reading = threading.Thread(target=lambda: found.append(one(transport, "a.bin", 0, len(truth))))
+        reading.start()
+        deadline = time.monotonic() + HANG_S
+        while transport.counters.bytes_read < 1 << 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        arrived = transport.counters
+        counted.set()
+        reading.join(HANG_S)
+        server.shutdown()
+    assert 1 << 20 <= arrived.bytes_read <= 3 << 20
+    assert bytes(found[0]) == truth
+    assert transport.counters.operations["get_ranges"] == 1
+    assert transport.counters.bytes_read == len(truth)
+
+
 @pytest.mark.parametrize("new", [b"x" * 256, b"x" * 300])
 def test_an_object_that_is_replaced_is_an_error_never_a_mixture(s3_bucket, new):
     transport, other = open_s3(s3_bucket), open_s3(s3_bucket)

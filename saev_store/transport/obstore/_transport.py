@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 #: Longer ranges are fetched in pieces of this size, side by side.
 PIECE_BYTES = 8 << 20
-#: What has arrived of a piece is counted in steps of this size, so that slow is told from stalled.
-_STEP_BYTES = 1 << 20
+#: Where pieces take longer than this, what has arrived of one is counted in steps, so that slow is told from stalled. It costs
+#: another copy, which does not matter where the line is the limit.
+_SLOW_S, _STEP_BYTES = 1.0, 1 << 20
 #: A longer document is sent in parts: two requests more, but what is lost on the way is less.
 _MOST_PUT_AT_ONCE = 32 << 20
 #: S3 copies larger objects in parts only.
@@ -158,16 +160,19 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client, where, needed = self.client, self._where(below), max(end, needed)
 
         async def get() -> list[Buffer]:
+            began = time.monotonic()
             answer = await obstore.get_async(client.store, self.key(below), options={"range": (start, end)})
             self._check(below, answer.meta, needed=needed)
-            if end - start <= _STEP_BYTES:
+            if end - start <= _STEP_BYTES or client.last_piece_s < _SLOW_S:
                 parts: list[Buffer] = [memoryview(await answer.bytes_async())]
                 client.requests.add("get_ranges", read=len(parts[0]))
-                return parts
-            parts = []
-            async for part in answer.stream(min_chunk_size=_STEP_BYTES):
-                client.requests.add("get_ranges", read=len(part), requests=not parts)
-                parts.append(part)
+            else:
+                parts = []
+                async for part in answer.stream(min_chunk_size=_STEP_BYTES):
+                    client.requests.add("get_ranges", read=len(part), requests=not parts)
+                    parts.append(part)
+            if end - start > _STEP_BYTES:
+                client.last_piece_s = time.monotonic() - began
             return parts
 
         try:
