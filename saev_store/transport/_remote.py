@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
@@ -22,9 +22,7 @@ _SLICE_S = 0.2
 _STUCK_S = 10.0
 
 
-def run_in_loop(
-    work: Callable[[], Coroutine[object, object, T]], loop: asyncio.AbstractEventLoop, *, limit_s: float
-) -> T:
+def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
     """What `work()` gives in a loop that runs in another thread; it is cancelled when the wait ends without a result.
 
     The wait is divided: a thread in a long wait is not woken by a Ctrl-C that the system delivers to another thread.

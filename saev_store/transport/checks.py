@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -184,26 +185,21 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)
 
 
-class os_errors:  # noqa: N801  # reads as a statement, like contextlib's
-    """A `with` block in which the operating system's errors become ours; ours pass through.
+@contextlib.contextmanager
+def os_errors(where: str, doing: str) -> Generator[None]:
+    """A block in which the operating system's errors become ours; ours pass through.
 
     >>> with os_errors("acts000000.bin", "read"):
     ...     raise OSError(errno.EIO, "")
     Traceback (most recent call last):
     saev_store.errors.TransportError: acts000000.bin: could not read: Input/output error (EIO)
     """
-
-    __slots__ = ("_doing", "_where")
-
-    def __init__(self, where: str, doing: str) -> None:
-        self._where, self._doing = where, doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, SaevStoreError):
-            raise from_os_error(error, where=self._where, doing=self._doing) from error
+    try:
+        yield
+    except SaevStoreError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, where=where, doing=doing) from error
 
 
 class RequestCounter:

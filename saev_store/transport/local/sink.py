@@ -45,7 +45,7 @@ class FdSink(BaseSink):
             raise TransportError("this file is committed or given up already", where=self._where)
         return self._fd
 
-    def _errors(self, doing: str) -> os_errors:
+    def _errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return os_errors(self._where, doing)
 
 

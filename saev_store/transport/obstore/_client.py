@@ -155,7 +155,7 @@ class ObstoreClient:
         if _loop is not None and not is_forked():
             asyncio.run_coroutine_threadsafe(work(), _loop.loop)
 
-    def call(self, doing: str, where: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
+    def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
         """What `work()` gives, waited for in this thread, no longer than is allowed for `nbytes`.
 
         Raises:
@@ -175,7 +175,7 @@ class ObstoreClient:
             # Not `from error`: its text holds whole answers of the server, addresses and headers.
             raise self.translate(error, doing=doing, where=where) from None
 
-    async def _first(self, work: Callable[[], Coroutine[object, object, T]], where: str) -> T:
+    async def _first(self, work: Callable[[], Awaitable[T]], where: str) -> T:
         """What `work()` gives; an error at once if the server's certificate is refused.
 
         obstore tries again whatever the reason. So a request that is not answered quickly is accompanied by one that is not
@@ -224,12 +224,15 @@ class ObstoreClient:
     def translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         """Our error for one of obstore's."""
         kind, text = type(error).__name__, str(error)
-        status, found = status_of(error), re.search(r"<Code>(\w{1,60})</Code>", text)
+        found = re.search(r"<Code>(\w{1,60})</Code>", text)
         code = found[1] if found else None
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"could not {doing}: there is no such object ({code or 404})", where=where)
+        status = status_of(error)
         if refused := refused_certificate(text, where=where, endpoint=self.place.endpoint or self.safe_url):
             return refused
         message = self.options.redact(f"could not {doing}: {_brief(text, code, status)}")
-        if isinstance(error, FileNotFoundError) or status == 404:
+        if status == 404:
             return NotFoundError(message, where=where)
         if doing == "create" and kind in {"AlreadyExistsError", "PreconditionError"}:
             return StoreExistsError(message, where=where)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -199,11 +199,7 @@ class ObstoreSink(UploadSink):
         self._sent += view.nbytes
         # `done` must not refer to this sink, or it would live until its last part is sent.
         weakref.finalize(view, done).atexit = False
-
-        async def send(view: memoryview) -> None:
-            await self._start().write(view)
-
-        self._call("upload", lambda: send(view), nbytes=view.nbytes * (PARTS_IN_FLIGHT + 1))
+        self._call("upload", lambda: self._start().write(view), nbytes=view.nbytes * (PARTS_IN_FLIGHT + 1))
 
     def _rest(self) -> list[bytearray | bytes]:
         """The parts that `commit` sends, zeros up to the file's length included; one part for an empty file."""
@@ -228,7 +224,7 @@ class ObstoreSink(UploadSink):
             )
         return self._writer
 
-    def _call(self, doing: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
+    def _call(self, doing: str, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
         try:
             return self._client.call(doing, self._where, work, nbytes=nbytes)
         except BaseException:
