@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import http.server
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -18,6 +17,7 @@ from functools import partial
 import numpy as np
 import pytest
 from cloud_servers import gcs_xml_bucket  # noqa: F401 (a fixture)
+from processes import in_process, read_part
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from test_transport_contract import RangeHandler, fill_folder
 from waiting import HANG_S
@@ -29,7 +29,6 @@ from saev_store.errors import (
     DeadlineError,
     ForkError,
     NotFoundError,
-    SaevStoreError,
     TransportError,
 )
 from saev_store.testing._reading import follow
@@ -386,40 +385,15 @@ def test_the_region_is_requested_where_no_option_names_it():
 # Other processes
 
 
-def read_part(transport):
-    return bytes(one(transport, "a.bin", 3, 7)) + transport.read("a.bin")[:1]
-
-
-def answer(transport, answers, work):
-    try:
-        answers.put(work(transport))
-    except SaevStoreError as error:
-        answers.put(error)
-
-
-def in_process(method, transport, work=None):
-    """The answer of another process, or a failure, never a hang."""
-    context = multiprocessing.get_context(method)
-    answers = context.SimpleQueue()
-    process = context.Process(target=answer, args=(transport, answers, work or read_part))
-    process.start()
-    try:
-        process.join(HANG_S)
-        assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
-        return answers.get()
-    finally:
-        process.kill()
-        process.join()
-        answers.close()
-
-
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_other_processes_get_the_right_bytes(s3_bucket, method):
-    transport = open_s3(s3_bucket)
+def test_other_processes_get_the_right_bytes(s3_bucket, method, engine):
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine=engine)
     transport.put("a.bin", b"0123456789")
     assert read_part(transport) == b"34560"
     assert in_process(method, transport) == b"34560"
     assert read_part(transport) == b"34560"
+    assert read_part(pickle.loads(pickle.dumps(transport))) == b"34560"
 
 
 def test_a_forked_child_without_fsspec_is_told_so_at_once(s3_bucket, monkeypatch):
