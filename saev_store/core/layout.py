@@ -197,7 +197,7 @@ class Layout:
         )
 
     def locate(self, example: int, layer: int, token: int) -> ByteRange:
-        """Where one vector lies (section 4.2), from a logical coordinate.
+        """The bytes of one vector (section 4.2), from a logical coordinate.
 
         Args:
             example: 0 <= example < n_examples.
@@ -205,7 +205,7 @@ class Layout:
             token: 0 <= token < tokens_per_example; 0 is CLS where there is one.
 
         Raises:
-            SelectionError, LayerNotFoundError: the coordinate lies outside the tensor.
+            SelectionError, LayerNotFoundError: the coordinate is outside the tensor.
         """
         global_example_idx = _position(example, self.n_examples, "example")
         token_idx = _position(token, self.tokens_per_example, "token")

@@ -281,7 +281,7 @@ class ShardStore(OpenedStore):
                 return view
             if copy is False:
                 raise ArgumentError(
-                    f"{brief(key)} is no view: a view takes integers and slices of examples that lie in one shard (of "
+                    f"{brief(key)} is no view: a view takes integers and slices of examples in one shard (of "
                     f"{self.layout.examples_per_shard} examples) of a local store",
                     where="copy=False",
                     remedy="Use copy=None to copy where needed.",

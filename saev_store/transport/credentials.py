@@ -1,9 +1,8 @@
 """Storage options that hold credentials: kept out of messages and out of pickles.
 
-A pickle may end in a file, in a log or with a scheduler. So the options of a transport stay behind: in this process (and
-in its forked children) a copy finds them again, and so does a child that is being spawned, which gets them through the
-pipe that starts it. Anywhere else, credentials come from where they come from without options: the environment, a
-profile, the machine's role.
+A pickle may end in a file, in a log or with a scheduler. So a pickle does not contain them: a copy in this process (or in
+a forked child) finds them again, and a child that is being spawned gets them through the pipe that starts it. Anywhere
+else, credentials come from the environment, a profile or the machine's role.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class StorageOptions:
         """Everything that was given.
 
         Raises:
-            AccessError: this came out of a pickle in a process that was never told the rest.
+            AccessError: this was unpickled in a process that does not have the rest.
         """
         if self._all is None:
             self._all = _KEPT.get(self._name)

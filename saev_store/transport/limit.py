@@ -27,7 +27,7 @@ from saev_store.transport.base import (
 
 T = TypeVar("T")
 
-#: What travels in one request; longer ranges and files are cut into pieces of about this length.
+#: Bytes of one request; longer ranges and files are cut into pieces of about this length.
 _REQUEST_BYTES = 8 << 20
 
 
@@ -81,7 +81,7 @@ class Wrapper:
     Subclasses override `_around`, give their pickle with `_arguments`, and pass `inner` as the first argument of `__init__`.
     """
 
-    #: A wrapper may wait as long as it likes.
+    #: A wrapper may wait.
     is_local = False
 
     def __init__(self, inner: Transport) -> None:

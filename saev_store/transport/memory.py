@@ -197,7 +197,7 @@ class MemoryTransport:
                 self._files.held.discard(key)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> MemorySink:
-        """A file that appears when it is committed; one that was given up can be resumed."""
+        """A file that appears when it is committed; an aborted one can be resumed."""
         return MemorySink(
             self._files, self._key(path), self._where(path),
             used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume,

@@ -243,7 +243,7 @@ def test_an_upload_that_arrives_short_is_an_error(fake):
     with pytest.raises(TransportError, match="503|upload"):
         sink.commit()
     sink.abort()
-    with pytest.raises(TransportError, match="given up"):
+    with pytest.raises(TransportError, match="aborted already"):
         sink.commit()
 
 

@@ -8,17 +8,17 @@ from typing import cast
 
 from saev_store.transport._tls import authorities, context_of, read_authorities
 
-#: Protocols whose listings fsspec caches for ever unless it is told not to, and that accept being told.
+#: Protocols whose listings fsspec caches without a limit by default, and that have an option against it.
 _LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
 #: Protocols whose certificates are checked as `verify` says; the others follow the library that serves them.
 _TLS_PROTOCOLS = {"s3", "s3a", "http", "https"}
-#: Requests of one file system that are under way at the same time; botocore keeps 10 connections on its own account.
+#: Requests of one file system that are under way at the same time; botocore's default is 10 connections.
 _IN_FLIGHT = 64
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 10
 
 
 def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
-    """The options of one file system with ours added where the caller is silent.
+    """The options of one file system with ours added where the caller gives none.
 
     >>> tuned("s3", {"anon": True})["config_kwargs"]["max_pool_connections"]
     64
@@ -33,13 +33,13 @@ def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
             "max_pool_connections": _IN_FLIGHT,
             "connect_timeout": _CONNECT_TIMEOUT_S,
             "read_timeout": _READ_TIMEOUT_S,
-            # s3fs tries again itself, and the two multiply; botocore's one more attempt is for the 429 that s3fs lets be.
+            # s3fs retries too, and the two multiply. The one retry of botocore is for status 429, which s3fs does not retry.
             "retries": {"max_attempts": 1, "mode": "standard"},
             **given,
         }
     if protocol in {"gs", "gcs"}:
         if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
-            # Before its first import: it would ask for every bucket's type over gRPC, which no emulator answers.
+            # Must be set before gcsfs is imported: it would request every bucket's type over gRPC, which no emulator serves.
             os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         if "requests_timeout" not in options:
             found["requests_timeout"] = _quick_to_notice()
@@ -62,7 +62,7 @@ def _trusting(protocol: str, verify: object, client_kwargs: object) -> dict[str,
 
 
 def _quick_to_notice() -> object:
-    """The time-outs of gcsfs, which has none of its own and would wait for ever."""
+    """The time-outs of gcsfs, which has none of its own."""
     try:
         from aiohttp import ClientTimeout
     except ImportError:

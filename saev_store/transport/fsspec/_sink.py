@@ -84,7 +84,7 @@ class SpooledSink(FdSink, UploadSink):
 
 
 def list_uploads(client: FsspecClient, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
-    """The unfinished uploads of a bucket whose keys lie in the folder `prefix`, all pages of the listing.
+    """The unfinished uploads of a bucket whose keys are in the folder `prefix`, from all pages of the listing.
 
     Args:
         client: A client of an `s3://` address.

@@ -1,4 +1,4 @@
-"""Everything that fsspec can reach: object stores, web servers, archives, caches in front of them."""
+"""Files through fsspec: object stores, web servers, archives, caches in front of them."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     @property
     def cost(self) -> ReadCost:
-        """Remote files want few large requests; files of this machine do not mind many."""
+        """Few large requests for remote files; more, smaller ones for files of this machine."""
         return _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
         below = self.below(path)
-        # A range without an end looks useless, but makes s3fs skip the request for the size.
+        # A range, even one without an end, makes s3fs skip the request for the size.
         end = None if max_bytes is None else max_bytes + 1
         try:
             with self.client.errors("read", below), self.client.turn():
@@ -168,7 +168,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 with client.turn():
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
         for start, end, part in zip(starts, ends, found, strict=True):
-            # fsspec can hand out exceptions as data, and servers may ignore ranges.
+            # fsspec can return exceptions as data, and servers may ignore ranges.
             if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
                 got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
                 raise TransportError(
@@ -178,7 +178,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return list(zip(found, versions, strict=True))
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
-        """Raise `CorruptShardError` if a failed range lies beyond the end of the file: servers answer that in many ways."""
+        """Raise `CorruptShardError` if a failed range is beyond the end of the file; servers answer that with different errors."""
         size = needed
         with contextlib.suppress(SaevStoreError):
             size = self.size(path)
@@ -260,7 +260,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             self.client.ask("rm", self.full(below), recursive=True)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
-        """A file that is collected on this machine and uploaded when it is committed; `resume` replaces the old one then."""
+        """A file that is collected on this machine and uploaded when it is committed; `resume` then replaces the old one."""
         below = self.below(path)
         self._pins.forget(below)
         if not resume:
@@ -303,7 +303,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         self._pins.forget(below)
         with ours.errors("copy", below):
             ours.requests.add("copy_within")
-            # As long as a minute for each GiB: services copy much faster, but answer only when they are done.
+            # Up to a minute for each GiB: services copy faster, but answer only when they have finished.
             nbytes = source.size(source_path) // 16
             ours.ask("cp_file", source.full(from_below), self.full(below), nbytes=nbytes)
         return True
@@ -325,7 +325,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
 
 def _modified_s(info: Mapping[str, object]) -> float | None:
-    """When a file was last written; every file system calls it otherwise."""
+    """When a file was last written; the key differs between file systems."""
     found = next((info[name] for name in ("LastModified", "mtime", "updated", "last_modified") if name in info), None)
     if isinstance(found, str):
         with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
-"""Large local reads spread over the cores: one thread copies from the page cache slower than memory can deliver.
+"""Large local reads with several threads: one thread copies from the page cache slower than memory allows.
 
-A disk, though, is read fastest in one stream of requests as large as can be. So the threads take what is in memory
-already, and when one of them would have to wait for the disk, all that is left is asked for at once.
+A disk is read fastest in one stream of large requests. So the threads read what is in memory already; when one of them
+would have to wait for the disk, one thread reads the rest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from saev_store.transport.checks import Run, too_short
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 #: What a read must have for each thread.
 WORTH_BYTES = 3 << 20
-#: What one thread reads at a time: less than its whole share, so that a thread without a core holds up the others little.
+#: What one thread reads at a time: less than its whole share, so that a thread without a core delays the others little.
 PART_BYTES = 2 << 20
-#: Linux: read what is in memory, and come back with less rather than wait for a disk.
+#: Linux: read what is in memory, and return less rather than wait for a disk.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -27,8 +27,8 @@ class SpreadReader:
     """Fills memory from files with several threads; shared by all threads that read through one transport."""
 
     def __init__(self) -> None:
-        # Asking in vain costs a cold scan some percent, so the more reads had to wait for the disk in a row, the more go
-        # there unasked, up to 16. The counts are hints: threads may miss each other's.
+        # Asking the page cache for nothing costs a cold scan some percent. The more reads in a row had to wait for the
+        # disk, the more are read without asking, up to 16. The counts are hints: threads may miss each other's.
         self._n_waited = 0
         self._n_unasked = 0
 

@@ -15,7 +15,7 @@ import numpy as np
 from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import TransportError
 
-# Without O_NONBLOCK, opening a FIFO without a writer would wait for ever.
+# Without O_NONBLOCK, opening a FIFO without a writer would block.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -47,8 +47,8 @@ def check_regular(mode: int, *, where: str) -> None:
     raise TransportError(f"this is {kind}, but a regular file is needed", where=where)
 
 
-#: Device, inode number, size, and the times (ns) of the last change of content and of inode. Tells a file from another one
-#: of its name, also from one that was given the inode number of a deleted file.
+#: Device, inode number, size, and the times (ns) of the last change of content and of inode. Distinguishes files of one name,
+#: also a new file with the inode number of a deleted one.
 Identity = tuple[int, int, int, int, int]
 
 

@@ -42,7 +42,7 @@ class FdSink(BaseSink):
 
     def _descriptor(self) -> int:
         if self._fd < 0:
-            raise TransportError("this file is committed or given up already", where=self._where)
+            raise TransportError("this file is committed or aborted already", where=self._where)
         return self._fd
 
     def _errors(self, doing: str) -> contextlib.AbstractContextManager[None]:

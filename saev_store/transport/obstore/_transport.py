@@ -84,7 +84,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """The whole of a small file in one request, which is given up when the answer announces too much."""
+        """The whole of a small file in one request, whose body is not read if it is longer than allowed."""
         below = self.below(path)
         if is_forked():
             return self._forked().read(path, max_bytes=max_bytes)
@@ -206,7 +206,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         try:
             self.client.call("read", where, lambda: self._fill_all(below, pieces), nbytes=nbytes)
         except BaseException:
-            # The wait may have ended before the reads did: no piece that arrives later may be copied.
+            # The wait can end before the reads do; pieces that arrive later must not be copied.
             self.client.in_loop(pieces.clear)
             raise
 
@@ -310,7 +310,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                 await obstore.delete_async(client.store, self.key(below))
 
         async def delete() -> None:
-            # It goes by whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
+            # A prefix is whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
             listed = obstore.list(client.store, prefix=self.key(below))  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
             _, below_it = await asyncio.gather(itself(), listed.collect_async())
             if found := [meta["path"] for meta in below_it]:
@@ -321,7 +321,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self._pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
-        """A file that is uploaded while it is written and appears when it is committed; `resume` replaces the old one then."""
+        """An upload that runs while it is written, and appears when it is committed; `resume` then replaces the old file."""
         below = self.below(path)
         running_loop()  # or a ForkError, before anything is written
         if not resume:
