@@ -590,7 +590,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     def full(fd, nbytes):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("saev_store.transport.local.sink.preallocate", full)
+    monkeypatch.setattr("saev_store.transport.local.write.preallocate", full)
     transport = MmapTransport(tmp_path)
     with pytest.raises(TransportError, match=r"reserve 10 bytes.*ENOSPC.*resume"):
         transport.open_sink("a.bin", used_nbytes=10, file_nbytes=10)

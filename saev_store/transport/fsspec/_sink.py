@@ -13,8 +13,7 @@ from saev_store.transport._sink import UploadSink
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.checks import os_errors
 from saev_store.transport.fsspec._client import FsspecClient
-from saev_store.transport.local.sink import FdSink
-from saev_store.transport.local.write import preallocate
+from saev_store.transport.local.write import FdSink, preallocate
 
 #: gcsfs compares no checksum unless it is told to; s3fs adds a CRC32 to every part by itself.
 _CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}

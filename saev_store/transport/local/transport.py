@@ -31,8 +31,7 @@ from saev_store.transport.checks import (
 )
 from saev_store.transport.local._spread import SpreadReader, preadv_all
 from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file
-from saev_store.transport.local.sink import LocalSink
-from saev_store.transport.local.write import fsync_folder, link_exclusive, lock_file, temporary_file
+from saev_store.transport.local.write import LocalSink, fsync_folder, link_exclusive, lock_file, temporary_file
 
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192

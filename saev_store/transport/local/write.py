@@ -1,4 +1,4 @@
-"""Steps of durable writing: temporary files, exclusive names, reserved space, locks."""
+"""Durable writing: large files behind a descriptor, small ones through a temporary file, reserved space, locks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ import secrets
 import socket
 import warnings
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 
 from saev_store._runtime.locks import after_fork_in_child
-from saev_store.errors import SaevStoreWarning, WriterConflictError
+from saev_store.errors import (
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import Buffer
-from saev_store.transport.local.files import LIBC
+from saev_store.transport.checks import RequestCounter, check_ranges, os_errors
+from saev_store.transport.local.files import LIBC, check_regular
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
@@ -41,14 +49,6 @@ def write_all(fd: int, views: list[memoryview], offset: int) -> None:
             first += 1
         if n_written:
             views[first] = views[first][n_written:]
-
-
-def flush(fd: int) -> None:
-    """Make the content of a file survive a crash."""
-    if hasattr(os, "fdatasync"):  # absent on macOS
-        os.fdatasync(fd)
-    else:
-        os.fsync(fd)
 
 
 def fsync_folder(folder: str) -> None:
@@ -97,6 +97,124 @@ def preallocate(fd: int, nbytes: int) -> None:
                 raise OSError(code, os.strerror(code))
     if os.fstat(fd).st_size < nbytes:
         os.ftruncate(fd, nbytes)
+
+
+class FdSink(BaseSink):
+    """Writes blocks with `pwritev`, also from several threads; subclasses open the descriptor and say what `commit` is."""
+
+    #: Where what is written is counted.
+    requests: RequestCounter | None = None
+    _fd = -1
+
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
+        """Write the buffers one after the other at `offset`."""
+        views, end = self._checked(offset, buffers)
+        with self._errors("write"):
+            write_all(self._descriptor(), views, offset)
+        if self.requests is not None:
+            self.requests.add("sink.write", written=end - offset)
+        self._add(offset, end)
+        if done is not None:
+            done()
+
+    def abort(self) -> None:
+        """Close the descriptor; a file that has a name on the disk stays."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.abort()
+
+    def _descriptor(self) -> int:
+        if self._fd < 0:
+            raise TransportError("this file is committed or aborted already", where=self._where)
+        return self._fd
+
+    def _errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return os_errors(self._where, doing)
+
+
+class LocalSink(FdSink):
+    """A file under construction at its final place: reserved first, then filled, then cut to its exact size.
+
+    A crash leaves a file of full size whose unwritten blocks are zeros, which a resumed writer judges by what it has
+    recorded elsewhere. Blocks may be written by several threads.
+    """
+
+    def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._tail_is_zero = True
+        try:
+            with self._errors("open for writing"):
+                make_folders(os.path.dirname(where))
+                created = self._open(resume=resume)
+            try:
+                with self._errors(f"reserve {used_nbytes:,} bytes"):
+                    preallocate(self._fd, used_nbytes)
+                    if os.fstat(self._fd).st_size < file_nbytes:
+                        os.ftruncate(self._fd, file_nbytes)
+            except SaevStoreError:
+                if created:
+                    os.unlink(where)
+                raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def _open(self, *, resume: bool) -> bool:
+        """Open the file; False if it was there before."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+        if resume:
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = os.open(self._where, flags)
+                status = os.fstat(self._fd)
+                check_regular(status.st_mode, where=self._where)
+                self._tail_is_zero = status.st_size <= self._used
+                return False
+        try:
+            self._fd = os.open(self._where, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError as error:
+            raise StoreExistsError(
+                "the file already exists", where=self._where, remedy="Resume, or delete it first."
+            ) from error
+        return True
+
+    def sync(self) -> int:
+        """Flush to the disk; the number of leading bytes that are safe now."""
+        prefix = self._prefix()  # before the flush: a block written meanwhile is not promised
+        with self._errors("sync"):
+            if hasattr(os, "fdatasync"):  # absent on macOS
+                os.fdatasync(self._descriptor())
+            else:
+                os.fsync(self._descriptor())
+        return prefix
+
+    def read_back(self, start: int, end: int) -> bytes:
+        """What the file holds in that range."""
+        check_ranges(self._where, (start,), (end,))
+        end, parts = min(end, self._used), list[bytes]()
+        with self._errors("read"):
+            while start < end and (part := os.pread(self._descriptor(), end - start, start)):
+                parts.append(part)
+                start += len(part)
+        return b"".join(parts)
+
+    def commit(self, *, check_size: bool = True) -> None:  # noqa: ARG002  # it is cut to its size
+        """Cut to exactly `file_nbytes`, flush file and folder, close.
+
+        Raises:
+            ArgumentError: not all of `used_nbytes` were written.
+        """
+        self._check_complete()
+        with self._errors("commit"):
+            fd = self._descriptor()
+            if not self._tail_is_zero:
+                os.ftruncate(fd, self._used)
+            os.ftruncate(fd, self._file_nbytes)
+            os.fsync(fd)
+            fsync_folder(os.path.dirname(self._where))
+        self.abort()
 
 
 @contextlib.contextmanager
