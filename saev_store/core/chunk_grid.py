@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import cast
 
@@ -70,6 +69,13 @@ class ChunkGrid:
         chunk: Shape of a chunk, over `DIMS`.
         sharded: One key stands for a whole shard, whose chunks are then *inner* chunks that an index points at.
 
+    Attributes:
+        chunk_nbytes: Bytes of a chunk.
+        outer: Shape of what one key holds.
+        counts: How many keys there are along each axis.
+        inner_counts: How many chunks one key holds along each axis.
+        index_nbytes: Length of a shard's index with its checksum; 0 where keys are chunks.
+
     Raises:
         ArgumentError: the shape breaks the pivot rule, or is too small for what it costs; proposes the nearest legal ones.
 
@@ -83,37 +89,28 @@ class ChunkGrid:
     chunk: Shape
     sharded: bool = False
 
+    chunk_nbytes: int = field(init=False, repr=False, compare=False)
+    outer: Shape = field(init=False, repr=False, compare=False)
+    counts: Shape = field(init=False, repr=False, compare=False)
+    inner_counts: Shape = field(init=False, repr=False, compare=False)
+    index_nbytes: int = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        _check_shape(self.layout, self.chunk, sharded=self.sharded)
-
-    @cached_property
-    def chunk_nbytes(self) -> int:
-        return math.prod(self.chunk) * ITEMSIZE
-
-    @cached_property
-    def outer(self) -> Shape:
-        """Shape of what one key holds."""
-        if not self.sharded:
-            return self.chunk
-        k = self.chunk[0]
-        examples = self.layout.examples_per_shard if self.layout.n_shards > 1 else -(-self.layout.n_examples // k) * k
-        return (examples, *self.layout.shape[1:])
-
-    @cached_property
-    def counts(self) -> Shape:
-        """How many keys there are along each axis."""
-        counts = (-(-full // part) for full, part in zip(self.layout.shape, self.outer, strict=True))
-        return cast("Shape", tuple(counts))
-
-    @cached_property
-    def inner_counts(self) -> Shape:
-        """How many chunks one key holds along each axis."""
-        return cast("Shape", tuple(whole // part for whole, part in zip(self.outer, self.chunk, strict=True)))
-
-    @cached_property
-    def index_nbytes(self) -> int:
-        """Length of a shard's index with its checksum; 0 where keys are chunks."""
-        return math.prod(self.inner_counts) * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES if self.sharded else 0
+        layout, chunk = self.layout, self.chunk
+        _check_shape(layout, chunk, sharded=self.sharded)
+        n_examples, outer = layout.examples_per_shard, chunk
+        if layout.n_shards == 1:
+            n_examples = -(-layout.n_examples // chunk[0]) * chunk[0]
+        if self.sharded:
+            outer = (n_examples, *layout.shape[1:])
+        inner_counts = tuple(whole // part for whole, part in zip(outer, chunk, strict=True))
+        self.__dict__.update(  # frozen: fields cannot be assigned
+            chunk_nbytes=math.prod(chunk) * ITEMSIZE,
+            outer=outer,
+            counts=tuple(-(-full // part) for full, part in zip(layout.shape, outer, strict=True)),
+            inner_counts=inner_counts,
+            index_nbytes=math.prod(inner_counts) * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES if self.sharded else 0,
+        )
 
     def extent(self, position: Sequence[int]) -> Extent:
         """Where the value of a key is, by its position in the grid, which the caller has checked."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import SupportsIndex, cast
 
 import numpy as np
@@ -62,6 +61,18 @@ class Layout:
         d_model: Length of one vector.
         examples_per_shard: Capacity of a shard, in examples. Never the last shard's own count.
 
+    Attributes:
+        n_layers: Number of recorded layers.
+        n_special_tokens: Tokens before the content: 1 with a CLS token, else 0.
+        tokens_per_example: All tokens of an example, special ones included (T of section 4.1).
+        shape: Shape of the logical tensor, in the order of `DIMS`.
+        n_shards: Shards that hold at least one example.
+        vectors_per_example: Vectors of one example, all layers and tokens.
+        vector_nbytes: Bytes of one vector.
+        example_nbytes: Bytes of one example.
+        shard_nbytes: Bytes of a full shard.
+        nbytes: Bytes of the logical tensor, padding excluded.
+
     Raises:
         ArgumentError: a number is out of range, or the tensor's bytes do not fit into 63 bits.
 
@@ -80,6 +91,17 @@ class Layout:
     d_model: int
     examples_per_shard: int
 
+    n_layers: int = field(init=False, repr=False, compare=False)
+    n_special_tokens: int = field(init=False, repr=False, compare=False)
+    tokens_per_example: int = field(init=False, repr=False, compare=False)
+    shape: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
+    n_shards: int = field(init=False, repr=False, compare=False)
+    vectors_per_example: int = field(init=False, repr=False, compare=False)
+    vector_nbytes: int = field(init=False, repr=False, compare=False)
+    example_nbytes: int = field(init=False, repr=False, compare=False)
+    shard_nbytes: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         for name in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
             value = cast("object", getattr(self, name))
@@ -89,6 +111,22 @@ class Layout:
             raise ArgumentError(
                 f"layers is {brief(self.layers)}; it must hold at least one label, and none twice", where="layers"
             )
+        n_layers, n_special_tokens = len(self.layers), 1 if self.cls_token else 0
+        tokens_per_example = self.content_tokens_per_example + n_special_tokens
+        vectors_per_example, vector_nbytes = n_layers * tokens_per_example, self.d_model * ITEMSIZE
+        example_nbytes = vectors_per_example * vector_nbytes
+        self.__dict__.update(  # frozen: fields cannot be assigned
+            n_layers=n_layers,
+            n_special_tokens=n_special_tokens,
+            tokens_per_example=tokens_per_example,
+            shape=(self.n_examples, n_layers, tokens_per_example, self.d_model),
+            n_shards=-(-self.n_examples // self.examples_per_shard),
+            vectors_per_example=vectors_per_example,
+            vector_nbytes=vector_nbytes,
+            example_nbytes=example_nbytes,
+            shard_nbytes=self.examples_per_shard * example_nbytes,
+            nbytes=self.n_examples * example_nbytes,
+        )
         # The padded tensor: every offset into every shard, and every global row, then fits into int64.
         if self.n_shards * self.shard_nbytes > MAX_INT64:
             raise ArgumentError(
@@ -126,52 +164,6 @@ class Layout:
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def n_layers(self) -> int:
-        return len(self.layers)
-
-    @cached_property
-    def n_special_tokens(self) -> int:
-        """Tokens before the content: 1 with a CLS token, else 0."""
-        return 1 if self.cls_token else 0
-
-    @cached_property
-    def tokens_per_example(self) -> int:
-        """All tokens of an example, special ones included (T of section 4.1)."""
-        return self.content_tokens_per_example + self.n_special_tokens
-
-    @cached_property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the logical tensor, in the order of `DIMS`."""
-        return (self.n_examples, self.n_layers, self.tokens_per_example, self.d_model)
-
-    @cached_property
-    def vector_nbytes(self) -> int:
-        return self.d_model * ITEMSIZE
-
-    @cached_property
-    def vectors_per_example(self) -> int:
-        return self.n_layers * self.tokens_per_example
-
-    @cached_property
-    def example_nbytes(self) -> int:
-        return self.vectors_per_example * self.vector_nbytes
-
-    @cached_property
-    def shard_nbytes(self) -> int:
-        """Bytes of a full shard."""
-        return self.examples_per_shard * self.example_nbytes
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the logical tensor, padding excluded."""
-        return self.n_examples * self.example_nbytes
-
-    @cached_property
-    def n_shards(self) -> int:
-        """Shards that hold at least one example."""
-        return -(-self.n_examples // self.examples_per_shard)
-
     def examples_in(self, shard_idx: int) -> int:
         """How many examples a shard holds: the capacity, but for the last one; 0 beyond it."""
         return max(0, min(self.examples_per_shard, self.n_examples - shard_idx * self.examples_per_shard))
@@ -205,7 +197,7 @@ class Layout:
         )
 
     def locate(self, example: int, layer: int, token: int) -> ByteRange:
-        """Where one vector lies (section 4.2), from a logical coordinate.
+        """The bytes of one vector (section 4.2), from a logical coordinate.
 
         Args:
             example: 0 <= example < n_examples.
@@ -213,7 +205,7 @@ class Layout:
             token: 0 <= token < tokens_per_example; 0 is CLS where there is one.
 
         Raises:
-            SelectionError, LayerNotFoundError: the coordinate lies outside the tensor.
+            SelectionError, LayerNotFoundError: the coordinate is outside the tensor.
         """
         global_example_idx = _position(example, self.n_examples, "example")
         token_idx = _position(token, self.tokens_per_example, "token")

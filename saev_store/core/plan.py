@@ -295,7 +295,7 @@ class Planner:
 
 
 def pieces(layout: Layout, examples: Axis) -> Iterator[Piece]:
-    """Split chosen examples by the shard they lie in."""
+    """Split chosen examples by shard."""
     capacity = layout.examples_per_shard
     if not isinstance(examples, Progression):
         order = np.argsort(examples, kind="stable")

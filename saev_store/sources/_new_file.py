@@ -14,8 +14,7 @@ from saev_store.sources._files import CHUNK_BYTES
 from saev_store.sources.address import full_url
 from saev_store.transport import Buffer, MmapTransport, Moves, PreadTransport, Transport, Writes
 from saev_store.transport.checks import check_path, os_errors
-from saev_store.transport.local.sink import make_folders
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport.local.write import TEMP_PREFIX, make_folders
 
 
 class NewFile:

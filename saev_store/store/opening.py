@@ -74,81 +74,38 @@ class Opened:
 
 
 class OpenedStore:
-    """The documents, geometry, problems and labels of an opened store; the base of `ShardStore`."""
+    """The documents, geometry, problems and labels of an opened store; the base of `ShardStore`.
+
+    Attributes:
+        layout: The geometry: sizes, shards, and the place of each vector.
+        metadata: The document, under canonical names whatever version wrote it; `metadata.raw` has its exact bytes.
+        transport: Reads the bytes; `store.transport.name` is the engine.
+        index: What `shards.json` says.
+        readable_examples: For shards that were damaged when the store was opened: how many leading examples can be read.
+        problems: Problems found when the store was opened; `validate()` checks more.
+        url: Where the store is, without credentials.
+        name: The store's folder, normally its content hash.
+        shape: (n_examples, n_layers, tokens_per_example, d_model).
+        dims: Names of the axes.
+        ndim: 4.
+        dtype: float32.
+        nbytes: Bytes of the tensor, padding excluded.
+        layers: Labels of the recorded layers; the position of a label is its index on the layer axis.
+    """
+
+    dims = DIMS
+    ndim = 4
+    dtype = np.dtype(np.float32)
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._layout = opened.metadata.layout
+        self.transport, self.name, self.url = opened.transport, opened.name, opened.transport.url
+        self.metadata, self.index, self.problems = opened.metadata, opened.index, opened.problems
+        self.readable_examples: Mapping[int, int] = opened.readable
+        self.layout = opened.metadata.layout
+        self.shape, self.nbytes, self.layers = self.layout.shape, self.layout.nbytes, self.layout.layers
         self._labels: Labels | None = None
         self._has_labels = opened.has_labels
-
-    @property
-    def layout(self) -> Layout:
-        """The geometry: sizes, shards, and the place of each vector."""
-        return self._layout
-
-    @property
-    def metadata(self) -> Metadata:
-        """The document, under canonical names whatever version wrote it; `metadata.raw` has its exact bytes."""
-        return self._opened.metadata
-
-    @property
-    def transport(self) -> Transport:
-        """Reads the bytes; `store.transport.name` is the engine."""
-        return self._opened.transport
-
-    @property
-    def index(self) -> ShardsIndex:
-        """What `shards.json` says."""
-        return self._opened.index
-
-    @property
-    def readable_examples(self) -> Mapping[int, int]:
-        """For shards that were damaged when the store was opened: how many leading examples can be read."""
-        return self._opened.readable
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """Problems found when the store was opened; `validate()` checks more."""
-        return self._opened.problems
-
-    @property
-    def url(self) -> str:
-        """Where the store is, without credentials."""
-        return self.transport.url
-
-    @property
-    def name(self) -> str:
-        """The store's folder, normally its content hash."""
-        return self._opened.name
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(n_examples, n_layers, tokens_per_example, d_model)."""
-        return self._layout.shape
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """Names of the axes."""
-        return DIMS
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    @property
-    def dtype(self) -> np.dtype[np.float32]:
-        return np.dtype(np.float32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, padding excluded."""
-        return self._layout.nbytes
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Labels of the recorded layers; the position of a label is its index on the layer axis."""
-        return self._layout.layers
 
     @property
     def has_labels(self) -> bool:
@@ -158,7 +115,7 @@ class OpenedStore:
             DocumentError: it has another size than the documents imply.
         """
         if self._has_labels is None:
-            self._has_labels = find_labels(self.transport, self._layout)
+            self._has_labels = find_labels(self.transport, self.layout)
         return self._has_labels
 
     @property
@@ -174,7 +131,7 @@ class OpenedStore:
         if self._labels is not None:
             map_check(self.transport)(LABELS_NAME, self._labels.nbytes)
         elif self.has_labels:
-            self._labels = read_labels(self.transport, self._layout)
+            self._labels = read_labels(self.transport, self.layout)
         return self._labels
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
@@ -211,8 +168,7 @@ class OpenedStore:
         return hash((self.url, self.metadata.raw))
 
     def _card(self) -> list[tuple[str, str]]:
-        opened = self._opened
-        return card_rows(opened.metadata, opened.transport, opened.problems, has_labels=self._has_labels)
+        return card_rows(self.metadata, self.transport, self.problems, has_labels=self._has_labels)
 
     def __repr__(self) -> str:
         return card_text(self.name, self._card())

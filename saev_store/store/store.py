@@ -68,7 +68,7 @@ class ShardStore(OpenedStore):
         opened = self._opened
         return Reader(
             opened.transport,
-            self._layout,
+            self.layout,
             readable=opened.readable,
             check_sizes=not opened.sizes_checked,
             damaged_ok=opened.damaged_ok,
@@ -171,7 +171,7 @@ class ShardStore(OpenedStore):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self._layout.n_examples
+        return self.layout.n_examples
 
     def __getitem__(self, key: Key) -> FloatArray:
         """What NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
@@ -179,7 +179,7 @@ class ShardStore(OpenedStore):
         indices: tuple[object, ...] = key if isinstance(key, tuple) else ()  # pyright: ignore[reportUnknownVariableType]  # any items
         if len(indices) == 3:  # the shortest way to one vector
             example, layer, token = indices
-            n_examples, n_layers, n_tokens, _ = self._layout.shape
+            n_examples, n_layers, n_tokens, _ = self.layout.shape
             if (
                 type(example) is int
                 and type(layer) is int
@@ -208,7 +208,7 @@ class ShardStore(OpenedStore):
             ArgumentError: `out` does not fit the result.
             CorruptShardError: a shard that is needed is missing, short or was lost.
         """
-        request = parse_key(key, self._layout.shape)
+        request = parse_key(key, self.layout.shape)
         result = prepared(out, request.shape)
         self._reader.execute(
             self._reader.plan(request), result.reshape(request.full_shape) if isinstance(request, Block) else result
@@ -231,7 +231,7 @@ class ShardStore(OpenedStore):
         """
         from saev_store.store.estimate import PlanCount, estimate, price_of
 
-        request, count = parse_key(key, self._layout.shape), PlanCount(self._reader)
+        request, count = parse_key(key, self.layout.shape), PlanCount(self._reader)
         count.add(self._reader.plan(request))
         wanted = math.prod(request.shape) * self.dtype.itemsize
         price = price_of(self.transport, prices)
@@ -259,7 +259,7 @@ class ShardStore(OpenedStore):
         """
         labels = self.labels if ignore_labels is not None else None
         space = row_space(
-            self._layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels, labels=labels
+            self.layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels, labels=labels
         )
         return Selection(self._reader, space)
 
@@ -275,14 +275,14 @@ class ShardStore(OpenedStore):
             ArgumentError: `copy=False`, but the key spans shards, uses lists, or the store is not mapped.
         """
         if copy is not True:
-            request = parse_key(key, self._layout.shape)
+            request = parse_key(key, self.layout.shape)
             view = self._reader.view(request) if isinstance(request, Block) else None
             if view is not None:
                 return view
             if copy is False:
                 raise ArgumentError(
-                    f"{brief(key)} is no view: a view takes integers and slices of examples that lie in one shard (of "
-                    f"{self._layout.examples_per_shard} examples) of a local store",
+                    f"{brief(key)} is no view: a view takes integers and slices of examples in one shard (of "
+                    f"{self.layout.examples_per_shard} examples) of a local store",
                     where="copy=False",
                     remedy="Use copy=None to copy where needed.",
                 )
@@ -435,7 +435,7 @@ class ShardStore(OpenedStore):
     def __dask_tokenize__(self) -> tuple[str, str, str]:
         from saev_store.store.identity import recording_identity
 
-        return "saev_store", self.url, str(recording_identity(self.transport, self._layout))
+        return "saev_store", self.url, str(recording_identity(self.transport, self.layout))
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
         return ShardStore, (self._opened,)

@@ -1,24 +1,78 @@
-"""What the transports of object stores and other servers share: names, versions of files, exclusive new files."""
+"""What the transports of object stores and other servers share: waits for their loops, versions of files, names."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
-from saev_store.transport._counters import RequestCounter
 from saev_store.transport.base import Counters
-from saev_store.transport.checks import check_path
+from saev_store.transport.checks import RequestCounter, check_path
+
+T = TypeVar("T")
+
+#: Slower than this is as good as stalled, so it is part of every deadline.
+SLOWEST_BYTES_PER_S = 1 << 20
+#: Longest time until a Ctrl-C that the system delivers to another thread is noticed.
+_SLICE_S = 0.2
+#: A loop that is this late is stuck.
+_STUCK_S = 10.0
+
+
+def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
+    """What `work()` gives in a loop that runs in another thread; it is cancelled when the wait ends without a result.
+
+    The wait is divided: a thread in a long wait is not woken by a Ctrl-C that the system delivers to another thread.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s`.
+        Exception: its own error.
+    """
+
+    async def within() -> T:
+        async with asyncio.timeout(limit_s):
+            return await work()
+
+    future = asyncio.run_coroutine_threadsafe(within(), loop)
+    # The loop keeps the time-out; this thread does so where the loop itself is stuck.
+    deadline = time.monotonic() + limit_s + _STUCK_S
+    try:
+        while not future.done():
+            left = deadline - time.monotonic()
+            if left <= _SLICE_S:
+                return future.result(max(left, 0.0))
+            with contextlib.suppress(TimeoutError):  # if it is the future's own, it is raised below
+                return future.result(_SLICE_S)
+        return future.result()
+    finally:
+        if not future.done():
+            future.cancel()
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """A task group that raises the first error of its tasks as it is, and cancels the others."""
+    first = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+    # Not in the `except` block, where the group, which contains the error, would become its context: whatever follows that
+    # circle, as the picklers of dask do, never ends.
+    if first is not None:
+        raise first
+
 
 #: An ETag, a generation or a time, and the size in bytes; None where the server does not tell.
 Version = tuple[str | None, int | None]
 
 
-class Pins:
+class Pins(dict[str, Version]):
     """The versions of the files that were read, by path (decision 6). Transports below one root share them; pickles carry them."""
-
-    def __init__(self, versions: dict[str, Version] | None = None) -> None:
-        self.versions = dict(versions or {})
 
     def check(self, path: str, version: Version, *, where: str) -> None:
         """Pin a file at its first read.
@@ -26,7 +80,7 @@ class Pins:
         Raises:
             TransportError: another version is pinned.
         """
-        pinned = self.versions.setdefault(path, version)
+        pinned = self.setdefault(path, version)
         if pinned != version:
             (old, old_size), (new, new_size) = pinned, version
             raise TransportError(
@@ -36,15 +90,14 @@ class Pins:
                 remedy="Open the store again to read the new one.",
             )
 
-    def told(self, path: str) -> str | None:
-        """The version of a file as text; None if no range of it was read yet."""
-        version = self.versions.get(path)
-        return None if version is None else repr(version)
-
     def forget(self, path: str) -> None:
         """Unpin a file, or everything in a folder, that this transport has changed."""
-        for pinned in [name for name in self.versions if name == path or name.startswith(f"{path}/")]:
-            self.versions.pop(pinned, None)
+        for pinned in [name for name in list(self) if name == path or name.startswith(f"{path}/")]:
+            self.pop(pinned, None)
+
+
+def _bytes(size: int | None) -> str:
+    return "an unknown size" if size is None else f"{size:,} bytes"
 
 
 class RemoteClient(Protocol):
@@ -58,16 +111,20 @@ C = TypeVar("C", bound=RemoteClient)
 
 
 class RemoteTransport(Generic[C]):
-    """The base of transports that share one client and the pins of one root."""
+    """The base of transports that share one client and the pins of one root.
+
+    Attributes:
+        client: Makes the requests.
+    """
 
     pads = False
     is_local = False
     local_path = None
     reads_into = False
 
-    def __init__(self, client: C) -> None:
-        self._client = client
-        self._pins = Pins()
+    def __init__(self, client: C, pins: Pins | None = None) -> None:
+        self.client = client
+        self._pins = Pins() if pins is None else pins
         self._folder = ""
 
     @property
@@ -78,7 +135,7 @@ class RemoteTransport(Generic[C]):
     @property
     def counters(self) -> Counters:
         """Requests of this client so far; its own retries are not counted."""
-        return self._client.requests.counters
+        return self.client.requests.counters
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -86,39 +143,40 @@ class RemoteTransport(Generic[C]):
     def at(self, path: str) -> Self:
         """The same client, one folder deeper."""
         child = object.__new__(type(self))
-        child.__dict__.update(self.__dict__, _folder=self._below(path) if path else self._folder)
+        child.__dict__.update(self.__dict__, _folder=self.below(path) if path else self._folder)
         return child
 
     def close(self) -> None:
         """Unpin all files; connections stay open for other transports."""
-        self._pins.versions.clear()
+        self._pins.clear()
 
     def size(self, path: str) -> int:
         """The size of a file in bytes."""
         raise NotImplementedError
+
+    def version(self, path: str) -> str | None:
+        """The pinned ETag, generation or time, with the size, as text; None if no range of the file was read yet."""
+        version = self._pins.get(self.below(path))
+        return None if version is None else repr(version)
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: object stores have no locks; publication decides which writer wins."""
         check_path(path)
         return contextlib.nullcontext()
 
+    def below(self, path: str) -> str:
+        """The path of a file below the client's address."""
+        checked = check_path(path)
+        return f"{self._folder}/{checked}" if self._folder else checked
+
     def _check_absent(self, path: str) -> None:
         """Refuse to write a new file over an existing one."""
         with contextlib.suppress(NotFoundError):
             self.size(path)
             raise StoreExistsError(
-                "the file already exists", where=self._where(self._below(path)), remedy="Resume, or delete it first."
+                "the file already exists", where=self._where(self.below(path)), remedy="Resume, or delete it first."
             )
-
-    def _below(self, path: str) -> str:
-        """The path below the client's address."""
-        checked = check_path(path)
-        return f"{self._folder}/{checked}" if self._folder else checked
 
     def _where(self, below: str) -> str:
         """The name of a file for messages."""
-        return f"{self._client.safe_url}/{below}" if below else self._client.safe_url
-
-
-def _bytes(size: int | None) -> str:
-    return "an unknown size" if size is None else f"{size:,} bytes"
+        return f"{self.client.safe_url}/{below}" if below else self.client.safe_url

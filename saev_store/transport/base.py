@@ -1,7 +1,7 @@
-"""The seam between this package and bytes: protocols that a back end satisfies by its shape alone.
+"""The interface of storage back ends, as structural protocols.
 
-A *path* is relative to the transport's root and uses `/`. It was computed by this package or checked: it never comes
-unchecked from a file. Every back end reads; listing, writing and moving are separate protocols that a caller looks for
+A *path* is relative to the transport's root and uses `/`. It was computed by this package, or checked: it never comes
+unchecked from a file. Every back end reads. Listing, writing and moving are separate protocols; callers test for them
 with `isinstance`.
 
 Every implementation raises only errors of `saev_store.errors`: `NotFoundError`, `AccessError`, `TransportError`
@@ -83,7 +83,7 @@ class Entry:
         path: Relative to the transport's root.
         is_dir: Whether it is a folder.
         size: Bytes; None for folders.
-        modified_s: When it was last written, in seconds since 1970; None where that is not told.
+        modified_s: When it was last written, in seconds since 1970; None where the service does not tell.
     """
 
     path: str
@@ -99,7 +99,7 @@ class Transport(Protocol):
     Attributes:
         url: The root, safe to show: no credentials, no trailing slash.
         name: The engine, such as `"mmap"` or `"fsspec:s3"`, shown on the card.
-        cost: What the read planner needs to know.
+        cost: What the read planner compares gaps and requests with.
         counters: Requests and bytes so far, of this transport and those that share its client.
         is_local: True where a request costs microseconds: files of this machine, memory of this process.
         local_path: The folder on this machine that is the root; None elsewhere.
@@ -229,7 +229,7 @@ class Writes(Protocol):
         `used_nbytes` will be written, the rest up to `file_nbytes` reads as zeros (sparse where possible).
 
         Raises:
-            StoreExistsError: a file lies there and `resume` is false; delete it first to start over.
+            StoreExistsError: the file exists and `resume` is false; delete it first to start over.
             TransportError: there is not enough space for `used_nbytes`, as far as that can be known.
         """
         ...
@@ -237,7 +237,7 @@ class Writes(Protocol):
     def lock(self, path: str) -> AbstractContextManager[object]:
         """Hold an advisory lock that dies with the process; `WriterConflictError` if another process holds it.
 
-        Where a back end has no such thing it is a no-op, and publication alone decides.
+        Does nothing where the back end has no locks; publication alone then decides.
         """
         ...
 

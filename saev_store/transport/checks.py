@@ -1,15 +1,17 @@
-"""Checks of paths, ranges and buffers, and the translation of the operating system's errors."""
+"""What all back ends share: checks of paths, ranges and buffers, errors of the operating system, counts of requests."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -21,7 +23,7 @@ from saev_store.errors import (
     TransportError,
     UnsafeContentError,
 )
-from saev_store.transport.base import Buffer
+from saev_store.transport.base import Buffer, Counters
 
 #: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
 Run: TypeAlias = tuple[int, list[memoryview]]
@@ -183,56 +185,51 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)
 
 
-class os_errors:  # noqa: N801  # reads as a statement, like contextlib's
-    """A `with` block in which the operating system's errors become ours; ours pass through.
+@contextlib.contextmanager
+def os_errors(where: str, doing: str) -> Generator[None]:
+    """A block in which the operating system's errors become ours; ours pass through.
 
     >>> with os_errors("acts000000.bin", "read"):
     ...     raise OSError(errno.EIO, "")
     Traceback (most recent call last):
     saev_store.errors.TransportError: acts000000.bin: could not read: Input/output error (EIO)
     """
-
-    __slots__ = ("_doing", "_where")
-
-    def __init__(self, where: str, doing: str) -> None:
-        self._where, self._doing = where, doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, SaevStoreError):
-            raise from_os_error(error, where=self._where, doing=self._doing) from error
+    try:
+        yield
+    except SaevStoreError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, where=where, doing=doing) from error
 
 
-class Written:
-    """Which bytes of a file were written, as disjoint intervals; thread-safe."""
+class RequestCounter:
+    """Counts of one client, shared by all transports below it; thread-safe. A pickle starts again from zero."""
 
     def __init__(self) -> None:
-        self._intervals: list[tuple[int, int]] = []
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
+        self._operations: Counter[str] = Counter()
+        self._requests = self._read = self._written = 0
 
-    def add(self, start: int, end: int) -> None:
-        """Bytes `start` to `end` are there."""
+    def __reduce__(self) -> tuple[type[RequestCounter], tuple[()]]:
+        return RequestCounter, ()
+
+    def add(
+        self, operation: str, *, read: int = 0, written: int = 0, requests: int = 1, calls: int | None = None
+    ) -> None:
+        """Count requests of one kind and their bytes; `operations` counts `calls` instead of `requests` where given."""
         with self._lock:
-            merged: list[tuple[int, int]] = []
-            for low, high in self._intervals:
-                if high < start or end < low:
-                    merged.append((low, high))
-                else:
-                    start, end = min(start, low), max(end, high)
-            self._intervals = sorted([*merged, (start, end)])
+            self._requests += requests
+            self._operations[operation] += requests if calls is None else calls
+            self._read += read
+            self._written += written
 
-    def prefix(self) -> int:
-        """How many leading bytes are there."""
+    def add_ranges(self, starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Count one request for each range that is not empty."""
+        lengths = [end - start for start, end in zip(starts, ends, strict=True) if end > start]
+        self.add("get_ranges", read=sum(lengths), requests=len(lengths))
+
+    @property
+    def counters(self) -> Counters:
+        """A snapshot."""
         with self._lock:
-            return self._intervals[0][1] if self._intervals and self._intervals[0][0] == 0 else 0
-
-    def check_complete(self, used_nbytes: int, *, where: str) -> None:
-        """Refuse to commit a file with holes, which would read as vectors of zeros."""
-        if (prefix := self.prefix()) < used_nbytes:
-            raise ArgumentError(
-                f"only the first {prefix:,} of {used_nbytes:,} bytes were written without a gap",
-                where=where,
-                remedy="Write the rest before `commit` (after a resume, `keep` what was verified), or `abort`.",
-            )
+            return Counters(self._requests, self._read, self._written, dict(self._operations))

@@ -1,16 +1,15 @@
-"""StorageOptions that hold credentials: kept out of messages and out of pickles.
+"""Storage options that hold credentials: kept out of messages and out of pickles.
 
-A pickle may end in a file, in a log or with a scheduler. So the options of a transport stay behind: in this process (and
-in its forked children) a copy finds them again, and so does a child that is being spawned, which gets them through the
-pipe that starts it. Anywhere else, credentials come from where they come from without options: the environment, a
-profile, the machine's role.
+A pickle may end in a file, in a log or with a scheduler. So a pickle does not contain them: a copy in this process (or in
+a forked child) finds them again, and a child that is being spawned gets them through the pipe that starts it. Anywhere
+else, credentials come from the environment, a profile or the machine's role.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import cast
 
@@ -36,8 +35,7 @@ class StorageOptions:
     (False, 'hush-hush')
     """
 
-    def __init__(self, options: Mapping[str, object], *, secrets: Sequence[str] = ()) -> None:
-        self._secrets = tuple(secrets)  # what else is hidden in messages
+    def __init__(self, options: Mapping[str, object]) -> None:
         self._all: Mapping[str, object] | None = dict(options)
         self._harmless: Mapping[str, object] = _without_secrets(self._all)
         self._name = ""
@@ -50,7 +48,7 @@ class StorageOptions:
         """Everything that was given.
 
         Raises:
-            AccessError: this came out of a pickle in a process that was never told the rest.
+            AccessError: this was unpickled in a process that does not have the rest.
         """
         if self._all is None:
             self._all = _KEPT.get(self._name)
@@ -73,7 +71,7 @@ class StorageOptions:
     def redact(self, text: str) -> str:
         """`text` without the values of these options that may be secrets."""
         hidden = {name: value for name, value in (self._all or {}).items() if name not in self._harmless}
-        for secret in sorted([*_strings(hidden), *self._secrets], key=len, reverse=True):
+        for secret in sorted(_strings(hidden), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
 

@@ -1,4 +1,4 @@
-"""A store that lives in this process: for tests, for small results, for anything that has no disk."""
+"""Files in the memory of this process: for tests, for small results, for anything that has no disk."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from saev_store._runtime.locks import ForkSafeLock
-from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError
-from saev_store.transport._counters import RequestCounter
+from saev_store.errors import NotFoundError, StoreExistsError, TransportError, WriterConflictError
+from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import FREE, Buffer, Counters, Entry
 from saev_store.transport.checks import (
-    Written,
-    byte_views,
+    RequestCounter,
     check_path,
     check_ranges,
     joined_runs,
@@ -198,57 +197,44 @@ class MemoryTransport:
                 self._files.held.discard(key)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> MemorySink:
-        """A file that appears when it is committed; one that was given up can be resumed."""
-        if not 0 <= used_nbytes <= file_nbytes:
-            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
-        key, where = self._key(path), self._where(path)
-        with self._files.lock:
-            content = self._files.open.get(key, self._files.content.get(key))
-            if content is not None and not resume:
-                raise StoreExistsError("a file lies there already", where=where, remedy="Resume, or delete it first.")
-            buffer = bytearray(file_nbytes)
-            if content is not None:
-                kept = min(len(content), used_nbytes)
-                buffer[:kept] = content[:kept]
-            self._files.open[key] = buffer
-        return MemorySink(self._files, key, where, buffer=buffer, used_nbytes=used_nbytes)
+        """A file that appears when it is committed; an aborted one can be resumed."""
+        return MemorySink(
+            self._files, self._key(path), self._where(path),
+            used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume,
+        )  # fmt: skip
 
 
-class MemorySink:
+class MemorySink(BaseSink):
     """A file under construction in a `MemoryTransport`."""
 
-    def __init__(self, files: _Files, key: str, where: str, *, buffer: bytearray, used_nbytes: int) -> None:
-        self._files, self._key, self._where = files, key, where
-        self._buffer, self._used = buffer, used_nbytes
-        self._written = Written()
+    def __init__(
+        self, files: _Files, key: str, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool
+    ) -> None:
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._files, self._key = files, key
+        with files.lock:
+            content = files.open.get(key, files.content.get(key))
+            if content is not None and not resume:
+                raise StoreExistsError("the file already exists", where=where, remedy="Resume, or delete it first.")
+            self._buffer = bytearray((content or b"")[:used_nbytes].ljust(file_nbytes, b"\0"))
+            files.open[key] = self._buffer
 
     def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         """Copy the buffers, one after the other, to `offset`."""
-        views = byte_views(buffers, writable=False)
-        end = offset + sum(view.nbytes for view in views)
-        if not 0 <= offset <= end <= self._used:
-            raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
+        views, end = self._checked(offset, buffers)
         self._check_open()
         start = offset
         for view in views:
             self._buffer[start : start + view.nbytes] = view
             start += view.nbytes
         self._files.requests.add("sink.write", written=end - offset)
-        if end > offset:
-            self._written.add(offset, end)
+        self._add(offset, end)
         if done is not None:
             done()
 
     def sync(self) -> int:
         """The number of leading bytes that a resumed sink would find."""
-        return self._written.prefix()
-
-    def keep(self, nbytes: int) -> None:
-        """Count the first `nbytes` of a resumed file as written."""
-        if not 0 <= nbytes <= self._used:
-            raise ArgumentError(f"{nbytes} bytes cannot be kept of {self._used:,}", where=self._where)
-        if nbytes:
-            self._written.add(0, nbytes)
+        return self._prefix()
 
     def read_back(self, start: int, end: int) -> bytes:
         """What the file holds in that range."""
@@ -257,7 +243,7 @@ class MemorySink:
 
     def commit(self, *, check_size: bool = True) -> None:  # noqa: ARG002  # nothing is sent anywhere
         """The file appears under its name."""
-        self._written.check_complete(self._used, where=self._where)
+        self._check_complete()
         with self._files.lock:
             self._check_open()
             del self._files.open[self._key]

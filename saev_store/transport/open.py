@@ -26,10 +26,10 @@ def open_transport(
 
     Args:
         url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
-        storage_options: What fsspec's file systems want to know: credentials, end points, …
+        storage_options: As fsspec's file systems take them: credentials, end points, …
         engine: `"auto"` maps local files, uses obstore for `s3://`, `gs://` and `az://` where it is installed, knows all the
             options and would find the same credentials, and fsspec for the rest. `"mmap"`, `"pread"`, `"fsspec"` and
-            `"obstore"` insist. `"memory"` gives an empty `MemoryTransport` with `url` as its label.
+            `"obstore"` choose one engine. `"memory"` gives an empty `MemoryTransport` with `url` as its label.
 
     Raises:
         ArgumentError: `url` is no address, `engine` is unknown, or a local engine is asked for a remote address.
@@ -66,7 +66,7 @@ def open_transport(
         raise ArgumentError("engine 'obstore' is for object stores only", where="url", remedy='Use engine="auto".')
     if storage_options:
         raise ArgumentError(
-            f"local files take no options, but {', '.join(sorted(map(str, storage_options)))} came",
+            f"local files take no options, but got {', '.join(sorted(map(str, storage_options)))}",
             where="storage_options",
         )
     return PreadTransport(path) if engine == "pread" else MmapTransport(path)

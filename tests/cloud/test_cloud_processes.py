@@ -95,7 +95,7 @@ def test_dask_workers(store: ShardStore, plain: PlainStore, engine: str):
     for scheduler in ("synchronous", "threads"):
         assert np.asarray(array.compute(scheduler=scheduler)).tobytes() == plain.dense.tobytes()
     with (
-        ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"), initializer=_credentials, initargs=(dict(store.transport._client.options.all),)) as pool,
+        ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"), initializer=_credentials, initargs=(dict(store.transport.client.options.all),)) as pool,
         dask.config.set(pool=pool, scheduler="processes"),
     ):  # fmt: skip
         try:

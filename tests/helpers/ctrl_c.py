@@ -157,7 +157,7 @@ def local(path: str, situation: str, fifo: str) -> object:
     """A store whose reads hang, or take a tenth of a second, or are as they are."""
     from saev_store import ShardStore
     from saev_store.transport import PreadTransport
-    from saev_store.transport._wrap import Wrapper
+    from saev_store.transport.limit import Wrapper
 
     class Watched(Wrapper):
         def _around(self, operation: str, nbytes: int, call: Callable[[], object]) -> object:

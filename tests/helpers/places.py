@@ -22,7 +22,7 @@ from servers import Bucket, new_moto_bucket
 
 from saev_store.transport import Buffer, Entry, Sink, Transport, open_transport
 from saev_store.transport import open as _open
-from saev_store.transport._wrap import Wrapper
+from saev_store.transport.limit import Wrapper
 
 PLACES = {
     "moto+obstore": (new_moto_bucket, "obstore"),

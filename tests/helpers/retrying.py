@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from saev_store.errors import SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport import Buffer, Transport
-from saev_store.transport._wrap import Wrapper
+from saev_store.transport.limit import Wrapper
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import TypeVar, cast
 
 from saev_store.errors import ArgumentError
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
-from saev_store.transport._counters import RequestCounter
-from saev_store.transport._wrap import Wrapper
+from saev_store.transport.checks import RequestCounter
+from saev_store.transport.limit import Wrapper
 
 T = TypeVar("T")
 

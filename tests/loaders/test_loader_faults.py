@@ -34,7 +34,7 @@ from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._iteration import Group, Iteration, StoppedError, Totals
 from saev_store.order import Partition
 from saev_store.transport import Counters, PreadTransport
-from saev_store.transport._wrap import Wrapper
+from saev_store.transport.limit import Wrapper
 from saev_store.transport.obstore._client import IN_FLIGHT
 
 

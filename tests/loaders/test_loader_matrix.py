@@ -18,7 +18,7 @@ from transports import CountingTransport
 from saev_store import ShardStore
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
-from saev_store.transport._wrap import Wrapper
+from saev_store.transport.limit import Wrapper
 
 LAYERS = (5, 11)
 

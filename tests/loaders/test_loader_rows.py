@@ -38,7 +38,7 @@ from saev_store.order import Blocks, Partition, ShuffledOrder
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
 from saev_store.transport import Counters, MemoryTransport, ReadCost
-from saev_store.transport._wrap import Wrapper
+from saev_store.transport.limit import Wrapper
 
 
 @pytest.fixture(scope="module")

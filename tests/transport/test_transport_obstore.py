@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import http.server
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -18,6 +17,7 @@ from functools import partial
 import numpy as np
 import pytest
 from cloud_servers import gcs_xml_bucket  # noqa: F401 (a fixture)
+from processes import in_process, read_part
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from test_transport_contract import RangeHandler, fill_folder
 from waiting import HANG_S
@@ -29,7 +29,6 @@ from saev_store.errors import (
     DeadlineError,
     ForkError,
     NotFoundError,
-    SaevStoreError,
     TransportError,
 )
 from saev_store.testing._reading import follow
@@ -169,7 +168,7 @@ def test_ranges_are_not_copied_and_each_is_one_request(s3_bucket):
 
 
 def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport.obstore._ranges.PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._transport.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     assert bytes(one(transport, "a.bin", 3, 10_500)) == truth[3:]
@@ -180,6 +179,43 @@ def test_long_ranges_travel_in_pieces(s3_bucket, monkeypatch):
     assert transport.counters.operations["get_ranges"] == 11 + 8
     with pytest.raises(CorruptShardError, match="10,500 bytes but byte 10,501 is needed"):
         one(transport, "a.bin", 3, 10_501)
+
+
+def test_what_arrives_of_a_piece_is_counted_before_the_piece_is_whole():
+    """A loader tells a slow line from a stalled one by these counts."""
+    truth, counted = np.random.default_rng(0).bytes(5 << 20), threading.Event()
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(truth)))
+            self.send_header("Content-Range", f"bytes 0-{len(truth) - 1}/{len(truth)}")
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(truth[: 3 << 20])
+            assert counted.wait(HANG_S)
+            self.wfile.write(truth[3 << 20 :])
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        transport = ObstoreTransport(f"http://127.0.0.1:{server.server_port}")
+        found = []
+        reading = threading.Thread(target=lambda: found.append(one(transport, "a.bin", 0, len(truth))))
+        reading.start()
+        deadline = time.monotonic() + HANG_S
+        while transport.counters.bytes_read < 1 << 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        arrived = transport.counters
+        counted.set()
+        reading.join(HANG_S)
+        server.shutdown()
+    assert 1 << 20 <= arrived.bytes_read <= 3 << 20
+    assert bytes(found[0]) == truth
+    assert transport.counters.operations["get_ranges"] == 1
+    assert transport.counters.bytes_read == len(truth)
 
 
 @pytest.mark.parametrize("new", [b"x" * 256, b"x" * 300])
@@ -318,7 +354,7 @@ def test_errors_become_ours_and_tell_no_secrets(s3_bucket):
 def test_what_answers_mean(text, kind, transient):
     from obstore.exceptions import GenericError
 
-    client = ObstoreTransport("s3://b", {**S3, "region": "r"})._client
+    client = ObstoreTransport("s3://b", {**S3, "region": "r"}).client
     head = "Generic S3 error: Error performing GET https://h/b/k?X-Amz-Signature=abcdef in 3ms - "
     error = client.translate(
         GenericError(head + text + "<StringToSign>hush-hush</StringToSign>"), doing="read", where="w"
@@ -349,40 +385,15 @@ def test_the_region_is_requested_where_no_option_names_it():
 # Other processes
 
 
-def read_part(transport):
-    return bytes(one(transport, "a.bin", 3, 7)) + transport.read("a.bin")[:1]
-
-
-def answer(transport, answers, work):
-    try:
-        answers.put(work(transport))
-    except SaevStoreError as error:
-        answers.put(error)
-
-
-def in_process(method, transport, work=None):
-    """The answer of another process, or a failure, never a hang."""
-    context = multiprocessing.get_context(method)
-    answers = context.SimpleQueue()
-    process = context.Process(target=answer, args=(transport, answers, work or read_part))
-    process.start()
-    try:
-        process.join(HANG_S)
-        assert process.exitcode == 0, f"still running, or failed: {process.exitcode}"
-        return answers.get()
-    finally:
-        process.kill()
-        process.join()
-        answers.close()
-
-
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_other_processes_get_the_right_bytes(s3_bucket, method):
-    transport = open_s3(s3_bucket)
+def test_other_processes_get_the_right_bytes(s3_bucket, method, engine):
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine=engine)
     transport.put("a.bin", b"0123456789")
     assert read_part(transport) == b"34560"
     assert in_process(method, transport) == b"34560"
     assert read_part(transport) == b"34560"
+    assert read_part(pickle.loads(pickle.dumps(transport))) == b"34560"
 
 
 def test_a_forked_child_without_fsspec_is_told_so_at_once(s3_bucket, monkeypatch):
@@ -537,21 +548,22 @@ def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, mon
     memory = bytearray(50)
     buffers = [memoryview(memory)[:30], memoryview(memory)[30:]]
     if ends_by == "time-out":
-        transport._client.timeout_s = 0.2
+        transport.client.timeout_s = 0.2
         with pytest.raises(DeadlineError) as caught:
             transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
         assert caught.value.transient
     else:
 
-        def interrupt(*_: object) -> None:
+        def interrupt(work, loop, *, limit_s):
+            asyncio.run_coroutine_threadsafe(work(), loop)
             assert began.wait(HANG_S)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
-            changed.setattr("saev_store.transport.obstore._client.awaited", interrupt)
+            changed.setattr("saev_store.transport.obstore._client.run_in_loop", interrupt)
             transport.readinto("a.bin", starts=[0, 70], buffers=buffers)
     monkeypatch.setattr(obstore, "get_async", get)
-    transport._client.timeout_s = HANG_S
+    transport.client.timeout_s = HANG_S
     may_go_on.set()
     # What is asked later does not wait for what was given up, and comes after it.
     transport.readinto("a.bin", starts=[0], buffers=[memoryview(memory)[:10]])
@@ -559,7 +571,7 @@ def test_nothing_is_written_to_memory_after_readinto_has_returned(s3_bucket, mon
 
 
 def test_ranges_of_readinto_are_pieces_of_one_object(s3_bucket, monkeypatch):
-    monkeypatch.setattr("saev_store.transport.obstore._ranges.PIECE_BYTES", 1000)
+    monkeypatch.setattr("saev_store.transport.obstore._transport.PIECE_BYTES", 1000)
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(10_500)
     transport.put("a.bin", truth)
     memory = bytearray(2600)

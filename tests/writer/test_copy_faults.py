@@ -20,7 +20,7 @@ from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
 from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
-from saev_store.transport.local import sink as _sink
+from saev_store.transport.local import write as _sink
 from saev_store.writer import create_store
 from saev_store.writer.copying import _layers, _whole, copy_store
 

@@ -78,7 +78,7 @@ class Place:
 
 @pytest.fixture(params=PLACES)
 def place(request, monkeypatch):
-    monkeypatch.setattr("saev_store.transport.obstore._parts.PART_BYTES", PART)
+    monkeypatch.setattr("saev_store.transport.obstore._sink.PART_BYTES", PART)
     fixture, engine = PLACES[request.param]
     bucket = request.getfixturevalue(fixture)
     with Proxy(bucket.options[endpoint_option(bucket)]) as proxy:

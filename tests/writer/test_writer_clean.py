@@ -30,8 +30,8 @@ from kill_harness_oracle import case
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
 this = case(n=40, per_shard=20, d_model=700, pad=False, labelled=False)
-from saev_store.transport.obstore import _parts
-_parts.PART_BYTES = 64 << 10
+from saev_store.transport.obstore import _sink
+_sink.PART_BYTES = 64 << 10
 url, options, engine = json.loads(sys.argv[1])
 writer = create_store(
     open_transport(url, options, engine=engine), this.metadata, block_bytes=16 << 10, on_nonfinite="allow", progress=False

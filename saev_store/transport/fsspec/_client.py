@@ -1,4 +1,4 @@
-"""The client of one fsspec file system: opens it, again after a fork, waits for it, and translates its errors."""
+"""The client of one fsspec file system: its options, opening it, again after a fork, waits, and its errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import BinaryIO, Protocol, TypeVar, cast
@@ -24,18 +24,20 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._counters import RequestCounter
-from saev_store.transport._tls import refused_certificate
-from saev_store.transport._waits import awaited
-from saev_store.transport.checks import from_os_error
+from saev_store.transport._remote import SLOWEST_BYTES_PER_S, run_in_loop
+from saev_store.transport._tls import authorities, context_of, read_authorities, refused_certificate
+from saev_store.transport.base import IN_FLIGHT
+from saev_store.transport.checks import RequestCounter, from_os_error
 from saev_store.transport.credentials import StorageOptions
-from saev_store.transport.fsspec._options import tuned
 
+#: Protocols whose listings fsspec caches without a limit by default, and that have an option against it.
+_LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
+#: Protocols whose certificates are checked as `verify` says; the others follow the library that serves them.
+_TLS_PROTOCOLS = {"s3", "s3a", "http", "https"}
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 10
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-#: Slower than this is as good as stalled, so it is part of every deadline.
-_SLOWEST_BYTES_PER_S = 1 << 20
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
 _READS = {"read", "look at it", "list"}
@@ -60,15 +62,7 @@ class FileSystem(Protocol):
     """The part of fsspec's file systems that we call; fsspec itself has no types."""
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes: ...
-    def cat_ranges(
-        self, paths: list[str], starts: list[int], ends: list[int], *, on_error: str, **options: object
-    ) -> list[bytes]: ...
     def info(self, path: str, **options: object) -> Mapping[str, object]: ...
-    def ls(self, path: str, detail: bool, **options: object) -> list[Mapping[str, object]]: ...
-    def pipe_file(self, path: str, value: bytes, **options: object) -> object: ...
-    def cp_file(self, path1: str, path2: str, **options: object) -> object: ...
-    def put_file(self, lpath: str, rpath: str, **options: object) -> object: ...
-    def rm(self, path: str, recursive: bool, **options: object) -> object: ...
     def makedirs(self, path: str, exist_ok: bool) -> None: ...
     def open(self, path: str, mode: str) -> AbstractContextManager[BinaryIO]: ...
     def invalidate_cache(self, path: str | None = None) -> None: ...
@@ -172,21 +166,14 @@ class FsspecClient:
         begin = getattr(fs, f"_{operation}")
         return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
 
-    def run(self, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
+    def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
         """What `work()` gives in the loop of an asynchronous file system; its errors are the library's own.
 
         Raises:
             TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
         """
-        limit_s = self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
-
-        async def within() -> T:
-            async with asyncio.timeout(limit_s):
-                return await work()
-
-        future = asyncio.run_coroutine_threadsafe(within(), cast("_HasLoop", self.fs()).loop)
-        # The loop keeps the time-out; this thread does so where the loop itself is stuck.
-        return awaited(future, limit_s + 10)
+        loop = cast("_HasLoop", self.fs()).loop
+        return run_in_loop(work, loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""
@@ -322,3 +309,56 @@ def _reopen(url: str, options: StorageOptions, timeout_s: float) -> FsspecClient
     with contextlib.suppress(AccessError):
         client.fs()
     return client
+
+
+def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of one file system with ours added where the caller gives none.
+
+    >>> tuned("s3", {"anon": True})["config_kwargs"]["max_pool_connections"]
+    64
+    """
+    found: dict[str, object] = {"use_listings_cache": False} if protocol in _LISTING_PROTOCOLS else {}
+    found |= options
+    if protocol in _TLS_PROTOCOLS:
+        found |= _trusting(protocol, found.pop("verify", None), options.get("client_kwargs"))
+    if protocol in {"s3", "s3a"}:
+        given = cast("Mapping[str, object]", options.get("config_kwargs") or {})
+        found["config_kwargs"] = {
+            "max_pool_connections": IN_FLIGHT,  # botocore's default is 10
+            "connect_timeout": _CONNECT_TIMEOUT_S,
+            "read_timeout": _READ_TIMEOUT_S,
+            # s3fs retries too, and the two multiply. The one retry of botocore is for status 429, which s3fs does not retry.
+            "retries": {"max_attempts": 1, "mode": "standard"},
+            **given,
+        }
+    if protocol in {"gs", "gcs"}:
+        if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
+            # Must be set before gcsfs is imported: it would request every bucket's type over gRPC, which no emulator serves.
+            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        if "requests_timeout" not in options:
+            found["requests_timeout"] = _quick_to_notice()
+    return found
+
+
+def _trusting(protocol: str, verify: object, client_kwargs: object) -> dict[str, object]:
+    """The options of one file system that say which certificate authorities it trusts."""
+    client = dict(cast("Mapping[str, object]", client_kwargs or {}))
+    inner = client.pop("verify", None)
+    authority = authorities(protocol, inner if verify is None else verify)
+    found: dict[str, object] = {"client_kwargs": client} if client_kwargs else {}
+    if isinstance(authority, str):
+        read_authorities(authority)
+    if authority is True:
+        return found
+    if protocol in {"s3", "s3a"}:  # botocore takes a path, and knows AWS_CA_BUNDLE but not SSL_CERT_FILE
+        return {"client_kwargs": {**client, "verify": authority}}
+    return {**found, "ssl": context_of(authority)}
+
+
+def _quick_to_notice() -> object:
+    """The time-outs of gcsfs, which has none of its own."""
+    try:
+        from aiohttp import ClientTimeout
+    except ImportError:
+        return None
+    return ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from saev_store.errors import TransportError
-from saev_store.transport._remote import Version
-from saev_store.transport._waits import task_group
+from saev_store.transport._remote import Version, task_group
 from saev_store.transport.base import IN_FLIGHT
 
 T = TypeVar("T")

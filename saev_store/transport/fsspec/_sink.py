@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import cast
 
-from saev_store.errors import ArgumentError, TransportError
+from saev_store.errors import TransportError
+from saev_store.transport._sink import UploadSink
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.checks import os_errors
 from saev_store.transport.fsspec._client import FsspecClient
-from saev_store.transport.local._libc import preallocate
-from saev_store.transport.local.sink import FdSink
+from saev_store.transport.local.write import FdSink, preallocate
 
 #: gcsfs compares no checksum unless it is told to; s3fs adds a CRC32 to every part by itself.
 _CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}
 
 
-class SpooledSink(FdSink):
+class SpooledSink(FdSink, UploadSink):
     """A file under construction in `$TMPDIR`, where it needs `used_nbytes` of space until it is committed.
 
     Nothing survives a crash before `commit`: the file is written again from its start.
@@ -53,23 +53,6 @@ class SpooledSink(FdSink):
                 self.abort()
                 raise
 
-    def sync(self) -> int:
-        """Always 0: nothing survives a crash before `commit`."""
-        return 0
-
-    def keep(self, nbytes: int) -> None:
-        """Refuse: an upload starts over.
-
-        Raises:
-            ArgumentError: `nbytes` is not 0.
-        """
-        if nbytes:
-            raise ArgumentError(f"{nbytes} bytes cannot be kept: uploads start over", where=self._where)
-
-    def read_back(self, start: int, end: int) -> bytes:  # noqa: ARG002  # as `Sink` has it
-        """Always empty: an upload starts over."""
-        return b""
-
     def commit(self, *, check_size: bool = True) -> None:
         """Upload the whole file under its name, and check its size there.
 
@@ -77,7 +60,7 @@ class SpooledSink(FdSink):
             ArgumentError: not all of `used_nbytes` were written.
             TransportError: the upload failed or another length arrived; the temporary file stays for another try.
         """
-        self._written.check_complete(self._used, where=self._where)
+        self._check_complete()
         fd = self._descriptor()
         os.lseek(fd, 0, os.SEEK_SET)  # on some systems, opening /dev/fd/N shares the position
         client = self._client
@@ -85,22 +68,22 @@ class SpooledSink(FdSink):
             fs = client.fs()
             if not client.is_async:
                 fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
-            client.requests.add("sink.write", written=self._file)
+            client.requests.add("sink.write", written=self._file_nbytes)
             options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
-            client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+            client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file_nbytes, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
             fs.invalidate_cache(self._full)
-            size: object = self._file
+            size: object = self._file_nbytes
             if check_size:
                 client.requests.add("size")
                 size = cast("Mapping[str, object]", client.ask("info", self._full)).get("size")
         self._committed()
-        if size != self._file:
-            raise TransportError(f"{size} bytes arrived of {self._file:,}", where=self._where, transient=True)
+        if size != self._file_nbytes:
+            raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where, transient=True)
         self.abort()
 
 
 def list_uploads(client: FsspecClient, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
-    """The unfinished uploads of a bucket whose keys lie in the folder `prefix`, all pages of the listing.
+    """The unfinished uploads of a bucket whose keys are in the folder `prefix`, from all pages of the listing.
 
     Args:
         client: A client of an `s3://` address.

@@ -1,4 +1,4 @@
-"""Everything that fsspec can reach: object stores, web servers, archives, caches in front of them."""
+"""Files through fsspec: object stores, web servers, archives, caches in front of them."""
 
 from __future__ import annotations
 
@@ -64,28 +64,27 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         timeout_s: float = 60.0,
         pins: Pins | None = None,
     ) -> None:
-        super().__init__(FsspecClient(url, StorageOptions(storage_options or {}), timeout_s))
-        self._client.fs()
-        self._pins = self._pins if pins is None else pins
+        super().__init__(FsspecClient(url, StorageOptions(storage_options or {}), timeout_s), pins)
+        self.client.fs()
 
     @property
     def name(self) -> str:
         """`fsspec:` and the protocols of the URL."""
-        return f"fsspec:{'::'.join(self._client.protocols)}"
+        return f"fsspec:{'::'.join(self.client.protocols)}"
 
     @property
     def cost(self) -> ReadCost:
-        """Remote files want few large requests; files of this machine do not mind many."""
-        return _NEAR if NEAR_PROTOCOLS.issuperset(self._client.protocols) else _FAR
+        """Few large requests for remote files; more, smaller ones for files of this machine."""
+        return _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
-        below = self._below(path)
-        # A range without an end looks useless, but makes s3fs skip the request for the size.
+        below = self.below(path)
+        # A range, even one without an end, makes s3fs skip the request for the size.
         end = None if max_bytes is None else max_bytes + 1
         try:
-            with self._client.errors("read", below), self._client.turn():
-                data = cast("bytes", self._client.ask("cat_file", self._full(below), start=0, end=end, nbytes=end or 0))
+            with self.client.errors("read", below), self.client.turn():
+                data = cast("bytes", self.client.ask("cat_file", self.full(below), start=0, end=end, nbytes=end or 0))
         except DeadlineError:
             raise
         except TransportError:
@@ -94,17 +93,17 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 if self.size(path) == 0:
                     return b""
             raise
-        self._client.requests.add("read", read=len(data))
+        self.client.requests.add("read", read=len(data))
         if max_bytes is not None and len(data) > max_bytes:
             raise too_big(self._where(below), size=None, max_bytes=max_bytes)
         return bytes(data)
 
     def size(self, path: str) -> int:
         """The size of a file in bytes, asked anew each time."""
-        below = self._below(path)
-        with self._client.errors("look at it", below):
-            self._client.requests.add("size")
-            info = cast("Mapping[str, object]", self._client.ask("info", self._full(below)))
+        below = self.below(path)
+        with self.client.errors("look at it", below):
+            self.client.requests.add("size")
+            info = cast("Mapping[str, object]", self.client.ask("info", self.full(below)))
         size = info.get("size")
         if info.get("type") == "directory":
             raise TransportError("this is a folder, but a file is needed", where=self._where(below))
@@ -119,7 +118,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             CorruptShardError: the file ends before a range does.
             TransportError: the server sent something else than the range.
         """
-        below = self._below(path)
+        below = self.below(path)
         needed = check_ranges(self._where(below), starts, ends)
         wanted = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         parts: list[Buffer] = [b""] * len(starts)
@@ -139,14 +138,14 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fetch the ranges and copy them into the buffers."""
-        runs = joined_runs(self._where(self._below(path)), starts, buffers)
+        runs = joined_runs(self._where(self.below(path)), starts, buffers)
         found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
         for source, (_, views) in zip(found, runs, strict=True):
             scatter(source, views)
 
     def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
         """Each range, with the version of the object that it is of where the file system can be made to tell."""
-        client, full = self._client, self._full(below)
+        client, full = self.client, self.full(below)
         nbytes = sum(ends) - sum(starts)
         with client.errors("read", below):
             fs = client.fs()
@@ -169,7 +168,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 with client.turn():
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
         for start, end, part in zip(starts, ends, found, strict=True):
-            # fsspec can hand out exceptions as data, and servers may ignore ranges.
+            # fsspec can return exceptions as data, and servers may ignore ranges.
             if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
                 got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
                 raise TransportError(
@@ -179,26 +178,22 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return list(zip(found, versions, strict=True))
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
-        """Raise `CorruptShardError` if a failed range lies beyond the end of the file: servers answer that in many ways."""
+        """Raise `CorruptShardError` if a failed range is beyond the end of the file; servers answer that with different errors."""
         size = needed
         with contextlib.suppress(SaevStoreError):
             size = self.size(path)
         if size < needed:
             raise too_short(error.where or path, size=size, needed=needed) from None
 
-    def version(self, path: str) -> str | None:
-        """The pinned ETag, generation or time, with the size; None where the file system tells none."""
-        return self._pins.told(self._below(path))
-
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; never from a cache."""
-        below = self._below(path) if path else self._folder
-        full = self._full(below)
-        with self._client.errors("list", below):
-            fs = self._client.fs()
+        below = self.below(path) if path else self._folder
+        full = self.full(below)
+        with self.client.errors("list", below):
+            fs = self.client.fs()
             fs.invalidate_cache(full)
-            self._client.requests.add("list")
-            found = cast("list[Mapping[str, object]]", self._client.ask("ls", full, detail=True))
+            self.client.requests.add("list")
+            found = cast("list[Mapping[str, object]]", self.client.ask("ls", full, detail=True))
             if not found and path:
                 fs.info(full)  # archives of older releases list a folder that is not there as empty
         entries: dict[str, Entry] = {}
@@ -219,12 +214,12 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
-        below = self._below(path)
-        with self._client.errors("write", below):
+        below = self.below(path)
+        with self.client.errors("write", below):
             self._make_parent(below)
-            self._client.requests.add("put", written=len(data))
+            self.client.requests.add("put", written=len(data))
             self._pins.forget(below)
-            self._client.ask("pipe_file", self._full(below), bytes(data), nbytes=len(data))
+            self.client.ask("pipe_file", self.full(below), bytes(data), nbytes=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken.
@@ -233,22 +228,22 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         threads of this process. A lost answer can make a creation that succeeded look failed, also as
         `StoreExistsError`: read the file back to know.
         """
-        below = self._below(path)
-        full = self._full(below)
+        below = self.below(path)
+        full = self.full(below)
         with (
-            self._client.errors("create", below),
-            _CREATE_LOCK if not self._client.is_async else contextlib.nullcontext(),
+            self.client.errors("create", below),
+            _CREATE_LOCK if not self.client.is_async else contextlib.nullcontext(),
         ):
-            fs = self._client.fs()
+            fs = self.client.fs()
             self._make_parent(below)
-            self._client.requests.add("create", written=len(data))
+            self.client.requests.add("create", written=len(data))
             self._pins.forget(below)
-            if not self._client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
+            if not self.client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
                 self._check_absent(path)
-                self._client.ask("pipe_file", full, bytes(data), nbytes=len(data))
+                self.client.ask("pipe_file", full, bytes(data), nbytes=len(data))
                 return
             try:
-                self._client.ask("pipe_file", full, bytes(data), mode="create", nbytes=len(data))
+                self.client.ask("pipe_file", full, bytes(data), mode="create", nbytes=len(data))
             except Exception as error:
                 if means_exists(error):
                     raise StoreExistsError("the file already exists", where=self._where(below)) from None
@@ -256,24 +251,24 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def delete(self, path: str) -> None:
         """Delete a file, or everything below a folder."""
-        below = self._below(path)
-        with contextlib.suppress(NotFoundError), self._client.errors("delete", below):
-            fs = self._client.fs()
-            fs.invalidate_cache(self._full(below))
-            self._client.requests.add("delete")
+        below = self.below(path)
+        with contextlib.suppress(NotFoundError), self.client.errors("delete", below):
+            fs = self.client.fs()
+            fs.invalidate_cache(self.full(below))
+            self.client.requests.add("delete")
             self._pins.forget(below)
-            self._client.ask("rm", self._full(below), recursive=True)
+            self.client.ask("rm", self.full(below), recursive=True)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
-        """A file that is collected on this machine and uploaded when it is committed; `resume` replaces the old one then."""
-        below = self._below(path)
+        """A file that is collected on this machine and uploaded when it is committed; `resume` then replaces the old one."""
+        below = self.below(path)
         self._pins.forget(below)
         if not resume:
             self._check_absent(path)
         return SpooledSink(
-            self._client,
+            self.client,
             below,
-            self._full(below),
+            self.full(below),
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
             committed=lambda: self._pins.forget(below),
@@ -283,53 +278,54 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """The unfinished multipart uploads below a folder of a bucket on S3; None for other services."""
         if not self._speaks(_LISTING_UPLOADS):
             return None
-        below = self._below(path) if path else self._folder
-        with self._client.errors("list unfinished uploads", below):
-            self._client.requests.add("uploads")
-            bucket, _, prefix = self._full(below).strip("/").partition("/")
-            return list_uploads(self._client, bucket, prefix, folder=self._full(self._folder).strip("/"))
+        below = self.below(path) if path else self._folder
+        with self.client.errors("list unfinished uploads", below):
+            self.client.requests.add("uploads")
+            bucket, _, prefix = self.full(below).strip("/").partition("/")
+            return list_uploads(self.client, bucket, prefix, folder=self.full(self._folder).strip("/"))
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
         """Abort an unfinished multipart upload on S3."""
-        below = self._below(upload.path)
-        with contextlib.suppress(NotFoundError), self._client.errors("abort an unfinished upload", below):
-            self._client.requests.add("uploads")
-            bucket, _, key = self._full(below).partition("/")
-            self._client.ask("abort_mpu", bucket, key, upload.upload_id)
+        below = self.below(upload.path)
+        with contextlib.suppress(NotFoundError), self.client.errors("abort an unfinished upload", below):
+            self.client.requests.add("uploads")
+            bucket, _, key = self.full(below).partition("/")
+            self.client.ask("abort_mpu", bucket, key, upload.upload_id)
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         """Let S3 or Google copy a file; False for other services, or where the two are opened differently."""
-        ours, below = self._client, self._below(path)
+        ours, below = self.client, self.below(path)
         if not isinstance(source, FsspecTransport) or not self._speaks(_COPYING):
             return False
-        theirs, from_below = source._client, source._below(source_path)
+        theirs, from_below = source.client, source.below(source_path)
         if set(theirs.protocols) != set(ours.protocols) or theirs.options.all != ours.options.all:
             return False
         self._pins.forget(below)
         with ours.errors("copy", below):
             ours.requests.add("copy_within")
-            # As long as a minute for each GiB: services copy much faster, but answer only when they are done.
+            # Up to a minute for each GiB: services copy faster, but answer only when they have finished.
             nbytes = source.size(source_path) // 16
-            ours.ask("cp_file", source._full(from_below), self._full(below), nbytes=nbytes)
+            ours.ask("cp_file", source.full(from_below), self.full(below), nbytes=nbytes)
         return True
 
     def _speaks(self, protocols: set[str]) -> bool:
         """Whether the client speaks one of these protocols, with nothing in front of it."""
-        return self._client.is_async and len(self._client.protocols) == 1 and self._client.protocols[0] in protocols
+        return self.client.is_async and len(self.client.protocols) == 1 and self.client.protocols[0] in protocols
 
     def _make_parent(self, below: str) -> None:
-        if not self._client.is_async:
-            self._client.fs().makedirs(self._full(below).rpartition("/")[0] or "/", exist_ok=True)
+        if not self.client.is_async:
+            self.client.fs().makedirs(self.full(below).rpartition("/")[0] or "/", exist_ok=True)
 
-    def _full(self, below: str) -> str:
-        root, question, query = self._client.root.partition("?")
+    def full(self, below: str) -> str:
+        """The name for the file system of a file below the client's address."""
+        root, question, query = self.client.root.partition("?")
         if not below:
-            return self._client.root
+            return self.client.root
         return f"{root.rstrip('/')}/{below}{question}{query}" if root else f"{below}{question}{query}"
 
 
 def _modified_s(info: Mapping[str, object]) -> float | None:
-    """When a file was last written; every file system calls it otherwise."""
+    """When a file was last written; the key differs between file systems."""
     found = next((info[name] for name in ("LastModified", "mtime", "updated", "last_modified") if name in info), None)
     if isinstance(found, str):
         with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
-"""Large local reads spread over the cores: one thread copies from the page cache slower than memory can deliver.
+"""Large local reads with several threads: one thread copies from the page cache slower than memory allows.
 
-A disk, though, is read fastest in one stream of requests as large as can be. So the threads take what is in memory
-already, and when one of them would have to wait for the disk, all that is left is asked for at once.
+A disk is read fastest in one stream of large requests. So the threads read what is in memory already; when one of them
+would have to wait for the disk, one thread reads the rest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Sequence
 
 from saev_store._runtime.threads import n_threads, share
 from saev_store.transport.checks import Run, too_short
-from saev_store.transport.local._positions import preadv
 
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
+_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 #: What a read must have for each thread.
 WORTH_BYTES = 3 << 20
-#: What one thread reads at a time: less than its whole share, so that a thread without a core holds up the others little.
+#: What one thread reads at a time: less than its whole share, so that a thread without a core delays the others little.
 PART_BYTES = 2 << 20
-#: Linux: read what is in memory, and come back with less rather than wait for a disk.
+#: Linux: read what is in memory, and return less rather than wait for a disk.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -28,8 +27,8 @@ class SpreadReader:
     """Fills memory from files with several threads; shared by all threads that read through one transport."""
 
     def __init__(self) -> None:
-        # Asking in vain costs a cold scan some percent, so the more reads had to wait for the disk in a row, the more go
-        # there unasked, up to 16. The counts are hints: threads may miss each other's.
+        # Asking the page cache for nothing costs a cold scan some percent. The more reads in a row had to wait for the
+        # disk, the more are read without asking, up to 16. The counts are hints: threads may miss each other's.
         self._n_waited = 0
         self._n_unasked = 0
 
@@ -83,7 +82,7 @@ def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end:
     """Fill `views` in this thread, however short the system's answers are."""
     position = start
     while views:
-        n_read = preadv(fd, views[:_IOV_MAX], position)
+        n_read = os.preadv(fd, views[:_IOV_MAX], position)
         if n_read == 0:
             raise too_short(where, size=position, needed=end)
         position += n_read
@@ -96,7 +95,7 @@ def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[
         position, left = start, views
         while left:
             try:
-                n_read = preadv(fd, left[:_IOV_MAX], position, _NOWAIT)
+                n_read = os.preadv(fd, left[:_IOV_MAX], position, _NOWAIT)
             except BlockingIOError:
                 n_read = 0
             except OSError:  # a file system that cannot tell; other errors come again, and are raised

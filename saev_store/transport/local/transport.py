@@ -10,15 +10,17 @@ descriptor makes room for others.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar, cast
+import shutil
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, Self, cast
 
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
-from saev_store.transport._counters import RequestCounter
 from saev_store.transport.base import FREE, Buffer, Counters, Entry, ReadCost
 from saev_store.transport.checks import (
+    RequestCounter,
+    check_path,
     check_ranges,
     from_os_error,
     joined_runs,
@@ -27,17 +29,13 @@ from saev_store.transport.checks import (
     too_big,
     too_short,
 )
-from saev_store.transport.local._libc import map_file
-from saev_store.transport.local._positions import pread
 from saev_store.transport.local._spread import SpreadReader, preadv_all
-from saev_store.transport.local.descriptors import DESCRIPTORS, OpenFile, check_regular
-from saev_store.transport.local.write import LocalWrites
+from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file
+from saev_store.transport.local.write import LocalSink, fsync_folder, link_exclusive, lock_file, temporary_file
 
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
 _READ_CHUNK = 1 << 20
-
-L = TypeVar("L", bound="LocalTransport")
 
 
 def local_root(root: str | os.PathLike[str]) -> str:
@@ -58,49 +56,57 @@ def local_root(root: str | os.PathLike[str]) -> str:
     return os.path.abspath(path)
 
 
-class LocalTransport(LocalWrites):
-    """What both local engines share; `MmapTransport` and `PreadTransport` differ in `get_ranges` alone."""
+class LocalTransport:
+    """What both local engines share; `MmapTransport` and `PreadTransport` differ in `get_ranges` alone.
+
+    Attributes:
+        url: The absolute path of the root.
+        local_path: The same.
+    """
 
     is_local = True
     reads_into = True
+    #: The tail of a file is a hole that takes no space.
+    pads = True
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = local_root(root)
-        self._pins = {}
+    def __init__(self, root: str | os.PathLike[str], *, requests: RequestCounter | None = None) -> None:
+        self.url = self.local_path = local_root(root)
+        #: Which file each name meant when a range of it was first read.
+        self._pins: dict[str, Identity] = {}
         self._spread = SpreadReader()
-        self._requests = RequestCounter()
+        self._requests = requests or RequestCounter()
 
     @property
     def counters(self) -> Counters:
         """System calls so far, of this transport and of those that were opened below it."""
         return self._requests.counters
 
-    @property
-    def url(self) -> str:
-        """The absolute path of the root."""
-        return self._root
-
-    @property
-    def local_path(self) -> str:
-        """The absolute path of the root."""
-        return self._root
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._root!r})"
+        return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self._root,))
+        return (type(self), (self.url,))
+
+    def at(self, path: str) -> Self:
+        """The same engine, one folder deeper."""
+        return type(self)(self._where(path, root_ok=True), requests=self._requests)
+
+    def _where(self, path: str, *, root_ok: bool = False) -> str:
+        checked = check_path(path, root_ok=root_ok)
+        return f"{self.url}/{checked}" if checked else self.url
+
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """The whole of a small file; always what lies there now."""
+        """The whole of a small file, as it is now."""
         where = self._where(path)
         with os_errors(where, "read"):
             file = OpenFile(where)
-            if max_bytes is not None and (size := file.size()) > max_bytes:
-                raise too_big(where, size=size, max_bytes=max_bytes)
+            if max_bytes is not None and file.identity[2] > max_bytes:
+                raise too_big(where, size=file.identity[2], max_bytes=max_bytes)
             # The size of a file can change, and some virtual ones report 0: read to the end, within the bound.
             data = bytearray()
-            while chunk := pread(file.fd, _READ_CHUNK, len(data)):
+            while chunk := os.pread(file.fd, _READ_CHUNK, len(data)):
                 data += chunk
                 if max_bytes is not None and len(data) > max_bytes:
                     raise too_big(where, size=None, max_bytes=max_bytes)
@@ -155,22 +161,89 @@ class LocalTransport(LocalWrites):
         with os_errors(where, "list"), os.scandir(where) as found:
             return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
 
-    def _below(self, child: L) -> L:
-        child._requests = self._requests
-        return child
-
     def resolve(self, path: str) -> str:
-        """Where a file really lies, all symbolic links followed: for reports, not for opening."""
+        """The path of a file with all symbolic links followed: for reports, not for opening."""
         return os.path.realpath(self._where(path))
 
     def close(self) -> None:
         """Close the descriptors of files below the root; using the transport again reopens them."""
         self._pins = {}
-        DESCRIPTORS.forget(self._root)
+        DESCRIPTORS.forget(self.url)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Create or replace a small file: a temporary file, fsync, rename, fsync of the folder."""
+        where = self._where(path)
+        self._requests.add("put", written=len(data))
+        with os_errors(where, "write"):
+            with temporary_file(where, data) as temporary:
+                os.replace(temporary, where)
+            fsync_folder(os.path.dirname(where))
+        self._changed(path)
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Create a small file with all of its content at once, unless the name is taken: then `StoreExistsError`."""
+        where = self._where(path)
+        self._requests.add("create", written=len(data))
+        with os_errors(where, "create"):
+            with temporary_file(where, data) as temporary:
+                link_exclusive(temporary, where, data)
+            fsync_folder(os.path.dirname(where))
+
+    def delete(self, path: str) -> None:
+        """Delete a file, a symbolic link (not what it points to) or a whole folder."""
+        where = self._where(path)
+        self._requests.add("delete")
+        with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.isdir(where) and not os.path.islink(where):
+                shutil.rmtree(where)
+            else:
+                os.unlink(where)
+            fsync_folder(os.path.dirname(where))
+        self._changed(path)
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a file over another one: rename, fsync of both folders."""
+        old, new = self._where(source), self._where(target)
+        with os_errors(new, f"move {source} to"):
+            os.replace(old, new)
+            fsync_folder(os.path.dirname(new))
+            fsync_folder(os.path.dirname(old))
+        self._changed(source)
+        self._changed(target)
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> LocalSink:
+        """A file that is written in place, its space reserved first.
+
+        Raises:
+            StoreExistsError: the name is taken and `resume` is false.
+            TransportError: there is not enough space; nothing is left behind.
+        """
+        self._changed(path)
+        sink = LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        sink.requests = self._requests
+        return sink
+
+    @contextlib.contextmanager
+    def lock(self, path: str) -> Generator[None]:
+        """Hold `flock` on a file, which is created and stays; the system releases it when this process ends."""
+        where = self._where(path)
+        with os_errors(where, "lock"):
+            lock = lock_file(where)
+        try:
+            yield
+        finally:
+            lock.close()
+
+    def _changed(self, path: str) -> None:
+        """Drop what is known of a file, or of all files in a folder: this transport has changed them."""
+        DESCRIPTORS.forget(self._where(path))
+        for pinned in [name for name in self._pins if name == path or name.startswith(f"{path}/")]:
+            del self._pins[pinned]
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapped:
+class _Mapped(NamedTuple):
     where: str
     view: memoryview
     nbytes: int
@@ -192,8 +265,8 @@ class MmapTransport(LocalTransport):
     name = "mmap"
     cost = FREE
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__(root)
+    def __init__(self, root: str | os.PathLike[str], *, requests: RequestCounter | None = None) -> None:
+        super().__init__(root, requests=requests)
         self._maps: dict[str, _Mapped] = {}
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
@@ -251,10 +324,6 @@ class MmapTransport(LocalTransport):
         mapped = self._maps[path] = _Mapped(where, view, size, file.inode)
         return mapped
 
-    def at(self, path: str) -> MmapTransport:
-        """The same engine, one folder deeper."""
-        return self._below(MmapTransport(self._where(path, root_ok=True)))
-
     def close(self) -> None:
         """Forget all maps and descriptors; maps live as long as views of them."""
         self._maps = {}
@@ -280,13 +349,9 @@ class PreadTransport(LocalTransport):
             self._requests.add_ranges(starts, ends)
             return [_pread(file.fd, start, end, where=where) for start, end in zip(starts, ends, strict=True)]
 
-    def at(self, path: str) -> PreadTransport:
-        """The same engine, one folder deeper."""
-        return self._below(PreadTransport(self._where(path, root_ok=True)))
-
 
 def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:
-    data = pread(fd, end - start, start)
+    data = os.pread(fd, end - start, start)
     if len(data) == end - start:
         return data
     # The system reads at most 2 GiB at a time; signals and network disks cut reads short as well.

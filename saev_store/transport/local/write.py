@@ -1,146 +1,288 @@
-"""Writing on this machine so that a crash, or another writer, never leaves half a document under its name."""
+"""Durable writing: large files behind a descriptor, small ones through a temporary file, reserved space, locks."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import secrets
-import shutil
 import socket
 import warnings
 import weakref
-from collections.abc import Generator
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from collections.abc import Callable, Generator, Sequence
 
 from saev_store._runtime.locks import after_fork_in_child
-from saev_store.errors import ArgumentError, SaevStoreWarning, WriterConflictError
-from saev_store.transport._counters import RequestCounter
+from saev_store.errors import (
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import Buffer
-from saev_store.transport.checks import check_path, os_errors
-from saev_store.transport.local._libc import rename_exclusive
-from saev_store.transport.local.descriptors import DESCRIPTORS, Identity
-from saev_store.transport.local.sink import LocalSink, fsync_folder, make_folders, write_all
+from saev_store.transport.checks import RequestCounter, check_ranges, os_errors
+from saev_store.transport.local.files import LIBC, check_regular
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
 
-# Absent on Windows.
-_CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-
-class LocalWrites:
-    """The write half of both local engines."""
-
-    _root: str
-    #: Which file each name meant when a range of it was first read.
-    _pins: dict[str, Identity]
-    _requests: RequestCounter
-
-    @property
-    def pads(self) -> bool:
-        """True: the tail of a file is a hole that takes no space."""
-        return True
-
-    def _where(self, path: str, *, root_ok: bool = False) -> str:
-        checked = check_path(path, root_ok=root_ok)
-        return f"{self._root}/{checked}" if checked else self._root
-
-    def _changed(self, path: str) -> None:
-        """What was known of a file, or of all files in a folder, no longer holds: this transport has changed them."""
-        DESCRIPTORS.forget(self._where(path))
-        for pinned in [name for name in self._pins if name == path or name.startswith(f"{path}/")]:
-            del self._pins[pinned]
-
-    def put(self, path: str, data: Buffer) -> None:
-        """Create or replace a small file: a temporary file, fsync, rename, fsync of the folder."""
-        where = self._where(path)
-        self._requests.add("put", written=len(data))
-        with os_errors(where, "write"):
-            with _temporary(where, data) as temporary:
-                os.replace(temporary, where)
-            fsync_folder(os.path.dirname(where))
-        self._changed(path)
-
-    def create(self, path: str, data: Buffer) -> None:
-        """Create a small file with all of its content at once, unless the name is taken: then `StoreExistsError`."""
-        where = self._where(path)
-        self._requests.add("create", written=len(data))
-        with os_errors(where, "create"):
-            with _temporary(where, data) as temporary:
-                # A hard link is exclusive and carries the content; an ordinary rename would replace.
-                try:
-                    os.link(temporary, where)
-                except OSError as error:
-                    if error.errno not in _NO_LINKS:
-                        raise
-                    if not rename_exclusive(temporary, where):
-                        _create_without_links(where, data)
-            fsync_folder(os.path.dirname(where))
-
-    def delete(self, path: str) -> None:
-        """Delete a file, a symbolic link (not what it points to) or a whole folder."""
-        where = self._where(path)
-        self._requests.add("delete")
-        with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.isdir(where) and not os.path.islink(where):
-                shutil.rmtree(where)
-            else:
-                os.unlink(where)
-            fsync_folder(os.path.dirname(where))
-        self._changed(path)
-
-    def move(self, source: str, target: str) -> None:
-        """Rename a file over another one: rename, fsync of both folders."""
-        old, new = self._where(source), self._where(target)
-        with os_errors(new, f"move {source} to"):
-            os.replace(old, new)
-            fsync_folder(os.path.dirname(new))
-            fsync_folder(os.path.dirname(old))
-        self._changed(source)
-        self._changed(target)
-
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> LocalSink:
-        """A file that is written in place, its space reserved first.
-
-        Raises:
-            StoreExistsError: something lies there and `resume` is false.
-            TransportError: there is not enough space; nothing is left behind.
-        """
-        if not 0 <= used_nbytes <= file_nbytes:
-            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=path)
-        self._changed(path)
-        sink = LocalSink(self._where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
-        sink.requests = self._requests
-        return sink
-
-    @contextlib.contextmanager
-    def lock(self, path: str) -> Generator[None]:
-        """Hold `flock` on a file, which is created and stays; the system releases it when this process ends."""
-        where = self._where(path)
-        with os_errors(where, "lock"):
-            fd = _locked_in_folder(where)
-        try:
-            yield
-        finally:
-            fd.close()
-
-
+_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 #: How often a folder is made that others delete at that moment.
 _N_TRIES = 100
+
+
+def write_all(fd: int, views: list[memoryview], offset: int) -> None:
+    """Write all buffers, one after the other, however short the system's writes are."""
+    first = 0
+    while first < len(views):
+        n_written = os.pwritev(fd, views[first : first + _IOV_MAX], offset)
+        offset += n_written
+        while first < len(views) and n_written >= views[first].nbytes:
+            n_written -= views[first].nbytes
+            first += 1
+        if n_written:
+            views[first] = views[first][n_written:]
+
+
+def fsync_folder(folder: str) -> None:
+    """Make the names in a folder survive a crash."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folders(folder: str) -> None:
+    """Create a folder and its parents, each durable under its name."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    make_folders(parent)
+    with contextlib.suppress(FileExistsError):  # another writer was quicker; a file of that name fails at its use
+        os.mkdir(folder)
+    fsync_folder(parent)
+
+
+def preallocate(fd: int, nbytes: int) -> None:
+    """Reserve disk space for the first `nbytes` of a file, which grows to that size; what it holds is not changed.
+
+    Where the file system cannot reserve, the file only grows, provided that it claims to have the space free.
+    (`os.posix_fallocate` would silently touch every block there.)
+
+    Raises:
+        OSError: there is not enough space (`ENOSPC`, `EDQUOT`), or another failure.
+    """
+    if nbytes == 0:
+        return
+    # A reservation that fails half-way would take all space from other processes for a moment, so compare first.
+    status, space = os.fstat(fd), os.statvfs(fd)
+    if space.f_blocks and nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fallocate = getattr(LIBC, "fallocate", None)
+    if fallocate is not None:
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        while fallocate(fd, 0, 0, nbytes) != 0:
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                break
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+    if os.fstat(fd).st_size < nbytes:
+        os.ftruncate(fd, nbytes)
+
+
+class FdSink(BaseSink):
+    """Writes blocks with `pwritev`, also from several threads; subclasses open the descriptor and say what `commit` is."""
+
+    #: Where what is written is counted.
+    requests: RequestCounter | None = None
+    _fd = -1
+
+    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
+        """Write the buffers one after the other at `offset`."""
+        views, end = self._checked(offset, buffers)
+        with self._errors("write"):
+            write_all(self._descriptor(), views, offset)
+        if self.requests is not None:
+            self.requests.add("sink.write", written=end - offset)
+        self._add(offset, end)
+        if done is not None:
+            done()
+
+    def abort(self) -> None:
+        """Close the descriptor; a file that has a name on the disk stays."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.abort()
+
+    def _descriptor(self) -> int:
+        if self._fd < 0:
+            raise TransportError("this file is committed or aborted already", where=self._where)
+        return self._fd
+
+    def _errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return os_errors(self._where, doing)
+
+
+class LocalSink(FdSink):
+    """A file under construction at its final place: reserved first, then filled, then cut to its exact size.
+
+    A crash leaves a file of full size whose unwritten blocks are zeros, which a resumed writer judges by what it has
+    recorded elsewhere. Blocks may be written by several threads.
+    """
+
+    def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._tail_is_zero = True
+        try:
+            with self._errors("open for writing"):
+                make_folders(os.path.dirname(where))
+                created = self._open(resume=resume)
+            try:
+                with self._errors(f"reserve {used_nbytes:,} bytes"):
+                    preallocate(self._fd, used_nbytes)
+                    if os.fstat(self._fd).st_size < file_nbytes:
+                        os.ftruncate(self._fd, file_nbytes)
+            except SaevStoreError:
+                if created:
+                    os.unlink(where)
+                raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def _open(self, *, resume: bool) -> bool:
+        """Open the file; False if it was there before."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+        if resume:
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = os.open(self._where, flags)
+                status = os.fstat(self._fd)
+                check_regular(status.st_mode, where=self._where)
+                self._tail_is_zero = status.st_size <= self._used
+                return False
+        try:
+            self._fd = os.open(self._where, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError as error:
+            raise StoreExistsError(
+                "the file already exists", where=self._where, remedy="Resume, or delete it first."
+            ) from error
+        return True
+
+    def sync(self) -> int:
+        """Flush to the disk; the number of leading bytes that are safe now."""
+        prefix = self._prefix()  # before the flush: a block written meanwhile is not promised
+        with self._errors("sync"):
+            if hasattr(os, "fdatasync"):  # absent on macOS
+                os.fdatasync(self._descriptor())
+            else:
+                os.fsync(self._descriptor())
+        return prefix
+
+    def read_back(self, start: int, end: int) -> bytes:
+        """What the file holds in that range."""
+        check_ranges(self._where, (start,), (end,))
+        end, parts = min(end, self._used), list[bytes]()
+        with self._errors("read"):
+            while start < end and (part := os.pread(self._descriptor(), end - start, start)):
+                parts.append(part)
+                start += len(part)
+        return b"".join(parts)
+
+    def commit(self, *, check_size: bool = True) -> None:  # noqa: ARG002  # it is cut to its size
+        """Cut to exactly `file_nbytes`, flush file and folder, close.
+
+        Raises:
+            ArgumentError: not all of `used_nbytes` were written.
+        """
+        self._check_complete()
+        with self._errors("commit"):
+            fd = self._descriptor()
+            if not self._tail_is_zero:
+                os.ftruncate(fd, self._used)
+            os.ftruncate(fd, self._file_nbytes)
+            os.fsync(fd)
+            fsync_folder(os.path.dirname(self._where))
+        self.abort()
+
+
+@contextlib.contextmanager
+def temporary_file(where: str, data: Buffer) -> Generator[str]:
+    """The path of a durable file with that content next to `where`; gone afterwards unless it was renamed."""
+    folder = os.path.dirname(where)
+    make_folders(folder)
+    temporary = f"{folder}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    try:
+        _new_file(temporary, data)
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _new_file(where: str, data: Buffer) -> None:
+    """Create a durable file exclusively; a kill can leave an empty or partial one."""
+    fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(fd, [memoryview(data)], 0)
+        os.fsync(fd)
+    except OSError:
+        os.unlink(where)
+        raise
+    finally:
+        os.close(fd)
+
+
+def link_exclusive(temporary: str, where: str, data: Buffer) -> None:
+    """Give a file with the content `data` the name `where` as well, unless that is taken.
+
+    Raises:
+        OSError: `FileExistsError` if the name is taken, or another failure.
+    """
+    # A hard link is exclusive and carries the content; an ordinary rename would replace.
+    try:
+        os.link(temporary, where)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if not rename_exclusive(temporary, where):
+            _new_file(where, data)
+
+
+def rename_exclusive(old: str, new: str) -> bool:
+    """Rename a file unless the new name is taken; False, and nothing done, where the system cannot.
+
+    Raises:
+        OSError: `FileExistsError` if the name is taken, or another failure.
+    """
+    renameat2 = getattr(LIBC, "renameat2", None)
+    if renameat2 is None:
+        return False
+    renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), new)
 
 
 class _LockFile:
     """The descriptor that carries a lock; a forked child closes its copy, or the lock would outlive its owner."""
 
     def __init__(self, where: str) -> None:
-        self.fd = os.open(where, os.O_RDWR | os.O_CREAT | _CLOEXEC | _NOFOLLOW, 0o666)
+        self.fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _LOCKS.add(self)
 
     def close(self) -> None:
@@ -160,8 +302,12 @@ def _close_in_child() -> None:
 after_fork_in_child(_close_in_child)
 
 
-def _locked_in_folder(where: str) -> _LockFile:
-    """The lock on a file whose folder is made first; again where another writer removes that folder meanwhile."""
+def lock_file(where: str) -> _LockFile:
+    """The lock on a file, whose folder is made first; again where another writer removes that folder meanwhile.
+
+    Raises:
+        WriterConflictError: another process holds it.
+    """
     for _ in range(_N_TRIES):
         make_folders(os.path.dirname(where))
         with contextlib.suppress(FileNotFoundError):
@@ -173,7 +319,7 @@ def _locked(where: str) -> _LockFile:
     while True:
         lock = _LockFile(where)
         try:
-            _flock(lock.fd)
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same(lock.fd, where):  # the holder before us has deleted it: what we locked has no name
                 lock.close()
                 continue
@@ -198,46 +344,9 @@ def _locked(where: str) -> _LockFile:
         return lock
 
 
-def _flock(fd: int) -> None:
-    if fcntl is None:
-        raise OSError(errno.ENOSYS, "this system has no flock")
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def _is_same(fd: int, where: str) -> bool:
+    """Whether an open file still has its name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(where))
     except FileNotFoundError:
         return False
-
-
-@contextlib.contextmanager
-def _temporary(where: str, data: Buffer) -> Generator[str]:
-    """A durable file with that content next to `where`; gone afterwards unless it was renamed."""
-    folder = os.path.dirname(where)
-    make_folders(folder)
-    temporary = f"{folder}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
-    try:
-        try:
-            write_all(fd, [memoryview(data)], 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-
-
-def _create_without_links(where: str, data: Buffer) -> None:
-    """Create a file exclusively where there are neither links nor exclusive renames; a kill can leave an empty file."""
-    fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
-    try:
-        write_all(fd, [memoryview(data)], 0)
-        os.fsync(fd)
-    except OSError:
-        os.unlink(where)
-        raise
-    finally:
-        os.close(fd)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import math
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import timedelta
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,23 +27,21 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._counters import RequestCounter
+from saev_store.transport._remote import SLOWEST_BYTES_PER_S, run_in_loop
 from saev_store.transport._tls import read_authorities, refused_certificate
-from saev_store.transport._waits import awaited
+from saev_store.transport.base import IN_FLIGHT
+from saev_store.transport.checks import RequestCounter
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.obstore._options import Place, place_of
-from saev_store.transport.obstore._parts import Buffers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
 
-#: Requests of one client that are under way at the same time.
-IN_FLIGHT = 64
-#: Slower than this is as good as stalled, so it is part of every deadline.
-SLOWEST_BYTES_PER_S = 1 << 20
-_CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 10.0
+#: Parts of one upload that are under way at the same time: with the one being filled, all the memory a sink takes.
+PARTS_IN_FLIGHT = 8
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5.0, 10.0
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
 #: A loop that is this late is stuck.
 _STUCK_S = 10.0
@@ -112,12 +113,14 @@ class ObstoreClient:
         self.url, self.options, self.timeout_s = url, options, timeout_s
         self.safe_url = url.rstrip("/")  # an address with credentials is refused
         self.requests = RequestCounter()
-        self.buffers = Buffers()
+        #: Seconds that the last long piece of a range took; none did yet.
+        self.last_piece_s = math.inf
+        #: Memory for parts of uploads: fresh memory costs more than filling it.
+        self.idle_parts: deque[bytearray] = deque(maxlen=PARTS_IN_FLIGHT + 2)
         self._lock = ForkSafeLock()
-        self._place: Place | None = None
         self._store: ObjectStore | None = None
         self._has_answered = False
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ObstoreClient, (self.url, self.options, self.timeout_s)
@@ -129,18 +132,15 @@ class ObstoreClient:
             ArgumentError: obstore has no equivalent for an option, or no store for the address.
             MissingDependencyError: obstore is not installed.
         """
-        self._place = place_of(self.url, self.options.all)
-        if find_spec("obstore") is None:
+        if self.place and find_spec("obstore") is None:
             raise MissingDependencyError(
                 "the engine obstore is not installed", where=self.safe_url, remedy="pip install 'saev_store[obstore]'"
             )
 
-    @property
+    @cached_property
     def place(self) -> Place:
         """The address and its options, as obstore wants them."""
-        if self._place is None:
-            self._place = place_of(self.url, self.options.all)
-        return self._place
+        return place_of(self.url, self.options.all)
 
     @property
     def store(self) -> ObjectStore:
@@ -155,7 +155,7 @@ class ObstoreClient:
         if _loop is not None and not is_forked():
             asyncio.run_coroutine_threadsafe(work(), _loop.loop)
 
-    def call(self, doing: str, where: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int = 0) -> T:
+    def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
         """What `work()` gives, waited for in this thread, no longer than is allowed for `nbytes`.
 
         Raises:
@@ -163,26 +163,19 @@ class ObstoreClient:
             DeadlineError: it took too long; what was under way is cancelled.
             SaevStoreError: what its error means.
         """
-        loop = running_loop()
-        timeout_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
-
-        async def within() -> T:
-            async with asyncio.timeout(timeout_s):
-                return await (work() if self._has_answered else self._first(work, where))
-
-        future = asyncio.run_coroutine_threadsafe(within(), loop)
+        limit_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
+        begin = work if self._has_answered else lambda: self._first(work, where)
         try:
-            # The loop keeps the deadline; should the loop itself be stuck, so does this thread.
-            return awaited(future, timeout_s + _STUCK_S)
+            return run_in_loop(begin, running_loop(), limit_s=limit_s)
         except SaevStoreError:
             raise
         except TimeoutError:
-            raise DeadlineError(f"could not {doing} within {timeout_s:g} s", where=where, transient=True) from None
+            raise DeadlineError(f"could not {doing} within {limit_s:g} s", where=where, transient=True) from None
         except Exception as error:
             # Not `from error`: its text holds whole answers of the server, addresses and headers.
             raise self.translate(error, doing=doing, where=where) from None
 
-    async def _first(self, work: Callable[[], Coroutine[object, object, T]], where: str) -> T:
+    async def _first(self, work: Callable[[], Awaitable[T]], where: str) -> T:
         """What `work()` gives; an error at once if the server's certificate is refused.
 
         obstore tries again whatever the reason. So a request that is not answered quickly is accompanied by one that is not
@@ -214,12 +207,8 @@ class ObstoreClient:
             store = _open(self.place, timeout_s=self.timeout_s, retries=0)
             await obstore.head_async(store, self.place.prefix or "metadata.json")
         except Exception as error:
-            return refused_certificate(str(error), where=where, endpoint=self._server)
+            return refused_certificate(str(error), where=where, endpoint=self.place.endpoint or self.safe_url)
         return None
-
-    @property
-    def _server(self) -> str:
-        return self.place.endpoint or self.safe_url
 
     def in_loop(self, step: Callable[[], object]) -> None:
         """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
@@ -229,19 +218,21 @@ class ObstoreClient:
 
     async def slot(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work()` gives, once fewer than `IN_FLIGHT` others are under way."""
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(IN_FLIGHT)
         async with self._slots:
             return await work()
 
     def translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         """Our error for one of obstore's."""
         kind, text = type(error).__name__, str(error)
-        code, status = _code(text), _status(text)
-        if (refused := refused_certificate(text, where=where, endpoint=self._server)) is not None:
+        found = re.search(r"<Code>(\w{1,60})</Code>", text)
+        code = found[1] if found else None
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"could not {doing}: there is no such object ({code or 404})", where=where)
+        status = status_of(error)
+        if refused := refused_certificate(text, where=where, endpoint=self.place.endpoint or self.safe_url):
             return refused
         message = self.options.redact(f"could not {doing}: {_brief(text, code, status)}")
-        if isinstance(error, FileNotFoundError) or status == 404:
+        if status == 404:
             return NotFoundError(message, where=where)
         if doing == "create" and kind in {"AlreadyExistsError", "PreconditionError"}:
             return StoreExistsError(message, where=where)
@@ -262,14 +253,10 @@ class ObstoreClient:
         return TransportError(message, where=where, remedy=remedy, transient=transient)
 
 
-def is_beyond_the_end(error: Exception) -> bool:
-    """Whether a request failed because the object ends before its range begins."""
-    return _status(str(error)) == 416
-
-
-def is_busy(error: Exception) -> bool:
-    """Whether a conditional write met another one under way: nothing is decided yet."""
-    return _status(str(error)) == 409
+def status_of(error: Exception) -> int | None:
+    """The HTTP status that an error of obstore tells."""
+    found = re.search(r"status code: (\d{3})", str(error))
+    return int(found[1]) if found else None
 
 
 def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectStore:
@@ -278,7 +265,7 @@ def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectS
     client_options: dict[str, object] = {
         "allow_http": place.allow_http,
         "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT_S, timeout_s)),
-        "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, timeout_s)),
+        "read_timeout": timedelta(seconds=min(_READ_TIMEOUT_S, timeout_s)),
         # For the whole request, body included: the deadline of `ObstoreClient.call` is what counts.
         "timeout": timedelta(seconds=timeout_s + (1 << 30) / SLOWEST_BYTES_PER_S),
         # A request that begins before the connection of the last one is back opens another; with room for them all, the
@@ -302,15 +289,12 @@ def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectS
     }
     shared: Mapping[str, object] = {"client_options": client_options, "retry_config": retry}
     config = dict(place.config)
-    if place.kind == "s3":
-        if "region" not in config:
-            config["region"] = bucket_region(place.bucket) or "us-east-1"
-        return stores.S3Store(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # the options come as a mapping
-    if place.kind == "gs":
-        return stores.GCSStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
-    if place.kind == "az":
-        return stores.AzureStore(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
-    return stores.HTTPStore(place.bucket, **shared)  # pyright: ignore[reportArgumentType]  # as above
+    if place.kind == "http":
+        return stores.HTTPStore(place.bucket, **shared)  # pyright: ignore[reportArgumentType]  # the options come as a mapping
+    if place.kind == "s3" and "region" not in config:
+        config["region"] = bucket_region(place.bucket) or "us-east-1"
+    store = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[place.kind]
+    return store(place.bucket, config=config, **shared)  # pyright: ignore[reportArgumentType]  # as above
 
 
 def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") -> str | None:
@@ -326,16 +310,6 @@ def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") ->
         except urllib.error.HTTPError as error:  # 301, 403 and 404 tell it too
             return error.headers.get("x-amz-bucket-region")
     return None
-
-
-def _status(text: str) -> int | None:
-    found = re.search(r"status code: (\d{3})", text)
-    return int(found[1]) if found else None
-
-
-def _code(text: str) -> str | None:
-    found = re.search(r"<Code>(\w{1,60})</Code>", text)
-    return found[1] if found else None
 
 
 def _brief(text: str, code: str | None, status: int | None) -> str:

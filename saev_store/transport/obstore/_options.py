@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 from urllib.parse import urlsplit
@@ -21,11 +21,35 @@ _KINDS: dict[str, Kind] = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "http": "http", "https": "http",
 }  # fmt: skip
 
-#: StorageOptions that only tune how fsspec's clients work; we tune ours.
+#: Options inside these are known by their path, such as `client_kwargs.region_name`.
+_NESTED = ("client_kwargs", "config_kwargs", "config_kwargs.s3")
+#: fsspec's names of obstore's options; the last one wins.
+_RENAMED: dict[Kind, dict[str, str]] = {
+    "s3": {
+        "key": "access_key_id",
+        "username": "access_key_id",
+        "client_kwargs.aws_access_key_id": "access_key_id",
+        "secret": "secret_access_key",
+        "password": "secret_access_key",
+        "client_kwargs.aws_secret_access_key": "secret_access_key",
+        "token": "session_token",
+        "client_kwargs.aws_session_token": "session_token",
+        "endpoint_url": "endpoint",
+        "client_kwargs.endpoint_url": "endpoint",
+        "client_kwargs.region_name": "region",
+        "config_kwargs.region_name": "region",
+    },
+    "gs": {},
+    "az": {"sas_token": "sas_key"},
+    "http": {},
+}
+#: Options that only tune how fsspec's clients work; we tune ours.
 _TUNING = {
     "asynchronous", "batch_size", "block_size", "cache_regions", "cache_timeout", "cache_type", "consistency",
     "default_block_size", "default_cache_type", "default_fill_cache", "dircache", "fixed_upload_size",
     "listings_expiry_time", "max_concurrency", "max_paths", "skip_instance_cache", "use_listings_cache",
+    "config_kwargs.max_pool_connections", "config_kwargs.connect_timeout", "config_kwargs.read_timeout",
+    "config_kwargs.retries",
 }  # fmt: skip
 
 #: Names of obstore's own that pass through as they are.
@@ -46,7 +70,6 @@ _OWN: dict[Kind, frozenset[str]] = {
     "http": frozenset(),
 }  # fmt: skip
 
-
 #: Environment variables by which obstore alone finds a server, and the options that win over them.
 _OWN_ENDPOINTS: dict[Kind, tuple[str, str]] = {
     "s3": ("AWS_ENDPOINT", "endpoint"),
@@ -63,7 +86,6 @@ class Place:
         bucket: Bucket or container; the base URL for `"http"`.
         prefix: Path inside the bucket, without slashes at its ends.
         config: Arguments of the store.
-        allow_http: Connections without TLS are allowed.
         headers: Sent with every request.
         verify: A PEM file of authorities that are trusted besides the system's, True for the system's alone, False to
             accept any certificate.
@@ -73,9 +95,8 @@ class Place:
     bucket: str
     prefix: str
     config: Mapping[str, object] = field(repr=False)
-    allow_http: bool
-    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    verify: str | bool = True
+    headers: Mapping[str, str] = field(repr=False)
+    verify: str | bool
 
     @property
     def endpoint(self) -> str:
@@ -83,6 +104,11 @@ class Place:
         if self.kind == "http":
             return self.bucket
         return str(self.config.get("endpoint") or self.config.get("base_url") or "")
+
+    @property
+    def allow_http(self) -> bool:
+        """Whether connections without TLS are allowed."""
+        return self.endpoint.lower().startswith("http://") or bool(self.config.get("use_emulator"))
 
 
 def place_of(url: str, options: Mapping[str, object]) -> Place:
@@ -108,86 +134,56 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
     if not parts.netloc:
         raise ArgumentError("this address names no bucket", where="url")
     rest = dict(options)
-    verify = authorities(scheme, _verify(rest))
-    config, allow_http, headers = _READ[kind](rest)
-    prefix = url.partition("://")[2].partition("/")[2].strip("/")
-    if kind == "http":
-        return Place(
-            kind,
-            f"{scheme}://{parts.netloc}",
-            prefix,
-            config,
-            allow_http=scheme == "http",
-            headers=headers,
-            verify=verify,
-        )
-    return Place(kind, parts.netloc, prefix, config, allow_http=allow_http, headers=headers, verify=verify)
+    for name in _NESTED:
+        rest |= {f"{name}.{key}": item for key, item in _mapping(rest, name).items()}
+    verify, inner = rest.pop("verify", None), rest.pop("client_kwargs.verify", None)
+    renamed = {ours: rest.pop(theirs, None) for theirs, ours in _RENAMED[kind].items() if rest.get(theirs) is not None}
+    own = {name: rest.pop(name) for name in _OWN[kind] & rest.keys()}
+    config, headers = renamed | own, dict[str, str]()
+    if kind == "s3":
+        _read_s3(rest, config)
+    elif kind == "gs":
+        _read_gs(rest, config, headers)
+    elif kind == "az" and rest.pop("anon", False):
+        config["skip_signature"] = True
+    elif kind == "http":
+        for name in ("client_kwargs.headers", "headers"):
+            headers |= {key: str(value) for key, value in _mapping(rest, name).items()}
+    if unknown := [name for name in rest if name not in _TUNING and (name not in _RENAMED[kind])]:
+        raise _unknown(*unknown)
+    return Place(
+        kind,
+        f"{scheme}://{parts.netloc}" if kind == "http" else parts.netloc,
+        url.partition("://")[2].partition("/")[2].strip("/"),
+        config,
+        headers,
+        authorities(scheme, inner if verify is None else verify),
+    )
 
 
-def finds_credentials(place: Place) -> bool:
-    """Whether obstore would find the credentials that fsspec's file systems find: it reads no profiles, theirs do."""
-    given = place.config
-    if is_true(given.get("skip_signature")) or {"access_key_id", "bearer_token", "service_account"} & set(given):
-        return True
-    if place.kind == "gs":
-        return "service_account_key" in given or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
-    if place.kind == "s3":
-        return {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(os.environ) and "AWS_PROFILE" not in os.environ
-    if place.kind == "az":
-        return bool({"account_key", "sas_key", "client_secret"} & set(given)) and "account_name" in given
-    return True
-
-
-Read = tuple[dict[str, object], bool, dict[str, str]]
-
-
-def _s3(options: dict[str, object]) -> Read:
-    config: dict[str, object] = {}
-    client = _mapping(options.pop("client_kwargs", None), "client_kwargs")
-    tuning = _mapping(options.pop("config_kwargs", None), "config_kwargs")
-    renamed = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
-    of_client = {
-        "aws_access_key_id": "access_key_id",
-        "aws_secret_access_key": "secret_access_key",
-        "aws_session_token": "session_token",
-        "region_name": "region",
-        "endpoint_url": "endpoint",
-    }
-    for theirs, ours in (*renamed.items(), ("endpoint_url", "endpoint"), ("username", "access_key_id")):
-        _take(options, theirs, config, ours)
-    _take(options, "password", config, "secret_access_key")
-    for theirs, ours in of_client.items():
-        _take(client, theirs, config, ours)
-    _take(tuning, "region_name", config, "region")
-    style = _mapping(tuning.pop("s3", None), "config_kwargs.s3")
-    if style.pop("addressing_style", "path") == "virtual":
-        config["virtual_hosted_style_request"] = True
-    if tuning.pop("signature_version", "s3v4") not in {"s3v4", "v4"}:
-        raise _unknown("config_kwargs.signature_version")
-    for name in ("max_pool_connections", "connect_timeout", "read_timeout", "retries"):
-        tuning.pop(name, None)
+def _read_s3(options: dict[str, object], config: dict[str, object]) -> None:
+    """Take what needs more than another name out of the options for S3."""
     if options.pop("anon", False):
         config["skip_signature"] = True
     if options.pop("requester_pays", False):
         config["request_payer"] = True
+    if options.pop("config_kwargs.s3.addressing_style", "path") == "virtual":
+        config["virtual_hosted_style_request"] = True
+    if options.pop("config_kwargs.signature_version", "s3v4") not in {"s3v4", "v4"}:
+        raise _unknown("config_kwargs.signature_version")
     if options.pop("version_aware", False):
         raise _unknown("version_aware")
     options.pop("use_ssl", None)  # says the same as the end point's scheme
-    _rest("s3", options, config, client_kwargs=client, config_kwargs=tuning, **{"config_kwargs.s3": style})
-    if "endpoint" not in config:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if endpoint:
-            config["endpoint"] = endpoint
-    if "region" not in config:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        if region or "endpoint" in config:  # only AWS itself minds
-            config["region"] = region or "us-east-1"
-    return config, _is_plain(config.get("endpoint")), {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if "endpoint" not in config and endpoint:
+        config["endpoint"] = endpoint
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if "region" not in config and (region or "endpoint" in config):  # only AWS itself minds
+        config["region"] = region or "us-east-1"
 
 
-def _gs(options: dict[str, object]) -> Read:
-    config: dict[str, object] = {}
-    headers: dict[str, str] = {}
+def _read_gs(options: dict[str, object], config: dict[str, object], headers: dict[str, str]) -> None:
+    """Take what needs more than another name out of the options for Google."""
     token = options.pop("token", None)
     if token == "anon":  # noqa: S105 - a word, not a token
         config["skip_signature"] = True
@@ -202,63 +198,25 @@ def _gs(options: dict[str, object]) -> Read:
         raise _unknown("requester_pays")
     options.pop("project", None)
     options.pop("access", None)
-    _rest("gs", options, config)
-    return config, _is_plain(config.get("base_url")), headers
 
 
-def _az(options: dict[str, object]) -> Read:
-    config: dict[str, object] = {}
-    _take(options, "sas_token", config, "sas_key")
-    if options.pop("anon", False):
-        config["skip_signature"] = True
-    _rest("az", options, config)
-    return config, _is_plain(config.get("endpoint")) or bool(config.get("use_emulator")), {}
-
-
-def _http(options: dict[str, object]) -> Read:
-    client = _mapping(options.pop("client_kwargs", None), "client_kwargs")
-    headers: dict[str, str] = {}
-    for given in (client.pop("headers", None), options.pop("headers", None)):
-        headers |= {str(name): str(value) for name, value in _mapping(given, "headers").items()}
-    _rest("http", options, {}, client_kwargs=client)
-    return {}, True, headers
-
-
-_READ: dict[Kind, Callable[[dict[str, object]], Read]] = {"s3": _s3, "gs": _gs, "az": _az, "http": _http}
-
-
-def _verify(options: dict[str, object]) -> object:
-    """Take `verify` out of the options, or out of `client_kwargs`, where s3fs has it."""
-    found = options.pop("verify", None)
-    client = options.get("client_kwargs")
-    if isinstance(client, Mapping) and "verify" in client:
-        rest = _mapping(cast("object", client), "client_kwargs")
-        inner = rest.pop("verify")
-        options["client_kwargs"] = rest
-        return inner if found is None else found
-    return found
-
-
-def _take(source: dict[str, object], theirs: str, config: dict[str, object], ours: str) -> None:
-    value = source.pop(theirs, None)
-    if value is not None:
-        config[ours] = value
-
-
-def _rest(kind: Kind, options: dict[str, object], config: dict[str, object], **nested: dict[str, object]) -> None:
-    for name in list(options):
-        if name in _OWN[kind]:
-            config[name] = options.pop(name)
-        elif name in _TUNING:
-            del options[name]
-    unknown = [*options, *(f"{outer}.{name}" for outer, inner in nested.items() for name in inner)]
-    if unknown:
-        raise _unknown(*unknown)
-
-
-def is_true(value: object) -> bool:
-    """Whether an option of obstore's that may be text is switched on."""
-    return value.strip().lower() in {"1", "true", "on", "yes", "y"} if isinstance(value, str) else bool(value)
+def finds_credentials(place: Place) -> bool:
+    """Whether obstore would find the credentials that fsspec's file systems find: it reads no profiles, theirs do."""
+    given = place.config
+    unsigned = given.get("skip_signature")  # perhaps as text
+    if str(unsigned).strip().lower() in {"1", "true", "on", "yes", "y"} or {
+        "access_key_id",
+        "bearer_token",
+        "service_account",
+    } & set(given):
+        return True
+    if place.kind == "gs":
+        return "service_account_key" in given or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
+    if place.kind == "s3":
+        return {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(os.environ) and "AWS_PROFILE" not in os.environ
+    if place.kind == "az":
+        return bool({"account_key", "sas_key", "client_secret"} & set(given)) and "account_name" in given
+    return True
 
 
 def only_obstore_understands(place: Place, options: Mapping[str, object]) -> list[str]:
@@ -268,16 +226,14 @@ def only_obstore_understands(place: Place, options: Mapping[str, object]) -> lis
     return [*names, variable] if variable in os.environ and option not in place.config else names
 
 
-def _mapping(value: object, name: str) -> dict[str, object]:
+def _mapping(options: dict[str, object], name: str) -> dict[str, object]:
+    """Take an option that is a mapping out of the others."""
+    value = options.pop(name, None)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ArgumentError(f"is a {type(value).__name__}, no mapping", where=f"storage_options[{name!r}]")
     return {str(key): item for key, item in cast("Mapping[object, object]", value).items()}
-
-
-def _is_plain(endpoint: object) -> bool:
-    return isinstance(endpoint, str) and endpoint.lower().startswith("http://")
 
 
 def _unknown(*names: str) -> ArgumentError:

@@ -1,4 +1,4 @@
-"""Writing through obstore: large objects as multipart uploads that run while the next parts are filled, and small ones."""
+"""Multipart uploads through obstore, which run while the next parts are filled."""
 
 from __future__ import annotations
 
@@ -6,29 +6,36 @@ import asyncio
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
-from saev_store.transport.checks import Written, byte_views
-from saev_store.transport.obstore._client import ObstoreClient, is_busy
-from saev_store.transport.obstore._parts import PARTS_IN_FLIGHT, part_bytes_of
+from saev_store.transport._sink import UploadSink
+from saev_store.transport.obstore._client import PARTS_IN_FLIGHT, ObstoreClient
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile
 
 T = TypeVar("T")
 
+#: A part; S3 wants at least 5 MiB and at most 10,000 parts.
+PART_BYTES, _MOST_PARTS = 8 << 20, 9_000
 #: Blocks that are written ahead of a gap are held in memory, up to this much.
 _AHEAD_BYTES = 256 << 20
 _ABORT_TIMEOUT_S = 10
-#: A longer document is sent in parts: two requests more, but what is lost on the way is less.
-_MOST_PUT_AT_ONCE = 32 << 20
-_BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
-class ObstoreSink:
+def part_bytes_of(file_nbytes: int) -> int:
+    """Length of the parts of a file of this size.
+
+    >>> part_bytes_of(100 << 20) >> 20, part_bytes_of(90_000 << 20) >> 20
+    (8, 10)
+    """
+    return max(PART_BYTES, -(-file_nbytes // _MOST_PARTS))
+
+
+class ObstoreSink(UploadSink):
     """A multipart upload that appears under its name when it is committed, and never in part.
 
     Bytes that arrive in order are sent in parts of 8 MiB or more, eight at a time; bytes that are written ahead of a gap are
@@ -50,13 +57,9 @@ class ObstoreSink:
         file_nbytes: int,
         committed: Callable[[], object],
     ) -> None:
-        if not 0 <= used_nbytes <= file_nbytes:
-            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=where)
-        self._client, self._where, self._key, self._committed = client, where, key, committed
-        self._used, self._file_nbytes = used_nbytes, file_nbytes
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._client, self._key, self._committed = client, key, committed
         self._part_bytes = part_bytes_of(file_nbytes)
-        self._written = Written()
-        self._buffers = client.buffers
         self._sent = 0  # bytes that were handed to obstore
         self._blocks: dict[int, bytearray] = {}  # parts that are not complete yet, by number from 0
         self._writer: AsyncWritableFile | None = None
@@ -71,11 +74,8 @@ class ObstoreSink:
             ArgumentError: outside the used bytes, or too far ahead of a gap.
             TransportError: these bytes were sent before, or the upload failed.
         """
-        views = byte_views(buffers, writable=False)
-        nbytes = sum(view.nbytes for view in views)
-        end = offset + nbytes
-        if not 0 <= offset <= end <= self._used:
-            raise ArgumentError(f"bytes {offset}:{end} are outside the {self._used:,} to be written", where=self._where)
+        views, end = self._checked(offset, buffers)
+        nbytes = end - offset
         self._check_open()
         if offset < self._sent and nbytes:
             raise TransportError("these bytes have been sent already", where=self._where)
@@ -85,7 +85,7 @@ class ObstoreSink:
                 where=self._where,
             )
         if done is not None and len(views) == 1 and self._is_next_part(offset, nbytes):
-            self._written.add(offset, end)
+            self._add(offset, end)
             self._send(memoryview(views[0]), done)
             self._send_complete()
             return
@@ -104,19 +104,6 @@ class ObstoreSink:
             self._call("upload", writer.flush, nbytes=self._part_bytes * PARTS_IN_FLIGHT)
         return 0
 
-    def keep(self, nbytes: int) -> None:
-        """Refuse: an upload starts over.
-
-        Raises:
-            ArgumentError: `nbytes` is not 0.
-        """
-        if nbytes:
-            raise ArgumentError(f"{nbytes} bytes cannot be kept: uploads start over", where=self._where)
-
-    def read_back(self, start: int, end: int) -> bytes:  # noqa: ARG002  # as `Sink` has it
-        """Always empty: an upload cannot be read."""
-        return b""
-
     def commit(self, *, check_size: bool = True) -> None:
         """Send the rest, complete the upload, and check the object's size.
 
@@ -124,7 +111,7 @@ class ObstoreSink:
             ArgumentError: not all of `used_nbytes` were written.
             TransportError: the upload failed and nothing appears; or another length arrived.
         """
-        self._written.check_complete(self._used, where=self._where)
+        self._check_complete()
         self._check_open()
         import obstore
 
@@ -142,8 +129,7 @@ class ObstoreSink:
 
         size = self._call("upload", finish, nbytes=self._file_nbytes)
         self._writer, self._open = None, False
-        for part in rest:
-            self._buffers.give_back(part)
+        self._client.idle_parts.extend(part for part in rest if isinstance(part, bytearray))
         self._committed()
         client.requests.add("size", requests=int(check_size))
         client.requests.add(
@@ -186,30 +172,34 @@ class ObstoreSink:
         block = self._blocks.get(number)
         if block is None:
             size = min(self._part_bytes, self._used - number * self._part_bytes)
-            block = self._blocks[number] = self._buffers.borrow(size)
+            block = self._blocks[number] = self._borrow(size)
         n_taken = min(len(memory), len(block) - at)
         memoryview(block)[at : at + n_taken] = memory[:n_taken]  # assigning to the bytearray would copy twice
-        self._written.add(start, start + n_taken)
+        self._add(start, start + n_taken)
         self._send_complete()
         return n_taken
 
     def _send_complete(self) -> None:
         """Send every complete part whose predecessors were sent; the last one is sent by `commit`."""
-        done = self._written.prefix()
+        done = self._prefix()
         while self._sent + self._part_bytes <= done and self._sent + self._part_bytes < self._file_nbytes:
             part = self._blocks.pop(self._sent // self._part_bytes)
-            self._send(memoryview(part), partial(self._buffers.give_back, part))
+            self._send(memoryview(part), partial(self._client.idle_parts.append, part))
+
+    def _borrow(self, nbytes: int) -> bytearray:
+        """Memory of that length with arbitrary content."""
+        with contextlib.suppress(IndexError):  # another thread may be faster
+            while self._client.idle_parts:
+                if len(part := self._client.idle_parts.pop()) == nbytes:
+                    return part
+        return bytearray(nbytes)
 
     def _send(self, view: memoryview, done: Callable[[], object]) -> None:
         """Hand one part to obstore, which reads the memory without a copy and releases the view when it is sent."""
         self._sent += view.nbytes
         # `done` must not refer to this sink, or it would live until its last part is sent.
         weakref.finalize(view, done).atexit = False
-
-        async def send(view: memoryview) -> None:
-            await self._start().write(view)
-
-        self._call("upload", lambda: send(view), nbytes=view.nbytes * (PARTS_IN_FLIGHT + 1))
+        self._call("upload", lambda: self._start().write(view), nbytes=view.nbytes * (PARTS_IN_FLIGHT + 1))
 
     def _rest(self) -> list[bytearray | bytes]:
         """The parts that `commit` sends, zeros up to the file's length included; one part for an empty file."""
@@ -234,7 +224,7 @@ class ObstoreSink:
             )
         return self._writer
 
-    def _call(self, doing: str, work: Callable[[], Coroutine[object, object, T]], *, nbytes: int) -> T:
+    def _call(self, doing: str, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
         try:
             return self._client.call(doing, self._where, work, nbytes=nbytes)
         except BaseException:
@@ -249,47 +239,3 @@ async def _abort(writer: AsyncWritableFile) -> None:
             await writer.flush()
     async with asyncio.timeout(_ABORT_TIMEOUT_S):
         await writer.__aexit__(RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
-
-
-async def put(client: ObstoreClient, key: str, content: bytes) -> None:
-    """Create or replace an object."""
-    import obstore
-
-    parted = len(content) > _MOST_PUT_AT_ONCE
-    await client.slot(lambda: obstore.put_async(client.store, key, content, use_multipart=parted))
-    client.requests.add("put", written=len(content))
-
-
-async def create(client: ObstoreClient, key: str, content: bytes) -> None:
-    """Create an object unless its name is taken; asked again where the service is busy with another such request."""
-    import obstore
-
-    async def attempt() -> None:
-        for wait_s in (*_BUSY_WAITS_S, None):
-            client.requests.add("create", written=len(content))
-            try:
-                await obstore.put_async(client.store, key, content, mode="create")
-            except Exception as error:
-                if wait_s is None or not is_busy(error):
-                    raise
-                await asyncio.sleep(wait_s)
-            else:
-                return
-
-    await client.slot(attempt)
-
-
-async def delete(client: ObstoreClient, key: str) -> None:
-    """Delete an object, and everything below a folder of that name; fine if there is nothing."""
-    import obstore
-
-    async def itself() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            await obstore.delete_async(client.store, key)
-
-    client.requests.add("delete")
-    # It goes by whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
-    listed = obstore.list(client.store, prefix=key)  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
-    _, below_it = await asyncio.gather(itself(), listed.collect_async())
-    if found := [meta["path"] for meta in below_it]:
-        await obstore.delete_async(client.store, found)

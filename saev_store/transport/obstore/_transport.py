@@ -1,25 +1,40 @@
-"""Object stores through obstore."""
+"""Object stores through obstore: ranges, documents and listings. `_sink` uploads large files."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError
-from saev_store.transport._remote import Pins, RemoteTransport
+import numpy as np
+
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.transport._remote import Pins, RemoteTransport, task_group
 from saev_store.transport.base import Buffer, Entry, Transport, far_cost
-from saev_store.transport.checks import check_ranges, joined_runs, too_big
+from saev_store.transport.checks import Run, check_ranges, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
-from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop
+from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop, status_of
 from saev_store.transport.obstore._options import only_obstore_understands
-from saev_store.transport.obstore._ranges import PIECE_BYTES, RangeReader
-from saev_store.transport.obstore._sink import ObstoreSink, create, delete, put
+from saev_store.transport.obstore._sink import ObstoreSink
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
     from saev_store.transport.fsspec._transport import FsspecTransport
 
+#: Longer ranges are fetched in pieces of this size, side by side.
+PIECE_BYTES = 8 << 20
+#: Where pieces take longer than this, what has arrived of one is counted in steps, so that slow is told from stalled. It costs
+#: another copy, which does not matter where the line is the limit.
+_SLOW_S, _STEP_BYTES = 1.0, 1 << 20
+#: A longer document is sent in parts: two requests more, but what is lost on the way is less.
+_MOST_PUT_AT_ONCE = 32 << 20
 #: S3 copies larger objects in parts only.
 _MOST_COPIED_AT_ONCE = 5 << 30
+#: Waits before a creation is repeated that met another conditional write of the same object.
+_BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
 
 
@@ -50,48 +65,55 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
     ) -> None:
         super().__init__(ObstoreClient(url, StorageOptions(storage_options or {}), timeout_s))
-        self._client.check()
+        self.client.check()
         self._in_child: FsspecTransport | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self._client, self._folder, self._pins)
+        return _reopen, (self.client, self._folder, self._pins)
 
     @property
     def name(self) -> str:
         """`obstore:` and the kind of store."""
-        return f"obstore:{self._client.place.kind}"
+        return f"obstore:{self.client.place.kind}"
 
     def close(self) -> None:
         """Unpin all files and free unused memory; connections stay open for other transports."""
         super().close()
-        self._client.buffers.clear()
+        self.client.idle_parts.clear()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """The whole of a small file in one request, which is given up when the answer announces too much."""
-        below = self._below(path)
+        """The whole of a small file in one request, whose body is not read if it is longer than allowed."""
+        below = self.below(path)
         if is_forked():
             return self._forked().read(path, max_bytes=max_bytes)
         import obstore
 
         async def get() -> bytes:
-            answer = await obstore.get_async(self._client.store, self._key(below))
+            answer = await obstore.get_async(self.client.store, self.key(below))
             if max_bytes is not None and answer.meta["size"] > max_bytes:
                 raise too_big(self._where(below), size=answer.meta["size"], max_bytes=max_bytes)
             return bytes(await answer.bytes_async())
 
-        client = self._client
+        client = self.client
         data = client.call("read", self._where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
         client.requests.add("read", read=len(data))
         return data
 
     def size(self, path: str) -> int:
         """The size of a file in bytes, asked anew each time."""
-        below = self._below(path)
+        below = self.below(path)
         if is_forked():
             return self._forked().size(path)
-        return self._client.call("look at it", self._where(below), lambda: self._object(below).head())["size"]
+        return self.client.call("look at it", self._where(below), lambda: self._size(below))
+
+    async def _size(self, below: str) -> int:
+        import obstore
+
+        client = self.client
+        client.requests.add("size")
+        return (await client.slot(lambda: obstore.head_async(client.store, self.key(below))))["size"]
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range, each of exactly the length asked for; empty ranges cost no request.
@@ -100,38 +122,118 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             CorruptShardError: the file ends before a range does.
             TransportError: the file is not the one that was read before, or the server sent something else.
         """
-        below = self._below(path)
+        below = self.below(path)
         check_ranges(self._where(below), starts, ends)
         if is_forked():
             return self._forked().get_ranges(path, starts=starts, ends=ends)
-        return self._client.call(
-            "read",
-            self._where(below),
-            lambda: self._object(below).ranges(starts, ends),
-            nbytes=sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0,
-        )
+        wanted = list(zip(starts, ends, strict=True))
+
+        async def fetch() -> list[Buffer]:
+            async with task_group() as group:
+                tasks = [group.create_task(self._range(below, start, end)) for start, end in wanted if end > start]
+            found = iter(tasks)
+            return [next(found).result() if end > start else b"" for start, end in wanted]
+
+        nbytes = sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0
+        return self.client.call("read", self._where(below), fetch, nbytes=nbytes)
+
+    async def _range(self, below: str, start: int, end: int) -> Buffer:
+        """One range, in one request or in several."""
+        # Memory for a long range is not taken before the file is known to be long enough.
+        parts = await self._piece(below, start, min(end, start + PIECE_BYTES), needed=end)
+        if len(parts) == 1 and len(parts[0]) == end - start:
+            return memoryview(parts[0]).toreadonly()
+        whole = memoryview(bytearray(end - start))
+        filled = _fill([whole], parts)
+        await self._fill_all(below, _pieces([(start + filled, [whole[filled:]])]))
+        return whole.toreadonly()
+
+    async def _piece(self, below: str, start: int, end: int, *, needed: int = 0) -> list[Buffer]:
+        """The bytes of one request, in parts as they arrive; `needed` is the end of the range that it is a piece of.
+
+        Raises:
+            CorruptShardError: the object ends before `needed`.
+            TransportError: it is not the one that was read before, or the server sent something else.
+        """
+        import obstore
+
+        client, where, needed = self.client, self._where(below), max(end, needed)
+
+        async def get() -> list[Buffer]:
+            began = time.monotonic()
+            answer = await obstore.get_async(client.store, self.key(below), options={"range": (start, end)})
+            self._check(below, answer.meta, needed=needed)
+            if end - start <= _STEP_BYTES or client.last_piece_s < _SLOW_S:
+                parts: list[Buffer] = [memoryview(await answer.bytes_async())]
+                client.requests.add("get_ranges", read=len(parts[0]))
+            else:
+                parts = []
+                async for part in answer.stream(min_chunk_size=_STEP_BYTES):
+                    client.requests.add("get_ranges", read=len(part), requests=not parts)
+                    parts.append(part)
+            if end - start > _STEP_BYTES:
+                client.last_piece_s = time.monotonic() - began
+            return parts
+
+        try:
+            parts = await client.slot(get)
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            if status_of(error) == 416 and (size := await self._size(below)) < needed:
+                raise too_short(where, size=size, needed=needed) from None
+            raise
+        if (n_came := sum(map(len, parts))) != end - start:
+            raise TransportError(f"{n_came:,} bytes came for the range {start:,}:{end:,}", where=where, transient=True)
+        return parts
+
+    def _check(self, below: str, meta: ObjectMeta, *, needed: int) -> None:
+        """That an answer is of the object that was read before, and that it is long enough."""
+        version = meta.get("e_tag") or str(meta.get("last_modified"))
+        self._pins.check(below, (version, meta["size"]), where=self._where(below))
+        if meta["size"] < needed:
+            raise too_short(self._where(below), size=meta["size"], needed=needed)
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fetch the ranges in pieces, side by side, and copy each into its place as it arrives."""
-        below = self._below(path)
-        runs = joined_runs(self._where(below), starts, buffers)
+        below = self.below(path)
+        where = self._where(below)
+        pieces = _pieces(joined_runs(where, starts, buffers))
         if is_forked():
             self._forked().readinto(path, starts=starts, buffers=buffers)
-        elif runs:
-            self._object(below).readinto(runs)
+            return
+        nbytes = sum(run_end(piece) - piece[0] for piece in pieces)
+        try:
+            self.client.call("read", where, lambda: self._fill_all(below, pieces), nbytes=nbytes)
+        except BaseException:
+            # The wait can end before the reads do; pieces that arrive later must not be copied.
+            self.client.in_loop(pieces.clear)
+            raise
+
+    async def _fill_all(self, below: str, pieces: list[Run]) -> None:
+        """Fetch pieces side by side and copy each into its place; `pieces` is cleared to stop the copying."""
+
+        async def fill(number: int) -> None:
+            parts = await self._piece(below, pieces[number][0], run_end(pieces[number]))
+            if pieces:
+                _fill(pieces[number][1], parts)
+
+        async with task_group() as group:
+            for number in range(len(pieces)):
+                group.create_task(fill(number))
 
     def version(self, path: str) -> str | None:
         """The pinned ETag or time, with the size."""
-        return self._forked().version(path) if is_forked() else self._pins.told(self._below(path))
+        return self._forked().version(path) if is_forked() else super().version(path)
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted."""
-        below = self._below(path) if path else self._folder
+        below = self.below(path) if path else self._folder
         if is_forked():
             return self._forked().list(path)
         import obstore
 
-        client, key = self._client, self._key(below)
+        client, key = self.client, self.key(below)
         client.requests.add("list")
         found = client.call(
             "list",
@@ -139,30 +241,34 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
         )
         base = f"{path}/" if path else ""
-        entries = {base + name.rstrip("/").rpartition("/")[2]: None for name in found["common_prefixes"]}
-        sizes: dict[str, int | None] = {**entries}
-        times: dict[str, float] = {}
+        folders = [base + name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+        entries = {name: Entry(name, is_dir=True, size=None) for name in folders}
         for meta in found["objects"]:
             name = base + meta["path"].rpartition("/")[2]
             if meta["path"] != key:  # a placeholder for the folder itself
-                sizes.setdefault(name, meta["size"])
-                times[name] = meta["last_modified"].timestamp()
-        if not sizes and key:
+                entries.setdefault(name, Entry(name, False, meta["size"], meta["last_modified"].timestamp()))
+        if not entries and key:
             raise NotFoundError("there is no such folder", where=self._where(below))
-        return [
-            Entry(name, is_dir=size is None, size=size, modified_s=times.get(name))
-            for name, size in sorted(sizes.items())
-        ]
+        return [entries[name] for name in sorted(entries)]
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file, atomically."""
-        below = self._below(path)
-        content = bytes(data)
-        self._client.call(
-            "write", self._where(below), lambda: put(self._client, self._key(below), content), nbytes=len(content)
+        import obstore
+
+        client, below, content = self.client, self.below(path), bytes(data)
+        client.call(
+            "write",
+            self._where(below),
+            lambda: client.slot(
+                lambda: obstore.put_async(
+                    client.store, self.key(below), content, use_multipart=len(content) > _MOST_PUT_AT_ONCE
+                )
+            ),
+            nbytes=len(content),
         )
+        client.requests.add("put", written=len(content))
         self._pins.forget(below)
 
     def create(self, path: str, data: Buffer) -> None:
@@ -171,35 +277,59 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         A lost answer can make a creation that succeeded look failed, also as `StoreExistsError`: read the file back to
         know.
         """
-        below = self._below(path)
-        content = bytes(data)
+        import obstore
+
+        client, below, content = self.client, self.below(path), bytes(data)
+
+        async def attempt() -> None:
+            for wait_s in (*_BUSY_WAITS_S, None):
+                client.requests.add("create", written=len(content))
+                try:
+                    await obstore.put_async(client.store, self.key(below), content, mode="create")
+                except Exception as error:
+                    if wait_s is None or status_of(error) != 409:  # 409: nothing is decided yet
+                        raise
+                    await asyncio.sleep(wait_s)
+                else:
+                    return
+
         try:
-            self._client.call(
-                "create",
-                self._where(below),
-                lambda: create(self._client, self._key(below), content),
-                nbytes=len(content),
-            )
+            client.call("create", self._where(below), lambda: client.slot(attempt), nbytes=len(content))
         except StoreExistsError:
             raise StoreExistsError("the file already exists", where=self._where(below)) from None
         self._pins.forget(below)
 
     def delete(self, path: str) -> None:
         """Delete a file, or everything below a folder."""
-        below = self._below(path)
-        self._client.call("delete", self._where(below), lambda: delete(self._client, self._key(below)))
+        import obstore
+
+        client, below = self.client, self.below(path)
+
+        async def itself() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                await obstore.delete_async(client.store, self.key(below))
+
+        async def delete() -> None:
+            # A prefix is whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
+            listed = obstore.list(client.store, prefix=self.key(below))  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
+            _, below_it = await asyncio.gather(itself(), listed.collect_async())
+            if found := [meta["path"] for meta in below_it]:
+                await obstore.delete_async(client.store, found)
+
+        client.requests.add("delete")
+        client.call("delete", self._where(below), delete)
         self._pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
-        """A file that is uploaded while it is written and appears when it is committed; `resume` replaces the old one then."""
-        below = self._below(path)
+        """An upload that runs while it is written, and appears when it is committed; `resume` then replaces the old file."""
+        below = self.below(path)
         running_loop()  # or a ForkError, before anything is written
         if not resume:
             self._check_absent(path)
         return ObstoreSink(
-            self._client,
+            self.client,
             self._where(below),
-            self._key(below),
+            self.key(below),
             used_nbytes=used_nbytes,
             file_nbytes=file_nbytes,
             committed=lambda: self._pins.forget(below),
@@ -209,14 +339,12 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         """Let the service copy a file; False from another bucket, for large objects, or with other options."""
         if not isinstance(source, ObstoreTransport):
             return False
-        ours, theirs, below = self._client, source._client, self._below(path)
-        if ours.place.kind == "http" or (ours.place.kind, ours.place.bucket) != (
-            theirs.place.kind,
-            theirs.place.bucket,
-        ):
+        ours, theirs, below = self.client, source.client, self.below(path)
+        same_bucket = (ours.place.kind, ours.place.bucket) == (theirs.place.kind, theirs.place.bucket)
+        if ours.place.kind == "http" or not same_bucket or ours.options.all != theirs.options.all:
             return False
-        size, from_below = source.size(source_path), source._below(source_path)
-        if ours.options.all != theirs.options.all or size > _MOST_COPIED_AT_ONCE:
+        size, from_key = source.size(source_path), source.key(source.below(source_path))
+        if size > _MOST_COPIED_AT_ONCE:
             return False
         import obstore
 
@@ -225,10 +353,15 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         ours.call(
             "copy",
             self._where(below),
-            lambda: ours.slot(lambda: obstore.copy_async(ours.store, source._key(from_below), self._key(below))),
+            lambda: ours.slot(lambda: obstore.copy_async(ours.store, from_key, self.key(below))),
             nbytes=size // 16,
         )
         return True
+
+    def key(self, below: str) -> str:
+        """The name in the bucket of a file below the client's address."""
+        prefix = self.client.place.prefix
+        return f"{prefix}/{below}" if prefix and below else prefix or below
 
     def _forked(self) -> FsspecTransport:
         """Reads in a forked child.
@@ -238,7 +371,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         """
         from saev_store.transport.fsspec._transport import FsspecTransport
 
-        client = self._client
+        client = self.client
         if self._in_child is None:
             # Only for S3 do both clients name versions alike.
             pins = self._pins if client.place.kind == "s3" else None
@@ -250,15 +383,40 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                 raise fork_error(f", and fsspec cannot read instead: {error}") from error
         return self._in_child.at(self._folder)
 
-    def _object(self, below: str) -> RangeReader:
-        return RangeReader(self._client, self._pins, below, self._key(below), self._where(below))
-
-    def _key(self, below: str) -> str:
-        prefix = self._client.place.prefix
-        return f"{prefix}/{below}" if prefix and below else prefix or below
-
 
 def _reopen(client: ObstoreClient, folder: str, pins: Pins) -> ObstoreTransport:
     transport = object.__new__(ObstoreTransport)
-    transport.__dict__.update(_client=client, _pins=pins, _folder=folder, _in_child=None)
+    transport.__dict__.update(client=client, _pins=pins, _folder=folder, _in_child=None)
     return transport
+
+
+def _pieces(runs: Sequence[Run]) -> list[Run]:
+    """The same runs, cut into pieces of at most `PIECE_BYTES`."""
+    pieces: list[Run] = []
+    for begin, views in runs:
+        start, room = begin, 0
+        for view in views:
+            rest = view
+            while len(rest):
+                if room == 0:
+                    pieces.append((start, []))
+                    room = PIECE_BYTES
+                part = rest[:room]
+                pieces[-1][1].append(part)
+                start, room, rest = start + len(part), room - len(part), rest[len(part) :]
+    return pieces
+
+
+def _fill(targets: Sequence[memoryview], parts: Sequence[Buffer]) -> int:
+    """Copy parts one after the other into consecutive pieces of memory; the number of bytes."""
+    number = at = n_bytes = 0
+    for part in parts:
+        source, taken = np.frombuffer(part, np.uint8), 0  # NumPy releases the interpreter's lock while it copies
+        while taken < len(source):
+            target = np.frombuffer(targets[number], np.uint8)[at : at + len(source) - taken]
+            np.copyto(target, source[taken : taken + len(target)])
+            taken, at = taken + len(target), at + len(target)
+            if at == len(targets[number]):
+                number, at = number + 1, 0
+        n_bytes += len(source)
+    return n_bytes
