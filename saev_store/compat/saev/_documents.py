@@ -86,7 +86,7 @@ class Metadata:
         """
         folder = Path(shards_root) / self.hash
         if not (folder / WORK_FOLDER).exists():  # else a writer is at work, and will publish it
-            create(folder / METADATA_NAME, self.document.to_bytes())
+            create(folder / METADATA_NAME, self.document.raw)
 
     @property
     def hash(self) -> str:
