@@ -10,6 +10,7 @@ import pytest
 #: Modules that import an extra at the top, and the library that must be there for them.
 NEEDS = {
     "saev_store/torch/*": "torch",
+    "saev_store/compat/*": "torch",
     "saev_store/transport/obstore/_transport.py": "obstore",
     "saev_store/xarray.py": "xarray",
     "saev_store/dask.py": "dask",

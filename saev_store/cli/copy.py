@@ -27,6 +27,9 @@ def copy(
     tokens: Annotated[
         Literal["all", "content", "special"], typer.Option(help="Copy only these tokens, as a new store.")
     ] = "all",
+    protocol: Annotated[
+        str | None, typer.Option(metavar="2.1", help="Rewrite the documents in this protocol version, not the shards.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
     max_mb_per_s: Annotated[
         float | None, typer.Option(metavar="MB", help="Limit of MB per second, reads and writes together.")
@@ -53,6 +56,7 @@ def copy(
         dst,
         layers=None if layers is None else integers(layers, where="--layers"),
         tokens=tokens,
+        protocol=protocol,
         storage_options=storage_options(options, option),
         dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
         resume=resume,

@@ -250,7 +250,7 @@ def new_metadata(
     """The metadata of a new store, with exactly the keys that its protocol version has.
 
     Args:
-        protocol: "2.0", "1.0.0" or "2.1".
+        protocol: "2.0", "1.0.0" or "2.1", the only one that the reference project's code of today reads.
         family: The family of models, such as "clip".
         ckpt: The model.
         layers: Labels of the recorded layers, a sequence or array of distinct integers.

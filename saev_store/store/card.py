@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from saev_store.documents import Metadata
+from saev_store.documents import WRITABLE_VERSIONS, Metadata
 from saev_store.problems import Problem
 from saev_store.transport import Transport
 
@@ -48,6 +48,8 @@ def card_rows(
         ("labels", labels),
         ("protocol", f"{metadata.protocol}, read through {transport.name}"),
     ]
+    if metadata.version is not WRITABLE_VERSIONS["2.1"]:
+        rows.append(("", "the reference project's code reads 2.1 only: saev-store copy --protocol 2.1"))
     if metadata.dataset:
         rows.insert(2, ("dataset", metadata.dataset))
     shown = [f"{problem.severity}: {problem.message}" for problem in problems[:_SHOWN_PROBLEMS]]

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -222,7 +223,11 @@ class TorchLoader(ABC, Generic[Config]):
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.cfg,), {"state": self.state_dict()})
+        cfg = self.cfg
+        if get_spawning_popen() is not None and self._loader.world > 1:
+            # For a worker of PyTorch's DataLoader, where torch.distributed is not initialised.
+            cfg = replace(cfg, rank=self._loader.rank, world=self._loader.world)
+        return (type(self), (cfg,), {"state": self.state_dict()})
 
     def __setstate__(self, state: Mapping[str, Mapping[str, object]]) -> None:
         self.load_state_dict(state["state"])

@@ -262,6 +262,9 @@ def test_copy(run, store, tmp_path):
     code, out, _ = run("copy", store.path, tmp_path / "to", "--layers", "11,2", "--json")
     assert code == 0
     assert ShardStore.open(json.loads(out)["url"]).layers == (2, 11)
+    code, out, _ = run("copy", store.path, tmp_path / "to", "--protocol", "2.1")
+    assert code == 0
+    assert ShardStore.open(out.strip()).metadata.protocol == "2.1"
     code, _, err = run("copy", store.path, tmp_path / "to", "--no-resume")
     assert code == 1
     assert "already" in err

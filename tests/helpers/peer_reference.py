@@ -1,4 +1,4 @@
-"""A pytest plugin for the reference project's own loader tests: they import `saev.data`, and get `saev_store.torch`.
+"""A pytest plugin for the reference project's own loader tests: they import `saev.data`, and get `saev_store.compat.saev`.
 
 Their files run as they are, out of a checkout; only what their imports find is another package. The fixtures are ours,
 because the project's own record a model that has to be downloaded. `test_reference_peer.py` runs this.
@@ -25,20 +25,6 @@ class FakeImg:
     """A data set of so many pictures that nobody looks at."""
 
     n_examples: int = 10
-
-
-class Metadata:
-    """What their tests ask of a store's metadata."""
-
-    def __init__(self, path: Path) -> None:
-        layout = ShardStore.open(path).layout
-        self.layers, self.n_examples, self.d_model = layout.layers, layout.n_examples, layout.d_model
-        self.content_tokens_per_example = layout.content_tokens_per_example
-        self.examples_per_shard, self.n_shards = layout.examples_per_shard, layout.n_shards
-
-    @classmethod
-    def load(cls, path: Path) -> Metadata:
-        return cls(path)
 
 
 def worker_fn(*, data: FakeImg, shards_root: Path, **options: object) -> Path:
@@ -88,21 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     import saev  # the checkout's, for what is not `saev.data`
 
     # Here, because this file is looked at for doctests where there is no torch.
-    from saev_store.torch import (
-        IndexedConfig,
-        IndexedDataset,
-        OrderedConfig,
-        OrderedDataLoader,
-        ShuffledConfig,
-        ShuffledDataLoader,
-    )
+    from saev_store.compat import saev as ours
 
     data = types.ModuleType("saev.data")
-    names = (
-        IndexedConfig, IndexedDataset, OrderedConfig, OrderedDataLoader, ShuffledConfig, ShuffledDataLoader, Metadata,
-    )  # fmt: skip
-    for thing in names:
-        setattr(data, thing.__name__, thing)
+    for name in ours.__all__:
+        setattr(data, name, getattr(ours, name))
     data.datasets = types.SimpleNamespace(FakeImg=FakeImg)
     data.shards = types.SimpleNamespace(worker_fn=worker_fn)
     sys.modules["saev.data"] = saev.data = data

@@ -562,6 +562,7 @@ def test_cards_tell_and_escape(tmp_path: Path) -> None:
         "2, 5, 11",
         "yes (labels.bin)",
         "1.0.0",
+        "saev-store copy --protocol 2.1",
         "mmap",
         "renamed",
     ):

@@ -44,6 +44,7 @@ FLOORS = {
     "export": 5,
     "serve": 5,
     "__main__": 6,
+    "compat": 6,
     "__init__": 6,  # the front door; test_import_time.py judges what it loads
 }
 
@@ -88,7 +89,7 @@ HEAVY = {
     "skimage": ("record/",),
     "starlette": ("serve/",),
     "tensorstore": ("export/",),
-    "torch": ("torch/", "sources/llmbatch/reader.py", "record/", "testing/"),
+    "torch": ("torch/", "sources/llmbatch/reader.py", "record/", "testing/", "compat/"),
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),
     "transformers": ("record/",),
     "typer": ("cli/",),

@@ -19,6 +19,25 @@ PUBLIC = {
         "__version__",
         "new_metadata",
     ],
+    "saev_store.compat.saev": [
+        "Index",
+        "IndexMap",
+        "IndexedConfig",
+        "IndexedDataset",
+        "LabelsWriter",
+        "Metadata",
+        "OrderedConfig",
+        "OrderedDataLoader",
+        "PixelAgg",
+        "RecordedTransformer",
+        "Shard",
+        "ShardInfo",
+        "ShardWriter",
+        "ShuffledConfig",
+        "ShuffledDataLoader",
+        "make_ordered_config",
+        "pixel_to_patch_labels",
+    ],
     "saev_store.loaders": [
         "Batch",
         "BatchEntropy",
@@ -85,7 +104,7 @@ HAS_TORCH = find_spec("torch") is not None
 def packages() -> Iterator[tuple[str, ModuleType]]:
     """All packages of the package, apart from those that need an extra which is not installed."""
     for name in [*PUBLIC, "saev_store.documents", "saev_store.transport", "saev_store.validation", "saev_store.writer"]:
-        if HAS_TORCH or name != "saev_store.torch":
+        if HAS_TORCH or name not in {"saev_store.compat.saev", "saev_store.torch"}:
             yield name, importlib.import_module(name)
 
 

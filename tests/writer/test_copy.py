@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -461,3 +462,120 @@ def test_an_interrupted_copy_of_layers_continues(store, tmp_path, monkeypatch):
     url = copy_store(store.path, tmp_path / "to", layers=[5])
     assert np.array_equal(ShardStore.open(url)[...], store.acts[:, 1:2])
     assert np.array_equal(ShardStore.open(url).labels, store.labels)
+
+
+# -- another protocol version ----------------------------------------------------------------------------------------------
+
+#: What the reference project's code of today insists on, and all that it accepts.
+KEYS_2_1 = [
+    "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples", "max_tokens_per_shard",
+    "data", "dataset", "pixel_agg", "dtype", "protocol",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", STORES, ids=lambda path: path.relative_to(SAMPLES).parts[0])
+def test_any_store_as_protocol_2_1(sample, tmp_path):
+    source = ShardStore.open(shutil.copytree(sample, tmp_path / sample.name))
+    url = copy_store(source.url, tmp_path / "to", protocol="2.1", progress=False)
+    copied = ShardStore.open(url)
+    assert np.array_equal(copied[...], source[...])
+    written = json.loads((Path(url) / "metadata.json").read_text())
+    assert list(written) == KEYS_2_1
+    assert written["protocol"] == "2.1"
+    assert isinstance(written["data"], str)
+    compact = json.dumps(written, separators=(",", ":"), ensure_ascii=False)
+    assert copied.name == hashlib.sha256(compact.encode()).hexdigest()[:8]
+    entries = json.loads((Path(url) / "shards.json").read_text())
+    assert {key for entry in entries for key in entry} == {"name", "n_examples"}
+    assert (copied.labels is None) == (source.labels is None)
+    assert copied.validate(deep=True).ok
+    assert copy_store(source.url, tmp_path / "to", protocol="2.1", progress=False) == url  # there already
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+@pytest.mark.parametrize("digests", [True, False])
+def test_shards_are_shared_on_one_disk(store, tmp_path, monkeypatch, can_link, digests):
+    """Nothing of them is read; where the disk refuses, they are copied."""
+    if digests:
+        store.write_digests(256)
+    if not can_link:
+        link = os.link
+
+        def refuse(old: str, new: str) -> None:
+            if old.endswith(".bin"):
+                raise OSError(errno.EXDEV, "another disk")
+            link(old, new)
+
+        monkeypatch.setattr("saev_store.writer.copying._share._clone", lambda old, new: False)
+        monkeypatch.setattr(os, "link", refuse)
+    source = ShardStore.open(store.path)
+    before = source.transport.counters.bytes_read
+    url = copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False)
+    copied = Path(url)
+    for number in range(store.n_shards):
+        ours, theirs = copied / store.shard(number).name, store.shard(number)
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert can_link or not os.path.samefile(ours, theirs)
+    assert source.transport.counters.bytes_read == before
+    assert not os.path.samefile(copied / "labels.bin", store.path / "labels.bin")
+    assert (copied / "digests.json").exists() == (digests or not can_link)
+    assert ShardStore.open(url).validate(deep=digests).ok
+
+
+def test_hard_links_where_there_are_no_clones(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("saev_store.writer.copying._share._clone", lambda old, new: False)
+    (tmp_path / "moved").mkdir()
+    (store.path / "acts000001.bin").rename(tmp_path / "moved" / "acts000001.bin")
+    (store.path / "acts000001.bin").symlink_to(tmp_path / "moved" / "acts000001.bin")
+    url = copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False)
+    for number in range(store.n_shards):
+        assert os.path.samefile(Path(url) / store.shard(number).name, store.shard(number))
+    assert not (Path(url) / "acts000001.bin").is_symlink()
+
+
+def test_a_shard_that_is_not_padded_is_copied(tmp_path):
+    """The reference project maps every shard at its full size."""
+    short = plain_store(tmp_path / "from", padded=False)
+    url = copy_store(short.path, tmp_path / "to", protocol="2.1", progress=False)
+    assert np.array_equal(ShardStore.open(url)[...], short.acts)
+
+
+def test_some_layers_in_another_protocol(store, tmp_path):
+    url = copy_store(store.path, tmp_path / "to", layers=[5], protocol="2.1", progress=False)
+    copied = ShardStore.open(url)
+    assert (copied.metadata.protocol, copied.layers) == ("2.1", (5,))
+    assert np.array_equal(copied[...], store.acts[:, 1:2])
+
+
+def test_there_and_back(store, tmp_path):
+    there = copy_store(store.path, "memory://protocols", protocol="2.1", progress=False)
+    back = ShardStore.open(copy_store(there, tmp_path / "back", protocol="2.0", progress=False))
+    assert (back.metadata.protocol, back.metadata.data) == ("2.0", {"__class__": "Plain", "seed": 0})
+    assert np.array_equal(back[...], store.acts)
+    first = ShardStore.open(copy_store(there, tmp_path / "back", protocol="1.0.0", progress=False))
+    assert (first.metadata.protocol, first.metadata.dataset) == ("1.0.0", None)
+    assert copy_store(store.path, tmp_path / "same", protocol="2.0", progress=False).endswith(store.path.name)
+
+
+def test_what_another_protocol_cannot_hold(tmp_path):
+    pickled = SAMPLES / "v2_1_head_labels_cls/store/saev/shards/941cc259"
+    with pytest.raises(ArgumentError, match="wants an object"):
+        copy_store(pickled, tmp_path / "to", protocol="2.0")
+    with pytest.raises(ArgumentError, match="2.0, 2.1"):
+        copy_store(pickled, tmp_path / "to", protocol="7")
+    assert not (tmp_path / "to").exists()
+
+
+def test_an_interrupted_rewriting_continues(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(_whole, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False)
+    (folder,) = (tmp_path / "to").iterdir()
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(folder)
+    (folder / "acts000000.bin").unlink()
+    (folder / "acts000000.bin").write_bytes(b"half")
+    monkeypatch.undo()
+    url = copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False)
+    assert np.array_equal(ShardStore.open(url)[...], store.acts)
+    assert not (folder / ".saev_store").exists()

@@ -116,14 +116,16 @@ def test_who_was_overtaken_where_there_are_no_locks_touches_nothing(source, monk
         return plainly(self, file, bar)
 
     def stalled() -> None:
-        _whole.copy_whole(ShardStore.open(str(source.path)), place, resume=True, progress=False)
+        _whole.copy_whole(
+            store := ShardStore.open(str(source.path)), place, store.metadata, resume=True, progress=False
+        )
         outcome.append("done")
 
     monkeypatch.setattr(_whole._Copier, "copy", copy)
     thread = threading.Thread(target=stalled, name="stalled")
     thread.start()
     assert paused.wait(HANG_S)
-    _whole.copy_whole(ShardStore.open(str(source.path)), place, resume=True, progress=False)
+    _whole.copy_whole(store := ShardStore.open(str(source.path)), place, store.metadata, resume=True, progress=False)
     go_on.set()
     thread.join(HANG_S)
     assert outcome == ["done"]

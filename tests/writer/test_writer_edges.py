@@ -316,7 +316,7 @@ def test_a_padded_shard_is_not_copied_within_a_service_that_does_not_pad(tmp_pat
 
     store = ShardStore(open_documents(Service(files)))
     to = Service({})
-    _whole.copy_whole(store, to, resume=True, progress=False)
+    _whole.copy_whole(store, to, store.metadata, resume=True, progress=False)
     last = max(name for name in files if name.startswith("acts"))
     used = store.layout.used_nbytes(store.layout.n_shards - 1)
     assert len(files[last]) > used

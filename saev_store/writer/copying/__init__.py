@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, DocumentError
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def copy_store(
     *,
     layers: Sequence[int] | None = None,
     tokens: Tokens = "all",
+    protocol: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     resume: bool = True,
@@ -46,6 +48,11 @@ def copy_store(
     of it is read and compared first: the copy's own digests would call damaged vectors right. The protocol knows no store
     without content, so `tokens="special"` includes the first content token.
 
+    With `protocol` the documents are written as those of that protocol version, so the folder has another name; keys that the
+    version does not know are left out. The vectors stay as they are. On one disk the shards are clones of the source's files
+    or, where the file system has no clones, hard links to them, and are not read: the copy keeps the source's digests, and what
+    changes a shard in place changes both stores. (Nothing in this package does.)
+
     Between two places of one service that are opened with the same options the service copies whole shards by itself, and
     this machine only reads the copy to compare it with the source's digests (and the source, where it has none).
 
@@ -56,6 +63,7 @@ def copy_store(
         dst: The folder in which the copy's folder `<HASH>` is made; naming that folder itself is fine, too.
         layers: Labels of the layers to keep; None is all of them.
         tokens: `"content"` leaves special tokens out; `"special"` keeps them and the first content token.
+        protocol: "1.0.0", "2.0" or "2.1"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
@@ -72,7 +80,7 @@ def copy_store(
             exists there.
         IncompleteStoreError: `resume` is False and there is an unfinished copy, or the folder holds files of another program.
         WriterConflictError: another process is copying to there.
-        ArgumentError: a limit is not positive.
+        ArgumentError: a limit is not positive, or the source's metadata cannot be written in that protocol.
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
     from saev_store.store.store import ShardStore
@@ -87,10 +95,10 @@ def copy_store(
 
     with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
-        target = target_of(store, dst, layers, tokens)
+        target = target_of(store, dst, layers, tokens, protocol)
         to = opened(target.root, dst_storage_options)
-        if target.metadata is None:
-            copy_whole(store, to, resume=resume, progress=progress, replace=replace)
+        if target.is_whole:
+            copy_whole(store, to, target.metadata, resume=resume, progress=progress, replace=replace)
         else:
             copy_layers(
                 store, target.metadata, to, tokens=target.tokens, resume=resume, progress=progress, replace=replace
@@ -104,14 +112,16 @@ class Target(NamedTuple):
     Attributes:
         root: The folder in which its folder is made.
         name: That folder.
-        metadata: What describes it; None for a whole copy.
+        metadata: What describes it.
         tokens: Which tokens it has, by position.
+        is_whole: Whether it has all vectors, in files as those of the source.
     """
 
     root: str
     name: str
-    metadata: Metadata | None
+    metadata: Metadata
     tokens: Progression
+    is_whole: bool
 
     @property
     def url(self) -> str:
@@ -119,15 +129,51 @@ class Target(NamedTuple):
         return f"{self.root.rstrip('/')}/{self.name}"
 
 
-def target_of(store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens) -> Target:
+def target_of(
+    store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens, protocol: str | None = None
+) -> Target:
     """Where `copy_store` copies to when it is called like this, and what."""
     from saev_store.writer.copying._layers import kept_tokens, part_of
 
     chosen, kept = _chosen(store, layers), kept_tokens(store, tokens)
     is_whole = chosen == store.layers and kept.count == store.layout.tokens_per_example
-    metadata = None if is_whole else part_of(store.metadata, chosen, kept)
-    name = store.name if metadata is None else metadata.hash
-    return Target(_without(os.fspath(dst).rstrip("/") or "/", name), name, metadata, kept)
+    metadata = store.metadata if protocol is None else in_protocol(store.metadata, protocol)
+    if not is_whole:
+        metadata = part_of(metadata, chosen, kept)
+    name = store.name if metadata is store.metadata else metadata.hash
+    return Target(_without(os.fspath(dst).rstrip("/") or "/", name), name, metadata, kept, is_whole)
+
+
+def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
+    """The same as a document of another protocol version, without keys that it does not know.
+
+    Raises:
+        ArgumentError: the version is not written, or wants an object for `data`, which is a string that is not one.
+    """
+    from saev_store.documents import WRITABLE_VERSIONS, new_metadata, parse_json
+
+    version = WRITABLE_VERSIONS.get(protocol)
+    if version is metadata.version:
+        return metadata
+    data = metadata.data
+    if version is not None and version.data != "string" and isinstance(data, str):  # of 2.1, where ours is JSON
+        with contextlib.suppress(DocumentError):
+            data = parse_json(data.encode(), where="data", max_nbytes=len(data.encode()))
+    knows_dataset = version is None or "dataset" in version.writes
+    return new_metadata(
+        protocol=protocol,
+        family=metadata.family,
+        ckpt=metadata.ckpt,
+        layers=metadata.layers,
+        content_tokens_per_example=metadata.content_tokens_per_example,
+        cls_token=metadata.cls_token,
+        d_model=metadata.d_model,
+        n_examples=metadata.n_examples,
+        max_tokens_per_shard=metadata.max_tokens_per_shard,
+        data=cast("Mapping[str, object] | str", data),
+        dataset=metadata.dataset if knows_dataset else None,
+        pixel_agg=metadata.pixel_agg if knows_dataset else None,
+    )
 
 
 def _chosen(store: ShardStore, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import shard_name
-from saev_store.documents import labels_nbytes
+from saev_store.documents import labels_nbytes, shards_bytes
 from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
@@ -28,9 +28,11 @@ from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._digests import block_ranges, digest
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer._shard_file import Receipt, parse_receipt
+from saev_store.writer.copying._share import share
 from saev_store.writer.folder import Folder, receipt_path
 
 if TYPE_CHECKING:
+    from saev_store.documents import Metadata
     from saev_store.store.store import ShardStore
 
 BLOCK_BYTES = 8 << 20
@@ -49,35 +51,58 @@ class _File(NamedTuple):
 
 
 def copy_whole(
-    store: ShardStore, root: Transport, *, resume: bool, progress: bool | None, replace: bool = False
+    store: ShardStore,
+    root: Transport,
+    metadata: Metadata,
+    *,
+    resume: bool,
+    progress: bool | None,
+    replace: bool = False,
 ) -> None:
-    """Copy into the folder `store.name` below `root`; see `copy_store`."""
-    folder = Folder(root, store.name)
+    """Copy below `root`, under the same name if `metadata` is the store's; else with the documents of `metadata`'s version.
+
+    See `copy_store`.
+    """
+    is_same = metadata is store.metadata
+    folder = Folder(root, store.name if is_same else metadata.hash)
     if not replace:
-        if _is_published(folder, store, resume=resume):
+        if _is_published(folder, store, metadata, resume=resume):
             return
         _check_claim(folder, store, resume=resume)
     with folder.lock("copy"):
         if replace and _is_of_other_recording(folder, store):
             delete_copy(folder)
         # Between that look and this moment another process may have published it: nothing of it may be touched then.
-        if _is_published(folder, store, resume=resume):
+        if _is_published(folder, store, metadata, resume=resume):
             return
         _claim(folder, store)
         promised = load_digests(store.transport)
         block_bytes = promised.block_bytes if promised else BLOCK_BYTES
         copier = _Copier(store, folder, promised, block_bytes)
         files = _files(store, pads=folder.writes.pads)
-        total = sum(file.used_nbytes for file in files)
-        check_space(root.url, sum(file.used_nbytes for file in files if folder.size(file.name) is None))
+        shared = {file.name for file in files if not is_same and _is_shared(store, folder, file)}
+        rest = [file for file in files if file.name not in shared]
+        check_space(root.url, sum(file.used_nbytes for file in rest if folder.size(file.name) is None))
         done: dict[str, FileDigests] = {}
-        with Progress(total, "copying", shown=progress) as bar:
-            for file in files:
+        with Progress(sum(file.used_nbytes for file in rest), "copying", shown=progress) as bar:
+            for file in rest:
                 # Where there are no locks another process may have gone on with it, and be done.
-                if _is_published(folder, store, resume=True):
+                if _is_published(folder, store, metadata, resume=True):
                     return
                 done[file.name] = copier.copy(file, bar)
-        _publish(folder, store, Digests(block_bytes, {name: entry for name, entry in done.items() if entry.digests}))
+        if shared:  # shared files are not read: what is known of them is what the source knows
+            done = dict(promised.files) if promised else {}
+        _publish(
+            folder,
+            store,
+            metadata,
+            Digests(block_bytes, {name: entry for name, entry in done.items() if entry.digests}),
+        )
+
+
+def _is_shared(store: ShardStore, folder: Folder, file: _File) -> bool:
+    """Whether a shard of the copy is one with that of the source. Labels may be written anew by others: they are copied."""
+    return file.shard_idx is not None and share(store.transport, folder, file.name, file.file_nbytes)
 
 
 def _files(store: ShardStore, *, pads: bool) -> list[_File]:
@@ -99,12 +124,12 @@ def _files(store: ShardStore, *, pads: bool) -> list[_File]:
     return files
 
 
-def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
+def _is_published(folder: Folder, store: ShardStore, metadata: Metadata, *, resume: bool) -> bool:
     there = folder.read(METADATA_NAME)
     if there is None:
         return False
-    if not resume or bytes(there) != store.metadata.raw:
-        what = "the copy" if bytes(there) == store.metadata.raw else "another store of this name"
+    if not resume or bytes(there) != metadata.raw:
+        what = "the copy" if bytes(there) == metadata.raw else "another store of this name"
         raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
     _check_sizes(folder, _files(store, pads=False))
     if _is_of_other_recording(folder, store):
@@ -311,18 +336,22 @@ def _blocks(transport: Transport, path: str, file: _File, block_bytes: int) -> G
     return ahead(read, list(block_ranges(file.used_nbytes, block_bytes)), _N_AHEAD)
 
 
-def _publish(folder: Folder, store: ShardStore, digests: Digests) -> None:
-    folder.put(DIGESTS_NAME, digests.to_bytes())
+def _publish(folder: Folder, store: ShardStore, metadata: Metadata, digests: Digests) -> None:
+    if digests.files:
+        folder.put(DIGESTS_NAME, digests.to_bytes())
     try:
         provenance = store.transport.read(PROVENANCE_NAME, max_bytes=_MAX_PROVENANCE_BYTES)
     except NotFoundError:
         pass
     else:
         folder.put(PROVENANCE_NAME, provenance)
-    folder.put(SHARDS_NAME, store.index.raw)
+    index = store.index.raw
+    if metadata is not store.metadata:
+        index = shards_bytes(store.layout, metadata.count_key, trailing_empty=store.index.trailing_empty)
+    folder.put(SHARDS_NAME, index)
     if store.labels is None and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
         folder.delete(LABELS_NAME)
-    if folder.create(METADATA_NAME, store.metadata.raw) == "taken":
+    if folder.create(METADATA_NAME, metadata.raw) == "taken":
         raise StoreExistsError("another store of this name was published meanwhile", where=folder.url)
     remove_hidden(folder)
 

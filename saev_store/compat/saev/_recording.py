@@ -1,0 +1,200 @@
+"""Recording a model: outputs of its blocks, labels of its tokens, shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from saev_store import ShardStore
+from saev_store.compat.saev._documents import Metadata, PixelAgg, create
+from saev_store.errors import ArgumentError
+from saev_store.names import LABELS_NAME, METADATA_NAME
+
+Labels = npt.NDArray[np.uint8] | torch.Tensor
+
+
+class Transformer(Protocol):
+    """What is asked of a model: its name, the tokens to record, its residual blocks in the order of depth."""
+
+    @property
+    def name(self) -> str: ...
+    def get_token_i(self, content_tokens_per_example: int) -> slice | torch.Tensor: ...
+    def get_residuals(self) -> Sequence[torch.nn.Module]: ...
+
+
+class RecordedTransformer(torch.nn.Module):
+    """A model that gives its output and the outputs of the blocks `layers`, in that order."""
+
+    def __init__(
+        self, model: Transformer, content_tokens_per_example: int, cls_token: bool, layers: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.model = cast("torch.nn.Module", model)
+        self.content_tokens_per_example, self.cls_token, self.layers = content_tokens_per_example, cls_token, layers
+        self.tokens_per_example = content_tokens_per_example + cls_token
+        self.token_i = model.get_token_i(content_tokens_per_example)
+        self.logger = logging.getLogger(f"recorder({model.name})")
+        self._outputs: dict[int, torch.Tensor] = {}
+        blocks = model.get_residuals()
+        for position, layer in enumerate(layers):
+            blocks[layer].register_forward_hook(partial(self._keep, position))
+
+    def _keep(self, position: int, _block: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
+        found = output[:, self.token_i, :].detach()
+        if not self.cls_token and found.shape[1] == self.tokens_per_example + 1:
+            found = found[:, 1:]
+        if found.shape[1] != self.tokens_per_example:
+            raise ArgumentError(
+                f"block {self.layers[position]} gives {found.shape[1]} tokens; {self.tokens_per_example} are expected",
+                where="content_tokens_per_example",
+            )
+        self._outputs[position] = found
+
+    def reset(self) -> None:
+        """Drop what was recorded."""
+        self._outputs.clear()
+
+    @property
+    def activations(self) -> torch.Tensor:
+        """What the latest forward pass recorded, on the CPU: (batch, layers, tokens, d_model).
+
+        Raises:
+            ArgumentError: a block did not run.
+        """
+        if len(self._outputs) != len(self.layers):
+            raise ArgumentError("not every block has run", where="layers", remedy="Call the model first.")
+        return torch.stack([self._outputs[position] for position in range(len(self.layers))], dim=1).cpu()
+
+    def forward(self, batch: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's output, and `activations`."""
+        self.reset()
+        run = cast("Callable[..., torch.Tensor]", self.model)
+        return run(batch, **kwargs), self.activations
+
+
+class LabelsWriter:
+    """Collects the labels of a store that has none in `labels`, and writes labels.bin at once."""
+
+    def __init__(self, shards_dir: Path, md: Metadata) -> None:
+        self.md = md
+        self.logger = logging.getLogger("labels-writer")
+        self.labels_path = Path(shards_dir) / LABELS_NAME
+        self.labels = np.zeros((md.n_examples, md.content_tokens_per_example), dtype=np.uint8)
+        self.has_written = False
+
+    def write_batch(self, batch_labels: Labels, start_idx: int) -> None:
+        """Set the labels, uint8 (n, content tokens), of the examples from `start_idx` on.
+
+        Raises:
+            ArgumentError: they have another shape or dtype, or go beyond the last example.
+        """
+        labels = np.asarray(batch_labels.cpu() if isinstance(batch_labels, torch.Tensor) else batch_labels)
+        end = start_idx + len(labels)
+        fits = labels.shape[1:] == self.labels.shape[1:] and 0 <= start_idx <= end <= self.md.n_examples
+        if not fits or labels.dtype != np.uint8:
+            raise ArgumentError(
+                f"labels of shape {labels.shape} and dtype {labels.dtype} for examples {start_idx} to {end}; the store has "
+                f"uint8 labels of shape {self.labels.shape}",
+                where="batch_labels",
+            )
+        self.labels[start_idx:end] = labels
+        self.has_written = True
+
+    def flush(self) -> None:
+        """Write labels.bin, if any labels were set.
+
+        Raises:
+            StoreExistsError: the store has other labels.
+        """
+        if self.has_written:
+            create(self.labels_path, self.labels.tobytes())
+
+
+class ShardWriter:
+    """Writes a store, examples in their order; leaving its `with` block after the last one publishes the store.
+
+    `ShardStore.create` has more options; with `resume=True` it goes on where this was interrupted.
+
+    Raises:
+        StoreExistsError, IncompleteStoreError: a store is there already, or an unfinished one.
+    """
+
+    def __init__(self, shards_root: Path, md: Metadata) -> None:
+        self.md = md
+        self.logger = logging.getLogger("shard-writer")
+        self.shards_dir = Path(shards_root) / md.hash
+        if self.shards_dir.is_dir() and [path.name for path in self.shards_dir.iterdir()] == [METADATA_NAME]:
+            (self.shards_dir / METADATA_NAME).unlink()  # of `Metadata.dump`: a part of a store must not open
+        self._writer = ShardStore.create(shards_root, md.document, progress=False)
+
+    def write_batch(
+        self,
+        activations: torch.Tensor | npt.NDArray[np.float32],
+        start_idx: int,
+        patch_labels: Labels | None = None,
+    ) -> None:
+        """Add the next examples: activations (n, layers, tokens, d_model), labels (n, content tokens) for all or for none.
+
+        Raises:
+            ArgumentError: another shape, other values, or example `start_idx` is not the next one.
+        """
+        if start_idx != self._writer.next_example:
+            raise ArgumentError(f"example {start_idx}, not {self._writer.next_example} as expected", where="start_idx")
+        self._writer.append(activations, labels=patch_labels)
+
+    def flush(self) -> None:
+        """Make durable what was written."""
+        self._writer.checkpoint()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+
+def pixel_to_patch_labels(
+    seg: object,
+    n_patches: int,
+    patch_size: int,
+    pixel_agg: PixelAgg = PixelAgg.MAJORITY,
+    bg_label: int = 0,
+    max_classes: int = 256,
+) -> torch.Tensor:
+    """The labels of an image's patches, row by row, uint8 (n_patches,); of equally frequent ones the smallest.
+
+    Args:
+        seg: The labels of its pixels, (height, width), an image or array.
+        n_patches: How many patches it has.
+        patch_size: Height and width of a patch in pixels.
+        pixel_agg: Which label a patch gets.
+        bg_label: The background.
+        max_classes: Labels are below this.
+
+    Raises:
+        ArgumentError: the image is no grid of so many patches, or a label is too large.
+    """
+    pixels = np.asarray(seg, dtype=np.uint8)
+    rows, columns = (side // patch_size for side in pixels.shape) if pixels.ndim == 2 else (0, 0)
+    if pixels.shape != (rows * patch_size, columns * patch_size) or not rows * columns == n_patches > 0:
+        raise ArgumentError(
+            f"pixels of shape {pixels.shape} are not {n_patches} patches of {patch_size} x {patch_size}", where="seg"
+        )
+    if pixels.max() >= max_classes:
+        raise ArgumentError(f"label {pixels.max()} is not below {max_classes}", where="seg")
+    patches = pixels.reshape(rows, patch_size, columns, patch_size).swapaxes(1, 2).reshape(n_patches, -1)
+    counts = np.stack([np.bincount(patch, minlength=256) for patch in patches])
+    if pixel_agg is PixelAgg.PREFER_FG:
+        has_foreground = counts[:, bg_label] < patch_size**2
+        counts[has_foreground, bg_label] = 0
+    return torch.as_tensor(counts.argmax(axis=1), dtype=torch.uint8)

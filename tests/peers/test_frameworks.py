@@ -1,0 +1,146 @@
+"""The scripts of docs/frameworks.md, run as they are with the real frameworks on two ranks, interrupted and started again.
+
+    pip install -c constraints.txt '.[frameworks,test]'
+    python -m pytest tests/peers/test_frameworks.py
+
+Only addresses, sizes and intervals in them are changed. What arrives at the model is compared with the order of one loader that
+serves everybody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saev_store import ShardStore, new_metadata
+from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+RANK = Path(__file__).parents[1] / "helpers" / "framework_rank.py"
+
+#: Heading -> the package that its script needs besides torch.
+SCRIPTS = {
+    "Plain DDP": "torch",
+    "Lightning": "lightning",
+    "Accelerate": "accelerate",
+    "PyTorch's DataLoader": "torch",
+    "torchdata's StatefulDataLoader": "torchdata",
+    "Slurm": "torch",
+}
+#: What is smaller in the tests: a batch of a rank, features, steps between checkpoints.
+SMALLER = {
+    "8192": "8",
+    "16_384": "32",
+    "% 100": "% 5",
+    "n_train_steps=100": "n_train_steps=5",
+    "devices=8": "devices=2",
+}
+BATCH_SIZE, EVERY, KILLED_AT = 16, 5, 8
+
+
+def block(heading: str, language: str) -> str:
+    """The only block of a language below a heading."""
+    sections = re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    (section,) = [text for text in sections if text.startswith(heading + "\n")]
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 examples of 7 content tokens; vectors begin with their example and content token."""
+    metadata = new_metadata(
+        family="clip", ckpt="coordinates", layers=[5, 11], content_tokens_per_example=7, cls_token=True, d_model=8,
+        n_examples=48, max_tokens_per_shard=5 * 16,
+    )  # fmt: skip
+    acts = np.random.default_rng(0).standard_normal(metadata.layout.shape, dtype=np.float32)
+    acts[..., 0] = np.arange(48)[:, None, None]
+    acts[..., 1] = np.arange(-1, 7)
+    root = tmp_path_factory.mktemp("frameworks")
+    with ShardStore.create(root, metadata, progress=False) as writer:
+        writer.append(acts)
+    return root / metadata.hash
+
+
+@pytest.fixture(scope="module")
+def expected(store: Path) -> list[list[list[int]]]:
+    """The global batches of two epochs."""
+    loader = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=BATCH_SIZE, rank=0, world=1))
+    batches = [
+        torch.stack([batch["example_idx"], batch["token_idx"]], dim=1).tolist() for _ in range(2) for batch in loader
+    ]
+    half = len(batches) // 2
+    epochs = [[tuple(row) for batch in part for row in batch] for part in (batches[:half], batches[half:])]
+    assert epochs[0] != epochs[1]
+    for rows in epochs:
+        assert sorted(rows) == [(example, token) for example in range(48) for token in range(7)]
+    return batches
+
+
+def command_of(heading: str, folder: Path) -> list[str]:
+    """How two ranks are started here: by torchrun, or by the batch script of the page with a stand-in for Slurm."""
+    rank = [str(RANK), "train.py", str(folder)]
+    if heading != "Slurm":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rank]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    text = block("Slurm", "bash")
+    for old, new in (("$((20000 + SLURM_JOB_ID % 20000))", str(port)), ("python train.py", f"{sys.executable} {' '.join(rank)} $N_STEPS")):  # fmt: skip
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "job.sh").write_text(text)
+    (folder / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    task = 'SLURM_PROCID={0} SLURM_LOCALID={0} SLURM_NTASKS=2 "$@"'
+    (folder / "srun").write_text(f"#!/bin/bash\n{task.format(1)} &\n{task.format(0)} && wait $!\n")
+    for name in ("scontrol", "srun"):
+        (folder / name).chmod(0o755)
+    return ["bash", "job.sh"]
+
+
+def run(heading: str, folder: Path, n_steps: int) -> tuple[subprocess.CompletedProcess[str], list[list[list[int]]]]:
+    """How the script ended, and what both ranks got in each step together."""
+    for rank in range(2):
+        (folder / f"rank{rank}.txt").unlink(missing_ok=True)
+    command = command_of(heading, folder) + ([] if heading == "Slurm" else [str(n_steps)])
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))
+    }
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "N_STEPS": str(n_steps), "SLURM_JOB_ID": "7"}
+    environment |= {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    parts = [[json.loads(line) for line in (folder / f"rank{rank}.txt").read_text().splitlines()] for rank in range(2)]
+    return done, [one + two for one, two in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("heading", SCRIPTS)
+def test_a_script_trains_and_goes_on(heading: str, store: Path, expected: list[list[list[int]]], tmp_path: Path):
+    if find_spec(SCRIPTS[heading]) is None:
+        pytest.skip(f"{SCRIPTS[heading]} is not installed")
+    text = block("Plain DDP" if heading == "Slurm" else heading, "python").replace("/data/shards/941cc259", str(store))
+    for old, new in SMALLER.items():
+        text = text.replace(old, new)
+    (tmp_path / "train.py").write_text(text)
+    killed, first = run(heading, tmp_path, KILLED_AT)
+    assert killed.returncode != 0
+    assert first == expected[:KILLED_AT], killed.stderr
+    done, rest = run(heading, tmp_path, 0)
+    assert done.returncode == 0, done.stderr
+    assert rest == expected[EVERY:]
+
+
+def test_every_script_of_the_page_is_run():
+    headings = re.findall(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    assert headings == list(SCRIPTS)
