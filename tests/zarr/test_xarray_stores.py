@@ -132,7 +132,7 @@ def test_the_coordinate_takes_no_memory_for_many_examples():
         family="clip", ckpt="x", layers=(0,), content_tokens_per_example=1, cls_token=False, d_model=1,
         n_examples=n_examples, max_tokens_per_shard=n_examples,
     )  # fmt: skip
-    files = {"metadata.json": metadata.to_bytes(), "shards.json": shards_bytes(layout, metadata.count_key)}
+    files = {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}
     store = ShardStore.open(LatencyTransport(MemoryTransport(files, label=metadata.hash), 0.0, 1e12))
     dataset = store.as_xarray()
     assert sys.getsizeof(dataset.indexes["example"]) < 1000
