@@ -234,7 +234,7 @@ def test_each_call_fails_once(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     ]
     if not os.environ.get("SAEV_STORE_ALL_FAULTS"):
         # Some of each kind; all of them in the long tests.
-        cases = random.Random(name).sample(cases, min(len(cases), 40))
+        cases = random.Random(name).sample(cases, min(len(cases), 15))
     wrong: list[str] = []
     for call, at, how, lasting in cases:
         operation, folder = fresh()
