@@ -136,7 +136,8 @@ def main() -> None:
     this = make_case(args.seed * 10_000)
     # How long it takes undisturbed decides at what instants it is killed.
     wait(in_child(lambda: write(f"{url}/undisturbed", options, args.engine, this, 0)), doing="writing")
-    full_s = time.monotonic() - begun_s
+    # On a busy machine the first write is no measure; later attempts get more time anyway.
+    full_s = min(time.monotonic() - begun_s, 5.0)
     while n_kills < args.kills:
         this = make_case(args.seed * 10_000 + n_stores)
         n_stores += 1

@@ -114,7 +114,9 @@ def test_virtualizarr_reads_kerchunk_documents_without_templates(tmp_path: Path)
 def opened(folder: Path) -> xr.Dataset:
     storage = icechunk.local_filesystem_storage(str(folder))
     places = icechunk.Repository.fetch_config(storage).virtual_chunk_containers
-    repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access=dict.fromkeys(places))
+    # Versions before 2 allow a place by None.
+    access = getattr(icechunk.credentials, "LocalFileSystemAccess", None)
+    repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access=dict.fromkeys(places, access))
     return xr.open_zarr(
         repository.readonly_session("main").store, consolidated=False, chunks=None, mask_and_scale=False
     )
