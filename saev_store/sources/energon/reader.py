@@ -214,7 +214,10 @@ class EnergonDataset(Source[RawSample]):
             DocumentError: a part that the field map needs is missing, or does not decode.
             MissingDependencyError: images need Pillow.
         """
-        raw = self.raw(sample)
+        return self.decode(self.raw(sample))
+
+    def decode(self, raw: RawSample) -> Sample:
+        """Stored parts, such as those of `rows`, as the sample type that `dataset.yaml` names; raises as `sample`."""
         definition = self.documents.definition
         restore_key = (self.url, raw.shard, raw.sample_index)
         if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:
