@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partialmethod
 from pathlib import Path
@@ -235,14 +236,37 @@ class TestCommands:
         assert run("ls", tmp_path / "x/nope")[0] == 1
         code, _, err = run("prepare", tmp_path, "--split", "8,1,1")
         assert code == 1 and "prepared already" in err
-        code, out, _ = run("prepare", tmp_path, "--overwrite", "--json", "--split-parts", r"train:[0-4]\.tar", "--field", "text=txt", "--sample-type", "TextSample")  # fmt: skip
+        code, out, _ = run("prepare", tmp_path, "--overwrite", "--json", "--split-parts", r"train:[0-4]\.tar", "--field-map", '{"text": "txt"}', "--sample-type", "TextSample")  # fmt: skip
         assert code == 0 and len(json.loads(out)["splits"]["train"]) == 5
         assert {problem["kind"] for problem in json.loads(out)["problems"]} == {"in_no_split"}
 
-    @pytest.mark.parametrize("options", [[], ["--field", "x"], ["--field", "=x"], ["--num-workers", "0"]])
+    @pytest.mark.parametrize(
+        "options",
+        [[], ["--field", "x"], ["--field", "=x"], ["--field-map", "{"], ["--field-map", "[1]"], ["--num-workers", "0"]],
+    )
     def test_wrong_usage(self, run, tmp_path, options):
         (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 1)))
         assert run("prepare", tmp_path, *options, *(["--split", "1,0,0"] if options else []))[0] == 2
+
+    def test_interactive(self, run, tmp_path, monkeypatch):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        answers = "nonsense\n1,0\n1,0,0\n99\nTextSample\njson[\njson[caption]\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+        code, out, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 0, err
+        assert "parts: json, txt" in err and "3 samples" in out
+        assert (tmp_path / ".nv-meta/dataset.yaml").read_text() == (
+            "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
+        )
+        assert EnergonDataset(tmp_path).sample(2).text == "c2"
+
+    def test_interactive_with_patterns(self, run, tmp_path, monkeypatch):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        monkeypatch.setattr("sys.stdin", io.StringIO("train:[\ntrain:0.*\n1,0,0\nval:1.*\n\n0\n"))
+        code, _, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 0, err
+        assert EnergonDataset(tmp_path).splits == ("train", "val")
+        assert EnergonDataset(tmp_path).sample_type == "CrudeWebdataset"
 
     def test_a_damaged_one(self, run, tmp_path):
         write_dataset(tmp_path, odd=False)
