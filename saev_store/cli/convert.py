@@ -25,6 +25,10 @@ def convert(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a record. Needed for batches.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records of a batch. Needed for batches.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order of records.")] = 0,
+    pad_token: Annotated[
+        int | None,
+        typer.Option(help="Write one record per document, padded with this token, instead of joining documents."),
+    ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
     tokenizer: Annotated[
@@ -54,8 +58,8 @@ def convert(
             if seq_len is None or batch_size is None:
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
             n = documents_to_batches(
-                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed,
-                end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
+                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
             done = {"url": dst, "batches": n}
         else:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
 from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
 from saev_store.cli._output import emit, emit_json
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, SaevStoreError
+
+if TYPE_CHECKING:
+    from saev_store.transport import Transport
+
+_MAX_SHOWN = 12
+_AnswerT = TypeVar("_AnswerT")
 
 
 def prepare(
@@ -31,9 +40,11 @@ def prepare(
         list[str] | None,
         typer.Option("--field", metavar="FIELD=PART", help="image=jpg, caption=json[caption]; may be repeated."),
     ] = None,
+    field_map: Annotated[str | None, typer.Option(metavar="JSON", help="The fields as one JSON object.")] = None,
     num_workers: Annotated[
         int | None, typer.Option(min=1, help="Number of processes [default: depends on the tars].")
     ] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for missing options.")] = False,
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -47,15 +58,25 @@ def prepare(
 ) -> None:
     """Index and split tars, and write .nv-meta beside them: an Energon data set. The tars are not changed."""
     from saev_store.sources.energon.prepare import prepare as prepare_folder
+    from saev_store.transport import open_transport
 
+    transport = open_transport(path, storage_options(options, option))
+    fields = _fields(field, field_map)
+    if interactive:
+        _show(transport, exclude)
+        if split is None and not split_parts:
+            split, split_parts = _ask_split()
+        if sample_type is None:
+            sample_type = _ask_sample_type()
+        fields = fields or _ask_fields(sample_type)
     made = prepare_folder(
         path,
-        storage_options(options, option),
+        transport=transport,
         split=split,
         split_parts=split_parts or (),
         exclude=exclude,
         sample_type=sample_type,
-        field_map=_fields(field),
+        field_map=fields,
         num_workers=num_workers,
         overwrite=overwrite,
         progress=progress,
@@ -76,8 +97,18 @@ def prepare(
     })  # fmt: skip
 
 
-def _fields(pairs: list[str] | None) -> dict[str, str] | None:
+def _fields(pairs: list[str] | None, text: str | None) -> dict[str, str] | None:
     fields: dict[str, str] = {}
+    if text is not None:
+        try:
+            parsed = cast("object", json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"{text!r} is not JSON ({error})", where="--field-map") from None
+        if not isinstance(parsed, dict) or any(
+            not isinstance(part, str) for part in cast("dict[str, object]", parsed).values()
+        ):
+            raise ArgumentError(f"{text!r} is not an object of strings", where="--field-map")
+        fields.update(cast("dict[str, str]", parsed))
     for pair in pairs or ():
         name, equals, part = pair.partition("=")
         if not name or not equals or not part:
@@ -86,3 +117,84 @@ def _fields(pairs: list[str] | None) -> dict[str, str] | None:
             )
         fields[name] = part
     return fields or None
+
+
+def _show(transport: Transport, exclude: str | None) -> None:
+    """Print the tars, and the parts of the first ones' samples, to standard error."""
+    from saev_store.sources.energon.prepare import find_tars
+    from saev_store.sources.energon.tar_scan import Scan
+    from saev_store.transport import Lists
+
+    if not isinstance(transport, Lists):
+        raise ArgumentError("this storage cannot list folders", where=transport.url)
+    tars, _ = find_tars(transport, exclude=exclude)
+    samples = islice(Scan.of(transport, tars[0][0], where=tars[0][0]).samples(), _MAX_SHOWN)
+    parts = dict.fromkeys(name for _, _, _, parts in samples for name, _, _ in parts)
+    typer.echo(f"{len(tars):,} tars, from {tars[0][0]} to {tars[-1][0]}\nparts: {', '.join(parts) or 'none'}", err=True)
+
+
+def _ask(question: str, parse: Callable[[str], _AnswerT], *, default: str | None = None) -> _AnswerT:
+    """Ask on standard error until `parse` accepts the answer."""
+    while True:
+        answer = typer.prompt(question, default=default, show_default=bool(default), err=True)
+        try:
+            return parse(answer)
+        except SaevStoreError as error:
+            typer.echo(str(error), err=True)
+
+
+def _ask_split() -> tuple[str | None, list[str]]:
+    """A ratio, or patterns."""
+    from saev_store.sources.energon.split import SplitPlan
+
+    def parse(answer: str) -> tuple[str | None, list[str]]:
+        ratio, patterns = (None, [answer]) if ":" in answer else (answer, [])
+        SplitPlan(ratio, patterns)
+        return ratio, patterns
+
+    def parse_more(answer: str) -> list[str]:
+        SplitPlan(None, more := [answer] if answer else [])
+        return more
+
+    ratio, patterns = _ask("Ratio of train, val and test (8,1,1), or NAME:REGEX for one split", parse)
+    while patterns and (more := _ask("Another NAME:REGEX (empty: no more)", parse_more, default="")):
+        patterns += more
+    return ratio, patterns
+
+
+def _ask_sample_type() -> str:
+    from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
+
+    kinds = [CRUDE, *SAMPLE_TYPES]
+
+    def parse(answer: str) -> str:
+        kind = kinds[int(answer)] if answer.isdecimal() and int(answer) < len(kinds) else answer
+        if kind not in kinds:
+            raise ArgumentError(f"{answer!r} is none of them", where="--sample-type")
+        return kind
+
+    for number, kind in enumerate(kinds):
+        typer.echo(f"  {number}  {kind}", err=True)
+    return _ask("Sample type, by number or name", parse, default="0")
+
+
+def _ask_fields(sample_type: str) -> dict[str, str]:
+    """The part of each field of a sample type; raw parts have no fields."""
+    from saev_store.sources.energon.field_map import FieldPath
+    from saev_store.sources.energon.samples import SAMPLE_TYPES
+
+    def parse(answer: str) -> str:
+        if answer:
+            FieldPath.parse(answer, where="part")
+        return answer
+
+    fields: dict[str, str] = {}
+    kind = SAMPLE_TYPES.get(sample_type)
+    if kind is None:
+        return fields
+    for name in [*kind.required(), *kind.optional()]:
+        is_required = name in kind.required()
+        hint = "such as jpg,png or json[caption]" + ("" if is_required else "; empty: leave it out")
+        if part := _ask(f"Part for {name} ({hint})", parse, default=None if is_required else ""):
+            fields[name] = part
+    return fields

@@ -35,6 +35,7 @@ Tokenizer = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 _PIECE_TOKENS = 1 << 20
 #: Samples that are read at a time.
 _BATCH = 256
+_Records = npt.NDArray[np.uint32]
 _Tokens = npt.NDArray[np.generic]
 
 
@@ -46,6 +47,7 @@ def documents_to_batches(
     batch_size: int,
     seed: int = 0,
     end_token: int | None = None,
+    pad_token: int | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -53,17 +55,19 @@ def documents_to_batches(
     verify: bool = True,
     progress: bool | None = None,
 ) -> int:
-    """Join the documents of an MMIDIDX data set, cut them into records, shuffle those into batches and write them.
+    """Cut the documents of an MMIDIDX data set into records, shuffle those into batches and write them.
 
-    Tokens at the end that fill no record are dropped.
+    By default documents are joined, and tokens at the end that fill no record are dropped. With `pad_token`, each document
+    is one record.
 
     Args:
-        source: The documents, in order; their sequences are joined.
+        source: The documents, in order; the sequences of each are joined.
         output_path: As in `write_batch_file`.
         seq_len: Tokens of a record.
         batch_size: Records in a batch.
         seed: Seed of the order of records.
-        end_token: Append this token to every document.
+        end_token: Append this token to every document; to a record that is filled by its document, nothing is appended.
+        pad_token: Make one record of each document: its first `seq_len` tokens, or filled up with this token.
         overwrite: Replace a file of that name.
         storage_options: As in `open_source`.
         engine: As in `open_source`.
@@ -82,31 +86,36 @@ def documents_to_batches(
     seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
     if source.dtype.kind not in "iu":
         raise ArgumentError(f"the documents are of {source.dtype.name}; token ids are integers", where="source")
-    n_ends = 0
+    ends: list[_Records] = []
     if end_token is not None:
-        check_count(end_token, name="end_token", least=0, most=MAX_U32)
-        n_ends = source.n_documents
+        ends = [np.array([check_count(end_token, name="end_token", least=0, most=MAX_U32)], np.uint32)]
+    if pad_token is None:
+        total = (source.n_tokens + len(ends) * source.n_documents) // seq_len
+        records = partial(_joined, source, seq_len, ends)
+    else:
+        check_count(pad_token, name="pad_token", least=0, most=MAX_U32)
+        total = source.n_documents
+        records = partial(_padded, source, seq_len, ends, pad_token)
     n_batches = write_batch_dataset(
-        output_path, _records(source, seq_len, end_token), (source.n_tokens + n_ends) // seq_len, batch_size, seq_len, seed,
+        output_path, records(), total, batch_size, seq_len, seed,
         overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport, progress=progress,
     )  # fmt: skip
     if verify:
         with BatchFileReader(output_path, storage_options, engine=engine, transport=transport) as written:
             order, first = RecordOrder(written.total_records, written.seed), 0
-            for records in _records(source, seq_len, end_token):
-                places = order.places(np.arange(first, first + len(records), dtype=np.int64))
+            for expected in records():
+                places = order.places(np.arange(first, first + len(expected), dtype=np.int64))
                 kept = np.flatnonzero(places < len(written))
-                if not np.array_equal(written.rows(places[kept]), records[kept]):
+                if not np.array_equal(written.rows(places[kept]), expected[kept]):
                     raise _differs(written.url)
-                first += len(records)
+                first += len(expected)
     return n_batches
 
 
-def _records(source: IndexedDataset, seq_len: int, end_token: int | None) -> Iterator[npt.NDArray[np.uint32]]:
+def _joined(source: IndexedDataset, seq_len: int, ends: Sequence[_Records]) -> Iterator[_Records]:
     """All documents as one run of tokens, cut into records, about a million tokens at a time."""
-    waiting: list[npt.NDArray[np.uint32]] = []
+    waiting: list[_Records] = []
     n = 0
-    ends = [] if end_token is None else [np.array([end_token], np.uint32)]
     for document in _documents(source):
         for tokens in chain(map(as_tokens, document), ends):
             waiting.append(tokens)
@@ -118,6 +127,20 @@ def _records(source: IndexedDataset, seq_len: int, end_token: int | None) -> Ite
                 waiting, n = [run[cut:].copy()], n - cut
     if n >= seq_len:
         yield np.concatenate(waiting)[: n // seq_len * seq_len].reshape(-1, seq_len)
+
+
+def _padded(source: IndexedDataset, seq_len: int, ends: Sequence[_Records], pad_token: int) -> Iterator[_Records]:
+    """One record for each document, cut or filled up."""
+    for document in _documents(source):
+        record = np.full((1, seq_len), pad_token, np.uint32)
+        n = 0
+        for tokens in chain(map(as_tokens, document), ends):
+            end = min(n + len(tokens), seq_len)
+            record[0, n:end] = tokens[: end - n]
+            n = end
+            if n == seq_len:  # the rest of a long document is not read
+                break
+        yield record
 
 
 def _documents(source: IndexedDataset) -> Iterator[Iterable[_Tokens]]:
@@ -145,6 +168,7 @@ def samples_to_documents(
     part: str = "txt",
     dtype: npt.DTypeLike = np.int32,
     end_token: int | None = None,
+    encoding: str = "utf-8",
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     engine: Engine = "auto",
@@ -160,9 +184,10 @@ def samples_to_documents(
         source: Samples that are token ids, such as the records of an LLMBATCH file, or an `EnergonDataset` with texts.
         output_path: As in `IndexedDatasetBuilder`.
         tokenizer: For texts; called once for each, such as `tokenizers.Tokenizer.from_file(...).encode(text).ids`.
-        part: For texts: name of the part, in UTF-8, or a path as in a field map: `"json[caption],txt"`.
+        part: For texts: name of the part, or a path as in a field map: `"json[caption],txt"`.
         dtype: Type of a token in the new data set.
         end_token: Append this token to every document.
+        encoding: Encoding of the texts, where `part` is a name; parts in a path are UTF-8.
         overwrite: As in `IndexedDatasetBuilder`.
         storage_options: As in `IndexedDatasetBuilder`.
         engine: As in `IndexedDatasetBuilder`.
@@ -175,14 +200,14 @@ def samples_to_documents(
 
     Raises:
         SelectionError: a sample has no such part.
-        DocumentError: a text is not UTF-8, or there is none at that path.
+        DocumentError: a text is not in `encoding`, or there is none at that path.
         ArgumentError: a sample is not token ids, or not ones that `dtype` holds. Nothing is published in these cases.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
         CorruptShardError: the data set that was read back differs from the source.
     """
     ends = [] if end_token is None else [check_count(end_token, name="end_token", least=0)]
     expected, found = xxhash.xxh3_128(), xxhash.xxh3_128()
-    samples = source.rows if tokenizer is None else partial(_tokenized, source, tokenizer, part)
+    samples = source.rows if tokenizer is None else partial(_tokenized, source, tokenizer, part, encoding)
     with (
         IndexedDatasetBuilder(
             output_path, dtype, overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport
@@ -208,7 +233,9 @@ def samples_to_documents(
     return len(source)
 
 
-def _tokenized(source: Source[object], tokenizer: Tokenizer, part: str, positions: slice) -> Iterator[object]:
+def _tokenized(
+    source: Source[object], tokenizer: Tokenizer, part: str, encoding: str, positions: slice
+) -> Iterator[object]:
     """The token ids of samples' texts."""
     for sample in source.rows(positions):
         if not isinstance(sample, RawSample):
@@ -221,10 +248,11 @@ def _tokenized(source: Source[object], tokenizer: Tokenizer, part: str, position
             if not isinstance(text, str):
                 raise DocumentError(f"{part!r} is {brief(text)}, which is no text", where=where)
         else:
+            raw = sample[part]
             try:
-                text = sample[part].decode()
-            except UnicodeDecodeError as error:
-                raise DocumentError(f"part {part!r} is no text in UTF-8 ({error})", where=where) from error
+                text = raw.decode(encoding)
+            except (UnicodeDecodeError, LookupError) as error:
+                raise DocumentError(f"part {part!r} is no text in {encoding!r} ({error})", where=where) from error
         try:
             yield tokenizer(text)
         except (ValueError, TypeError) as error:

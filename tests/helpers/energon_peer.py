@@ -4,6 +4,7 @@ python energon_peer.py read FOLDER SPLIT      samples of a split: get_train_data
 python energon_peer.py files FOLDER NAME...   parts by file name
 python energon_peer.py index FOLDER           rows of what `energon prepare` itself writes (the folder is changed)
 python energon_peer.py types FOLDER...        fields of the first sample of each data set, as plain values
+python energon_peer.py joined META SPLIT      samples of a metadata set, with the images that their json names
 python energon_peer.py webdataset TAR...      samples as the webdataset library reads them, in order
 python energon_peer.py shards FOLDER          tars that the webdataset library writes; their samples
 """
@@ -130,6 +131,39 @@ def types(*folders: str) -> object:
     return found
 
 
+def joined(meta: str, split: str) -> object:
+    from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
+    from megatron.energon.edataclass import edataclass
+    from megatron.energon.flavors import Sample
+    from megatron.energon.task_encoder import Cooker, basic_sample_keys
+
+    @edataclass
+    class Cooked(Sample):
+        files: dict
+
+    @stateless
+    def cook(sample: dict, images, clips) -> Cooked:
+        named = json.loads(sample["json"])
+        files = {
+            "images": {name: digest(images.get(name, sample)) for name in [named["image"]]},
+            "clips": {name: digest(clips.get(name, sample)) for name in named["clip"]},
+        }
+        return Cooked(**basic_sample_keys(sample), files=files)
+
+    class Encoder(DefaultTaskEncoder):
+        cookers = [Cooker(cook)]  # noqa: RUF012 - as that class has it
+        decoder = None
+
+        def batch(self, samples):
+            return samples
+
+    val = get_val_dataset(
+        meta, split_part=split, batch_size=None, task_encoder=Encoder(),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+    )  # fmt: skip
+    return [[sample.__key__, sample.files, sample.__subflavors__] for sample in get_loader(val)]
+
+
 def webdataset(*tars: str) -> object:
     import webdataset as wds
 
@@ -153,7 +187,7 @@ def shards(folder: str) -> object:
     return webdataset(*sorted(str(path) for path in Path(folder).glob("*.tar")))
 
 
-CALLS = {each.__name__: each for each in (read, files, index, types, webdataset, shards)}
+CALLS = {each.__name__: each for each in (read, files, index, types, joined, webdataset, shards)}
 
 if __name__ == "__main__":
     answer = CALLS[sys.argv[1]](*sys.argv[2:])

@@ -6,6 +6,8 @@ import io
 import tarfile
 from pathlib import Path
 
+from saev_store.sources.energon.prepare import prepare
+
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
@@ -67,3 +69,26 @@ def write_dataset(folder: Path, *, n_shards: int = 3, n: int = 4, odd: bool = Tr
                 prefix = name[: len(name) - len(stem) - len(dot) - len(part)]
                 truth.setdefault(prefix + stem, {})[part] = data
     return truth
+
+
+METADATASET_HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+
+
+def write_metadataset(folder: Path) -> Path:
+    """Texts that name images, which lie in another data set and, once more, as files; `meta.yaml` joins them."""
+    media = {f"img/{i}.jpg": b"jpeg %d" % i for i in range(6)}
+    texts = [(f"{i}.json", b'{"image": "img/%d.jpg", "clip": ["img/0.jpg", "img/%d.jpg"]}' % (i, i)) for i in range(6)]
+    for name, shards in (("texts", [texts[:4], texts[4:]]), ("images", [list(media.items())])):
+        (folder / name).mkdir()
+        for i, files in enumerate(shards):
+            (folder / name / f"{i}.tar").write_bytes(tar_bytes(files))
+        prepare(folder / name, split_parts=["train:0", "val:1"], progress=False)
+    for name, data in media.items():
+        (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "files" / name).write_bytes(data)
+    (folder / "meta.yaml").write_text(
+        f"{METADATASET_HEAD}  train:\n    path: ./texts\n    subflavors: {{lang: en}}\n    aux:\n      images: images\n"
+        "      clips: filesystem://files\n  val: {path: texts, split_part: val, aux: {images: images}}\n"
+        "  twice: {path: texts, split_part: train}\n"
+    )
+    return folder

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from energon_tars import tar_bytes, write_dataset
+from energon_tars import tar_bytes, write_dataset, write_metadataset
 
 from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.metadataset import open_metadataset, read_metadataset
 from saev_store.sources.energon.prepare import prepare
 
 DATA = Path(__file__).parents[1] / "data/energon"
@@ -149,6 +150,18 @@ def test_what_webdataset_writes_is_prepared_and_read(tmp_path):
         for batch in dataset.batches(10) for sample in batch
     ] == found  # fmt: skip
     assert dataset.validate(deep=True, progress=False).ok
+
+
+def test_metadata_sets_join_the_same_files(tmp_path):
+    write_metadataset(tmp_path)
+    ours = open_metadataset(tmp_path / "meta.yaml", names={"images": "json[image]", "clips": "json[clip]"})
+    flavors = read_metadataset(tmp_path / "meta.yaml")["train"].subflavors
+    expected = [
+        [each.sample.key, {name: {file: digest(data) for file, data in files.items()} for name, files in each.media.items()}, flavors]
+        for batch in ours.batches(2) for each in batch
+    ]  # fmt: skip
+    assert peer("joined", tmp_path / "meta.yaml", "train") == expected
+    assert len(expected) == 4
 
 
 #: A field map for each sample type of the specification but the video one, whose videos Energon opens itself.

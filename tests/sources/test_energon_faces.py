@@ -1,7 +1,8 @@
-"""Data sets as sources, as files, and from the command line."""
+"""Data sets as sources, as files, joined with others, and from the command line."""
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partialmethod
 from pathlib import Path
@@ -9,18 +10,23 @@ from pathlib import Path
 import pytest
 from energon_tars import sample_files, tar_bytes, write_dataset
 from servers import s3_bucket  # noqa: F401 - a fixture
+from transports import LatencyTransport
 
 from saev_store.cli import main
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
+    DocumentError,
+    NotFoundError,
     SaevStoreError,
     SelectionError,
+    UnsafeContentError,
 )
 from saev_store.sources import Source, open_source, reopen, sniff
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.index_sqlite import SqliteIndex
+from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.transport import MemoryTransport
 
@@ -138,6 +144,64 @@ class TestFiles:
             assert fs.ls("a", detail=False) == ["a/b", "a/000.txt", "a/001.txt", "a/002.txt"]
 
 
+class TestJoins:
+    @pytest.fixture
+    def texts(self, tmp_path):
+        files = [
+            ("a.json", b'{"image": "img/1.jpg", "all": ["img/1.jpg", "img/2.jpg"]}'),
+            ("b.json", b'{"all": []}'),
+            ("c.json", b'{"image": "img/nope.jpg", "all": [7]}'),
+            ("d.json", b'{"image": "../etc/passwd"}'),
+        ]
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts/0.tar").write_bytes(tar_bytes(files))
+        prepare(tmp_path / "texts", split="1,0,0", progress=False)
+        return EnergonDataset(tmp_path / "texts")
+
+    @pytest.fixture(params=["dataset", "folder", "memory", "remote"])
+    def images(self, request, tmp_path):
+        media = {f"img/{i}.jpg": b"jpeg %d" % i for i in range(3)}
+        if request.param == "dataset":
+            (tmp_path / "images").mkdir()
+            (tmp_path / "images/0.tar").write_bytes(tar_bytes(list(media.items())))
+            prepare(tmp_path / "images", split="1,0,0", progress=False)
+            return EnergonDataset(tmp_path / "images")
+        if request.param == "memory":
+            return FolderFiles("", transport=MemoryTransport(media))
+        if request.param == "remote":
+            return FolderFiles("", transport=LatencyTransport(MemoryTransport(media), 0.0, 10e3))
+        for name, data in media.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+        return FolderFiles(tmp_path)
+
+    def test_by_file_name(self, texts, images):
+        joined = JoinedDataset(
+            texts, {"one": images, "many": images}, names={"one": "json[image]", "many": "json[all]"}
+        )
+        assert joined[0].media == {
+            "one": {"img/1.jpg": b"jpeg 1"}, "many": {"img/1.jpg": b"jpeg 1", "img/2.jpg": b"jpeg 2"},
+        }  # fmt: skip
+        assert joined.joined("b").media == {"one": {}, "many": {}}
+        assert len(joined) == 4
+        assert isinstance(joined, Source)
+        assert (joined.key(-1), joined.index_of("b"), joined.splits) == ("d", 1, texts.splits)
+        assert joined.rows([1, 0]) == [joined[1], joined[0]] == [joined.split("train")[i] for i in (1, 0)]
+        with joined, reopen(joined.describe()) as again:
+            assert again[0] == joined[0].sample
+
+    def test_what_is_wrong(self, texts, images):
+        joined = JoinedDataset(texts, {"one": images}, names={"one": "json[image]"})
+        with pytest.raises(NotFoundError, match=r"'one' has no file 'img/nope\.jpg'"):
+            joined[2]
+        with pytest.raises((UnsafeContentError, NotFoundError)):
+            joined[3]
+        with pytest.raises(DocumentError, match="no name of a file"):
+            JoinedDataset(texts, {"one": images}, names={"one": "json[all]"})[2]
+        with pytest.raises(ArgumentError, match="names are given for"):
+            JoinedDataset(texts, {"one": images}, names={})
+
+
 class TestCommands:
     @pytest.fixture
     def run(self, capfd):
@@ -156,7 +220,9 @@ class TestCommands:
         )  # fmt: skip
         assert (code, err) == (0, "")
         assert "20 samples, 40 parts in 10 shards" in out and "train: 16 samples in 8 shards" in out
-        assert EnergonDataset(tmp_path).split("val").sample(0).text == "c80"
+        val = EnergonDataset(tmp_path).split("val")
+        assert val.sample(0).text == "c80"
+        assert [val.decode(raw) for raw in val.rows([1, 0])] == [val.sample(1), val.sample(0)]
         code, out, _ = run("info", tmp_path)
         assert code == 0 and "train (8 shards), val (1 shards), test (1 shards)" in out
         code, out, _ = run("validate", "--deep", tmp_path, "--json")
@@ -170,14 +236,37 @@ class TestCommands:
         assert run("ls", tmp_path / "x/nope")[0] == 1
         code, _, err = run("prepare", tmp_path, "--split", "8,1,1")
         assert code == 1 and "prepared already" in err
-        code, out, _ = run("prepare", tmp_path, "--overwrite", "--json", "--split-parts", r"train:[0-4]\.tar", "--field", "text=txt", "--sample-type", "TextSample")  # fmt: skip
+        code, out, _ = run("prepare", tmp_path, "--overwrite", "--json", "--split-parts", r"train:[0-4]\.tar", "--field-map", '{"text": "txt"}', "--sample-type", "TextSample")  # fmt: skip
         assert code == 0 and len(json.loads(out)["splits"]["train"]) == 5
         assert {problem["kind"] for problem in json.loads(out)["problems"]} == {"in_no_split"}
 
-    @pytest.mark.parametrize("options", [[], ["--field", "x"], ["--field", "=x"], ["--num-workers", "0"]])
+    @pytest.mark.parametrize(
+        "options",
+        [[], ["--field", "x"], ["--field", "=x"], ["--field-map", "{"], ["--field-map", "[1]"], ["--num-workers", "0"]],
+    )
     def test_wrong_usage(self, run, tmp_path, options):
         (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 1)))
         assert run("prepare", tmp_path, *options, *(["--split", "1,0,0"] if options else []))[0] == 2
+
+    def test_interactive(self, run, tmp_path, monkeypatch):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        answers = "nonsense\n1,0\n1,0,0\n99\nTextSample\njson[\njson[caption]\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+        code, out, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 0, err
+        assert "parts: json, txt" in err and "3 samples" in out
+        assert (tmp_path / ".nv-meta/dataset.yaml").read_text() == (
+            "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
+        )
+        assert EnergonDataset(tmp_path).sample(2).text == "c2"
+
+    def test_interactive_with_patterns(self, run, tmp_path, monkeypatch):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        monkeypatch.setattr("sys.stdin", io.StringIO("train:[\ntrain:0.*\n1,0,0\nval:1.*\n\n0\n"))
+        code, _, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 0, err
+        assert EnergonDataset(tmp_path).splits == ("train", "val")
+        assert EnergonDataset(tmp_path).sample_type == "CrudeWebdataset"
 
     def test_a_damaged_one(self, run, tmp_path):
         write_dataset(tmp_path, odd=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import os
@@ -193,6 +195,32 @@ class TestInterrupted:
             EnergonDataset(tmp_path)
         prepare(tmp_path, split="0,0,1", progress=False)
         check(EnergonDataset(tmp_path), truth)
+
+    @pytest.mark.parametrize("name", ["fsync", "open", "stat"])
+    def test_a_system_call_that_fails(self, tmp_path, name, monkeypatch):
+        """Each call in the folder fails once: the error is one of ours, or the call is not needed."""
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
+        real, n_calls, n_done, failed = getattr(os, name), 0, 0, True
+
+        def call(target, *arguments, **options):
+            nonlocal n_calls, failed
+            if isinstance(target, int) or str(target).startswith(str(tmp_path)):
+                n_calls += 1
+                if n_calls > n_done and not failed:
+                    failed = True
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(target, *arguments, **options)
+
+        while failed:
+            n_calls, failed = 0, False
+            with monkeypatch.context() as patch, contextlib.suppress(SaevStoreError):
+                patch.setattr(os, name, call)
+                prepare(tmp_path, split="1,0,0", num_workers=1, overwrite=True, progress=False)
+            made = prepare(tmp_path, split="1,0,0", num_workers=1, overwrite=True, progress=False)
+            assert made.n_samples == 3
+            assert not list(tmp_path.rglob(f"{TEMP_PREFIX}*"))
+            n_done += 1
+        assert n_done > 10
 
     def test_a_worker_that_is_killed_costs_nothing(self, tmp_path, monkeypatch):
         truth = write_dataset(tmp_path, n_shards=6, odd=False)

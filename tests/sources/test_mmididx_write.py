@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import CODES, mmididx_bytes
 
-from saev_store.errors import ArgumentError, StoreExistsError, WriterConflictError
+from saev_store.errors import ArgumentError, CorruptShardError, StoreExistsError, WriterConflictError
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import MemoryTransport, open_transport
@@ -48,6 +48,58 @@ def test_the_builder_writes_the_bytes_of_the_format(sizes, dtype, modes):
     if flat:
         dataset = IndexedDataset("a", transport=memory, dtype=dtype)
         assert [sequence.tobytes() for sequence in dataset.rows(slice(None))] == [each.tobytes() for each in flat]
+
+
+@given(
+    first=st.lists(st.integers(0, 9), max_size=5), second=st.lists(st.integers(0, 9), max_size=5), modes=st.booleans()
+)
+def test_merged_data_sets_are_one_after_the_other(first, second, modes):
+    memory, sequences = MemoryTransport(), []
+    for name, sizes in (("a", first), ("b", second)):
+        with IndexedDatasetBuilder(name, np.uint16, multimodal=modes, transport=memory) as builder:
+            for size in sizes:
+                sequences.append(np.arange(size, dtype=np.uint16) + len(sequences))
+                builder.add_document(sequences[-1], modes=[size] if modes else None)
+    with IndexedDatasetBuilder("c", np.uint16, multimodal=modes, transport=memory) as builder:
+        for name in "ab":
+            builder.merge(IndexedDataset(name, transport=memory))
+    idx, bin_ = mmididx_bytes(
+        sequences, modes=[*first, *second] if modes else None, code=8, doc_idx=list(range(len(sequences) + 1))
+    )
+    assert (memory.files["c.idx"], memory.files["c.bin"]) == (idx, bin_)
+
+
+def test_merging_what_is_not_packed():
+    idx, _ = mmididx_bytes([np.zeros(2, np.int32), np.zeros(3, np.int32)], pointers=[16, 0])
+    memory = MemoryTransport({"a.idx": idx, "a.bin": np.arange(6, dtype=np.int32).tobytes()})
+    with IndexedDatasetBuilder("b", transport=memory) as builder:
+        builder.merge(IndexedDataset("a", transport=memory))
+    merged = IndexedDataset("b", transport=memory)
+    assert [sequence.tolist() for sequence in merged.rows([0, 1])] == [[4, 5], [0, 1, 2]]
+    assert merged.problems == ()
+
+
+def test_merging_after_an_open_document():
+    memory = MemoryTransport(dict(zip(("a.idx", "a.bin"), mmididx_bytes([np.arange(2, dtype=np.int32)]), strict=True)))
+    with IndexedDatasetBuilder("b", transport=memory) as builder:
+        builder.add_sequence([7])
+        builder.merge(IndexedDataset("a", transport=memory))
+    assert [IndexedDataset("b", transport=memory).document(i).tolist() for i in range(2)] == [[7], [0, 1]]
+
+
+def test_a_merge_that_fails_abandons_the_data_set(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a") as builder:
+        builder.add_document(range(100))
+    other = IndexedDataset(tmp_path / "a", engine="pread")
+    other.close()
+    (tmp_path / "a.bin").write_bytes(b"")
+    builder = IndexedDatasetBuilder(tmp_path / "b")
+    builder.add_document([1])
+    with pytest.raises(CorruptShardError):
+        builder.merge(other)
+    with pytest.raises(ArgumentError, match="abandoned"):
+        builder.finalize()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
@@ -125,6 +177,18 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_kept():
         with pytest.raises(ArgumentError):
             IndexedDatasetBuilder("z", dtype, transport=memory)
     assert set(memory.files) == {"x.idx", "x.bin"}
+
+
+def test_merging_needs_the_same_kind():
+    memory = MemoryTransport()
+    for name, dtype, modes in (("a", "uint16", False), ("b", "int32", False), ("c", "uint16", True)):
+        with IndexedDatasetBuilder(name, dtype, multimodal=modes, transport=memory) as builder:
+            builder.add_document([1])
+    builder = IndexedDatasetBuilder("d", "uint16", transport=memory)
+    for name in "bc":
+        with pytest.raises(ArgumentError):
+            builder.merge(IndexedDataset(name, transport=memory))
+    builder.abort()
 
 
 def test_an_unended_document_is_ended():

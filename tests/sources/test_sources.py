@@ -317,6 +317,24 @@ def test_documents_packed_into_batches_and_back(sizes, seq_len, batch_size, end)
     assert [tokens.tolist() for tokens in back] == records[numbers].tolist()
 
 
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    seq_len=st.integers(1, 9),
+    end=st.none() | st.just(999),
+    data=st.data(),
+)
+def test_documents_padded_into_batches(sizes, seq_len, end, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sizes)), max_size=4)))
+    source, store = documents_of(sizes, doc_idx=[0, *cuts, len(sizes)]), MemoryTransport()
+    documents_to_batches(source, "y.batch", seq_len=seq_len, batch_size=1, pad_token=7, end_token=end, transport=store)
+    batches = BatchFileReader("y.batch", transport=store)
+    assert len(batches) == source.n_documents
+    order = RecordOrder(len(batches), 0)
+    for i in range(source.n_documents):
+        wanted = [*source.document(i).tolist(), *([end] if end else [])][:seq_len]
+        assert batches[order.places(np.array([i]))[0]].tolist() == wanted + [7] * (seq_len - len(wanted))
+
+
 def test_long_documents_pass_in_pieces(monkeypatch):
     monkeypatch.setattr("saev_store.sources.convert._PIECE_TOKENS", 10)
     source, store = documents_of([3, 100, 0, 25, 4, 4, 4], doc_idx=[0, 1, 4, 5, 7]), MemoryTransport()
@@ -338,7 +356,7 @@ def test_peer_files_convert_both_ways(tmp_path):
 
 def test_conversions_that_make_no_sense(tmp_path):
     source = documents_of([5, 5])
-    for options in ({"end_token": -1}, {"seq_len": 0}):
+    for options in ({"pad_token": -1}, {"pad_token": 2**32}, {"end_token": -1}, {"seq_len": 0}):
         with pytest.raises(ArgumentError):
             documents_to_batches(source, tmp_path / "x.batch", **{"seq_len": 2, "batch_size": 1, **options})
     with pytest.raises(ArgumentError, match="integers"):

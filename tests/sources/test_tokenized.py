@@ -56,6 +56,8 @@ def test_every_text_is_a_document(tmp_path: Path) -> None:
     [
         ({"part": "nothing"}, ids, SelectionError),
         ({"part": "jpg"}, ids, DocumentError),
+        ({"encoding": "no such"}, ids, DocumentError),
+        ({"encoding": "utf-16"}, ids, DocumentError),
         ({"dtype": np.uint8, "end_token": 300}, ids, ArgumentError),
         ({}, lambda text: [0.5], ArgumentError),
         ({}, lambda text: [[1, 2]], ArgumentError),

@@ -34,6 +34,11 @@ _MAX_NUMBER = 2**62
 #: Limit of the parts of one sample.
 MAX_PARTS = 100_000
 
+_PART_OF_KEY = (
+    "SELECT s.tar_file_id, s.sample_index, p.content_byte_offset, p.content_byte_size FROM samples AS s"
+    " JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
+    " WHERE s.sample_key = ? AND p.part_name = ? LIMIT 2"
+)
 _FILES = (
     "SELECT s.sample_key, p.part_name, p.content_byte_size FROM"
     " (SELECT sample_key, tar_file_id, sample_index FROM samples WHERE sample_key > ? AND sample_key < ?"
@@ -159,6 +164,16 @@ class SqliteIndex:
             "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100", (key,)
         )
         return self._checked(rows, "tar_file_id", "sample_index")
+
+    def find_part(self, key: str, part: str) -> list[tuple[int, int, int, int]]:
+        """(tar_file_id, sample_index, offset, nbytes) of a part, in one query; empty where keys may be repeated.
+
+        Two rows if the index has the part twice.
+        """
+        if not (self.has_parts and self.unique_keys):
+            return []
+        rows = self._rows(_PART_OF_KEY, (key, part))
+        return self._checked(rows, "tar_file_id", "sample_index", "content_byte_offset", "content_byte_size")
 
     def folders(self, folder: str) -> list[str]:
         """The folders directly in a folder of sample keys, in the order of their UTF-8 bytes; `""` is the root."""

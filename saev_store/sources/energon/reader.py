@@ -145,6 +145,11 @@ class EnergonDataset(Source[RawSample]):
         Raises:
             SelectionError: there is no such sample or part.
         """
+        if isinstance(sample, str) and self.places.index is not None:
+            rows = self.places.index.find_part(sample, part)
+            if len(rows) == 1 and self.view.position(*rows[0][:2]) is not None:
+                shard, _, offset, nbytes = rows[0]
+                return self.places.content(shard, sample, PartPlace(part, offset, nbytes), start=start, end=end)
         place = self._place(sample)
         if place.parts is None or place.key is None:
             return self.raw(sample)[part][start:end]
@@ -209,7 +214,10 @@ class EnergonDataset(Source[RawSample]):
             DocumentError: a part that the field map needs is missing, or does not decode.
             MissingDependencyError: images need Pillow.
         """
-        raw = self.raw(sample)
+        return self.decode(self.raw(sample))
+
+    def decode(self, raw: RawSample) -> Sample:
+        """Stored parts, such as those of `rows`, as the sample type that `dataset.yaml` names; raises as `sample`."""
         definition = self.documents.definition
         restore_key = (self.url, raw.shard, raw.sample_index)
         if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:

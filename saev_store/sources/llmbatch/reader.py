@@ -128,6 +128,9 @@ class BatchFileReader(Source[TokenArray]):
         Raises:
             SelectionError: there is no such batch.
         """
+        whole = self._whole
+        if whole is not None and type(batch_index) is int and 0 <= batch_index < self.num_batches:
+            return whole[batch_index]  # twice as fast as the general way
         index = check_index(batch_index, self.num_batches, what="batch")
         self._reopen_if_closed()
         if self._whole is not None:

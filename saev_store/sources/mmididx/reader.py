@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
 
@@ -15,8 +15,8 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
-from saev_store.sources._files import chunks, describe_digest, file_identity, is_resident
-from saev_store.sources._source import DigestScope, Source, check_count, check_index, check_positions, text_card
+from saev_store.sources._files import CHUNK_BYTES, chunks, describe_digest, file_identity, is_resident
+from saev_store.sources._source import DigestScope, Source, check_count, check_index, check_positions, steps, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.transport.fetch import fetch_ranges
@@ -151,7 +151,11 @@ class IndexedDataset(Source[TokenArray]):
         Raises:
             SelectionError: there is no such sequence.
         """
-        return self.get(index)
+        whole = self._whole
+        if whole is None or type(index) is not int or not 0 <= index < self._n:
+            return self.get(index)
+        begin = self.index.pointers.item(index) // self._itemsize
+        return whole[begin : begin + self.sizes.item(index)]  # twice as fast as `get`
 
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> TokenArray:
         """Part of a sequence: `length` tokens from `offset` on, to its end by default. Nothing else is read.
@@ -184,6 +188,17 @@ class IndexedDataset(Source[TokenArray]):
         ends = starts + lengths * self._itemsize
         parts = fetch_ranges(self.transport, self.bin_path, starts.tolist(), ends.tolist())
         return [_as_array(part, self.dtype) for part in parts]
+
+    def pieces(self) -> Iterator[TokenArray]:
+        """All tokens in the order of the sequences, as read-only arrays of at most 8 MiB."""
+        if not any(problem.kind == "not_packed" for problem in self.problems):
+            self._reopen_if_closed()
+            for part in chunks(self.transport, self.bin_path, self.index.bin_nbytes):
+                yield _as_array(part, self.dtype)
+            return
+        for sequence, size in enumerate(self.sizes.tolist()):
+            for start, end in steps(size, CHUNK_BYTES // self._itemsize):
+                yield self.get(sequence, start, end - start)
 
     def _tokens(self, start: int, length: int) -> TokenArray:
         self._reopen_if_closed()

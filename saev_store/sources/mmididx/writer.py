@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import code_of, index_header
-from saev_store.sources.mmididx.reader import file_names
+from saev_store.sources.mmididx.reader import IndexedDataset, file_names
 from saev_store.transport import Moves
 from saev_store.transport.local.write import TEMP_PREFIX
 
@@ -135,6 +136,38 @@ class IndexedDatasetBuilder:
             if self._modes is not None:
                 self._modes.append(mark)
         self.end_document()
+
+    def merge(self, other: IndexedDataset, *, progress: bool | None = None) -> None:
+        """Append all documents of another data set, with its sequences and modes; streamed. An open document is ended.
+
+        If reading `other` fails, this data set is abandoned.
+
+        Args:
+            other: The data set to append.
+            progress: Show a bar on stderr; default: when it is a terminal.
+
+        Raises:
+            ArgumentError: it has another dtype, or only one of the two has modes. Nothing was appended then.
+        """
+        if other.dtype != self.dtype:
+            raise ArgumentError(f"its tokens are {other.dtype.name}, those here {self.dtype.name}", where="other")
+        if len(other) and (other.modes is None) != (self._modes is None):
+            raise ArgumentError("only one of the two data sets has modes", where="other")
+        if self._doc_idx[-1] != len(self._sizes):
+            self.end_document()
+        try:
+            with Progress(other.n_tokens, "merge", shown=progress) as bar:
+                for tokens in other.pieces():
+                    self._write(tokens)
+                    bar.advance(len(tokens))
+        except BaseException:
+            self.abort()
+            raise
+        doc_idx = other.doc_idx[1:].astype(np.int64) + len(self._sizes)
+        self._doc_idx.frombytes(doc_idx.tobytes())
+        self._sizes.frombytes(other.sizes.astype(np.intc).tobytes())
+        if self._modes is not None and other.modes is not None:
+            self._modes.frombytes(other.modes.tobytes())
 
     def finalize(self) -> None:
         """Publish both files: `.bin`, then `.idx`, which readers look for. An open document is ended.

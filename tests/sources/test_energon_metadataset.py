@@ -1,0 +1,86 @@
+"""Metadata sets: a document that says what is joined with what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from energon_tars import METADATASET_HEAD as HEAD
+from energon_tars import write_metadataset
+
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError
+from saev_store.sources.energon.metadataset import open_metadataset, read_metadataset
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_metadataset(tmp_path)
+
+
+def test_samples_with_what_they_name(folder):
+    joined = open_metadataset(folder / "meta.yaml", names={"images": "json[image]", "clips": "json[clip]"})
+    assert len(joined) == 4
+    assert joined[2].media == {
+        "images": {"img/2.jpg": b"jpeg 2"}, "clips": {"img/0.jpg": b"jpeg 0", "img/2.jpg": b"jpeg 2"},
+    }  # fmt: skip
+    val = open_metadataset(folder / "meta.yaml", "val", names={"images": "json[image]"})
+    assert [sample.media["images"] for batch in val.batches(2) for sample in batch] == [
+        {"img/4.jpg": b"jpeg 4"}, {"img/5.jpg": b"jpeg 5"},
+    ]  # fmt: skip
+    assert len(open_metadataset(folder / "meta.yaml", "twice", names={})) == 4
+    assert read_metadataset(folder / "meta.yaml")["train"].subflavors == {"lang": "en"}
+    assert read_metadataset(f"file://{folder}/meta.yaml")["val"].primary == f"file://{folder}/texts"
+
+
+def test_wrong_questions(folder):
+    with pytest.raises(SelectionError, match="no split 'test'; there are 'train', 'val', 'twice'"):
+        open_metadataset(folder / "meta.yaml", "test", names={})
+    with pytest.raises(ArgumentError, match="no 'sounds'; there are images, clips"):
+        open_metadataset(folder / "meta.yaml", names={"sounds": "json[x]"})
+    with pytest.raises(NotFoundError):
+        open_metadataset(folder / "none.yaml", names={})
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("splits: {}", DocumentError, "MetadatasetV2 of megatron.energon is read"),
+        ("__module__: megatron.energon\n__class__: Metadataset\nsplits: {}", DocumentError, "'Metadataset'"),
+        ("__module__: os\n__class__: MetadatasetV2\nsplits: {}", DocumentError, "'os'"),
+        ("!!python/object/apply:os.system [id]", UnsafeContentError, "tag"),
+        ("- x", DocumentError, "None"),
+        (f"{HEAD}  - train", DocumentError, "no mapping 'splits'"),
+        (f"{HEAD}  1: {{path: x}}", DocumentError, "no mapping 'splits'"),
+        (f"{HEAD}  train: x", DocumentError, "must be a mapping"),
+        (f"{HEAD}  train: {{}}", DocumentError, "no 'path'"),
+        (f"{HEAD}  train: {{blend: [{{path: a}}, {{path: b}}]}}", DocumentError, "has 'blend'"),
+        (f"{HEAD}  train: {{join: [{{path: a}}]}}", DocumentError, "has 'join'"),
+        (f"{HEAD}  train: {{path: a, subset: {{range: [0%, 50%]}}}}", DocumentError, "has 'subset'"),
+        (f"{HEAD}  train: {{path: 7}}", DocumentError, "must be a path"),
+        (f"{HEAD}  train: {{path: a, aux: [b]}}", DocumentError, "'aux'] is"),
+        (f"{HEAD}  train: {{path: a, aux: {{b: 1}}}}", DocumentError, "must be a path"),
+        (f"{HEAD}  train: {{path: a, split_part: 3}}", DocumentError, "another type"),
+        (f"{HEAD}  train: {{path: ../a}}", UnsafeContentError, "not below"),
+        (f"{HEAD}  train: {{path: /etc}}", UnsafeContentError, "not below"),
+        (f"{HEAD}  train: {{path: 's3://b/a'}}", UnsafeContentError, "not below"),
+        (f"{HEAD}  train: {{path: a, aux: {{b: 'filesystem:///etc'}}}}", UnsafeContentError, "not below"),
+        (f"{HEAD}  train: {{path: a, aux: {{b: 'filesystem+s3://x/y'}}}}", UnsafeContentError, "not below"),
+    ],
+)  # fmt: skip
+def test_documents_that_are_refused(tmp_path, text, error, match):
+    (tmp_path / "meta.yaml").write_text(text)
+    with pytest.raises(error, match=match):
+        read_metadataset(tmp_path / "meta.yaml")
+
+
+def test_addresses_elsewhere_when_they_are_allowed(folder, tmp_path):
+    (folder / "below").mkdir()
+    (folder / "below/meta.yaml").write_text(
+        f"{HEAD}  train: {{path: ../texts, aux: {{a: '{folder}/images', b: 'filesystem://{folder}/files', c: 's3://x/y'}}}}\n"
+    )
+    with pytest.raises(UnsafeContentError):
+        read_metadataset(folder / "below/meta.yaml")
+    joined = open_metadataset(
+        folder / "below/meta.yaml", names={"a": "json[image]", "b": "json[image]"}, outside_ok=True
+    )
+    assert joined[3].media == {"a": {"img/3.jpg": b"jpeg 3"}, "b": {"img/3.jpg": b"jpeg 3"}}
