@@ -85,10 +85,12 @@ def parse_shards(raw: bytes, meta: Metadata, *, where: str) -> ShardsIndex:
     values = [cast("int", cast("dict[str, object]", entry)[key]) for entry in entries]
     layout, n_listed = meta.layout, len(values)
     # All shards are full but the last one, which holds the rest; after it follow zeros.
-    expected = np.zeros(max(n_listed, layout.n_shards), dtype=np.int64)
+    # As long as the list: the number of shards comes from the metadata, unchecked.
+    expected = np.zeros(n_listed, dtype=np.int64)
     expected[: layout.n_shards - 1] = layout.examples_per_shard
-    expected[layout.n_shards - 1] = layout.examples_in(layout.n_shards - 1)
-    if values != expected.tolist():
+    if n_listed >= layout.n_shards:
+        expected[layout.n_shards - 1] = layout.examples_in(layout.n_shards - 1)
+    if n_listed < layout.n_shards or values != expected.tolist():
         _find_bad_counts(values, key, expected.tolist(), layout, findings)
         raise findings.error(
             remedy="metadata.json and shards.json must be of the same recording: copy both again from where it was made."

@@ -115,11 +115,15 @@ class Loader(ABC):
         if ranks == (self._rank, self._world):
             return
         self._rank, self._world = ranks
-        self._batching = Batching(self.n_samples, self.batch_size * self._world, self.drop_last, self._world)
-        self._divide()
-        if self._loaded is not None:
-            self._check(self._loaded)
-            self._adopt(self._loaded)
+        try:
+            self._batching = Batching(self.n_samples, self.batch_size * self._world, self.drop_last, self._world)
+            self._divide()
+            if self._loaded is not None:
+                self._check(self._loaded)
+                self._adopt(self._loaded)
+        except ArgumentError:
+            self._rank, self._world = 0, 0  # the next look refuses too
+            raise
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

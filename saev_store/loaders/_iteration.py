@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from saev_store._runtime.threads import ABANDONED
-from saev_store.errors import ArgumentError, DeadlineError, ForkError
+from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
 #: `token_labels` (n,) uint8.
@@ -164,10 +164,26 @@ class Iteration:
         self._closing, self._is_closed = threading.RLock(), False
 
     def start(self, batches: Callable[[], Iterable[Batch]]) -> None:
-        """Begin to make batches; `batches` is called in the thread that makes them."""
-        maker = threading.Thread(target=self._make, args=(batches,), name="saev-batches", daemon=True)
-        self._threads.append(maker)
-        maker.start()
+        """Begin to make batches, unless the iteration is closed; `batches` is called in the thread that makes them.
+
+        Raises:
+            TransportError: the system gives no more threads.
+        """
+        with self._closing:  # `close` sees the thread, or this sees that it was closed
+            if not self.stop.is_set():
+                self._start(threading.Thread(target=self._make, args=(batches,), name="saev-batches", daemon=True))
+
+    def _start(self, thread: threading.Thread) -> None:
+        """Start a thread that `close` ends."""
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise TransportError(
+                f"the system gives no more threads ({error})",
+                where="n_threads",
+                remedy="Raise the limit of processes and threads (ulimit -u, pids.max), or use fewer threads.",
+            ) from None
+        self._threads.append(thread)
 
     # -- in the thread that makes batches ------------------------------------------------------------------------------
 
@@ -201,9 +217,9 @@ class Iteration:
             self._n_open += len(queued)
             while self._n_readers < min(self._n_open, self._n_threads) and not self.stop.is_set():
                 number = self._n_readers
-                thread = threading.Thread(target=self._work, args=(number,), name=f"saev-read-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._start(
+                    threading.Thread(target=self._work, args=(number,), name=f"saev-read-{number}", daemon=True)
+                )
                 self._n_readers += 1
         for task, where in queued:
             self._tasks.put((task, where, group))
@@ -272,6 +288,7 @@ class Iteration:
             progress: Gives another value whenever something has arrived.
 
         Raises:
+            ArgumentError: the iteration was closed meanwhile.
             DeadlineError: neither a batch nor progress came within `timeout_s`.
             Exception: what a thread raised.
         """
@@ -279,9 +296,11 @@ class Iteration:
         left, seen = timeout_s, progress()
         with self._changed:
             while not self._ready:
-                if self._is_complete or self.stop.is_set():
-                    if self._error is not None:
-                        raise self._error
+                if self._error is not None:
+                    raise self._error
+                if self.stop.is_set():
+                    raise _closed()
+                if self._is_complete:
                     return None
                 if (found := progress()) != seen:
                     left, seen = timeout_s, found
@@ -377,11 +396,7 @@ class BatchIterator(Iterator[Batch]):
                 remedy="Call iter(loader) in the child; loaders themselves may be inherited.",
             )
         if iteration.stop.is_set():
-            raise ArgumentError(
-                "this iterator was closed: its loader was closed, iterated anew or given another state",
-                where="iter(loader)",
-                remedy="Call iter(loader) again.",
-            )
+            raise _closed()
         try:
             batch = iteration.get(self._timeout_s, self._progress)
         except BaseException:
@@ -406,3 +421,12 @@ class BatchIterator(Iterator[Batch]):
         """End the iteration's threads."""
         self._finalizer.detach()
         self._iteration.close()
+
+
+def _closed() -> ArgumentError:
+    """What the consumer of a closed iteration is told."""
+    return ArgumentError(
+        "this iterator was closed: its loader was closed, iterated anew or given another state",
+        where="iter(loader)",
+        remedy="Call iter(loader) again.",
+    )

@@ -22,6 +22,7 @@ from waiting import HANG_S, soon
 
 from saev_store import ShardStore
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     DeadlineError,
     ForkError,
@@ -500,3 +501,82 @@ def test_blocks_far_apart_are_asked_for_together(plain):
         reads = [nbytes for operation, nbytes in seen if operation == "readinto"]
         assert len(reads) < loader.metrics().n_requests
         assert sum(reads) == len(rows) * 640 * 4
+
+
+# -- threads that are refused, loaders that are closed by others -------------------------------------------------------
+
+
+@every_kind
+def test_a_system_without_threads_is_a_named_error_and_the_loader_goes_on_later(plain, kind, monkeypatch):
+    loader, start = make(plain, kind), threading.Thread.start
+    expected = np.concatenate([batch["act"].copy() for batch in loader])
+    loader.set_epoch(0)
+
+    def refused(thread):
+        if thread.name.startswith("saev-batches"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(TransportError, match="gives no more threads"):
+            iter(loader)
+    np.testing.assert_array_equal(np.concatenate([batch["act"].copy() for batch in loader]), expected)
+    loader.close()
+    assert our_threads() == []
+
+
+@every_kind
+def test_a_loader_that_is_closed_while_its_thread_starts(plain, kind, monkeypatch):
+    loader, start = make(plain, kind), threading.Thread.start
+    starting, closer = threading.Event(), threading.Thread(target=loader.close)
+
+    def slow(thread):
+        if thread.name.startswith("saev-batches"):
+            starting.set()
+            start(closer)
+            time.sleep(0.1)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", slow)
+        with pytest.raises(ArgumentError, match="was closed"):
+            list(loader)
+    closer.join(HANG_S)
+    assert starting.is_set()
+    assert soon(lambda: our_threads() == [])
+
+
+@every_kind
+def test_an_iterator_that_waits_while_its_loader_is_closed_does_not_end_the_epoch(plain, kind, monkeypatch):
+    loader, waits = make(plain, kind), threading.Event()
+    get = Iteration.get
+
+    def closing(iteration, timeout_s, progress):
+        if waits.is_set():
+            iteration._ready.clear()  # the next batch is still to come
+            iteration.stop.set()
+        return get(iteration, timeout_s, progress)
+
+    monkeypatch.setattr(Iteration, "get", closing)
+    batches = iter(loader)
+    next(batches)
+    waits.set()
+    with pytest.raises(ArgumentError, match="was closed"):
+        next(batches)
+    assert (loader.epoch, loader.next_batch) == (0, 1)
+    loader.close()
+
+
+def test_a_state_that_does_not_fit_another_world_is_refused_each_time(plain, monkeypatch):
+    loader = make(plain, "block")
+    loader.load_state_dict({**loader.state_dict(), "batch": 3})
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="global_batch_size"):
+            len(loader)
+    with pytest.raises(ArgumentError, match="global_batch_size"):
+        iter(loader)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert (loader.next_batch, len(list(loader))) == (3, len(loader) - 3)

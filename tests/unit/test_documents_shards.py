@@ -1,6 +1,7 @@
 """shards.json and labels.bin: what agrees with the metadata opens, everything else is named."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -212,6 +213,17 @@ def test_more_than_a_million_shards():
     assert index.names[-1] == "acts1000000.bin"
     assert int(index.counts.sum()) == 1_000_001
     assert index.counts.dtype == np.int64
+
+
+def test_no_memory_follows_the_number_of_shards_that_the_metadata_claims():
+    meta = metadata(n_examples=2**40, capacity=1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DocumentError, match="it lists 1 shards; 1099511627776 examples need 1099511627776"):
+            parse(entries(1), meta)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_writing_is_bounded_and_checks_its_key():
