@@ -16,7 +16,7 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.loaders._iteration import Task, Totals
-from saev_store.loaders._medium import TAKES_ADVICE, Advice, Medium, layers_of
+from saev_store.loaders._medium import TAKES_ADVICE, Advice, Medium
 from saev_store.loaders._ring import allocate
 from saev_store.store.reader import FloatArray, Reader
 from saev_store.store.selection import Selection
@@ -312,9 +312,6 @@ class Reads:
                     self._totals.add(n_retries=1)
                     if self._stop.wait(wait_s):
                         raise
-                if layers_of(self._transport)[-1].is_local:
-                    # A stale handle of a network file system only goes away with a new descriptor.
-                    self._transport.close()
                 if in_steps is not None:
                     return in_steps()
             return read()

@@ -36,6 +36,7 @@ from saev_store.loaders._iteration import Group, Iteration, StoppedError, Totals
 from saev_store.order import Partition
 from saev_store.transport import Counters, PreadTransport
 from saev_store.transport.limit import Wrapper
+from saev_store.transport.local.files import DESCRIPTORS
 from saev_store.transport.obstore._client import IN_FLIGHT
 
 
@@ -103,6 +104,29 @@ def test_passing_failures_are_retried(plain, kind, code, monkeypatch):
     monkeypatch.setattr(os, "preadv", flaky)
     check(plain, loader)
     assert loader.metrics().n_retries == 3
+
+
+@every_kind
+def test_a_passing_failure_does_not_let_a_replaced_file_in(plain, kind, monkeypatch):
+    """A network file system answers ESTALE just where a file was replaced: the retry must not read the new one."""
+    loader, real, failures = make(plain, kind), os.preadv, iter([True])
+    store = loader._rows.reader
+    for shard in range(plain.n_shards):
+        store.transport.get_ranges(plain.shard(shard).name, starts=[0], ends=[4])
+    for shard in range(plain.n_shards):
+        other = plain.path / "other"
+        other.write_bytes(bytes(plain.shard(shard).stat().st_size))
+        os.replace(other, plain.shard(shard))
+    DESCRIPTORS.forget("")
+
+    def flaky(fd, buffers, offset, flags=0):
+        if not flags and next(failures, False):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", flaky)
+    with pytest.raises(CorruptShardError, match="another file has taken the place"):
+        check(plain, loader)
 
 
 @every_kind

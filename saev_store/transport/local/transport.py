@@ -127,12 +127,25 @@ class LocalTransport:
         where = self._where(path)
         runs = joined_runs(where, starts, buffers)
         nbytes, end = sum(run_end(run) - run[0] for run in runs), max(map(run_end, runs), default=0)
-        with os_errors(where, "read"):
+        with self._reading(where):
             file = self._open(path, where)
             if (size := file.size()) < end:
                 raise too_short(where, size=size, needed=end)
             self._spread.fill(file.fd, runs, nbytes=nbytes, where=where, end=end)
         self._requests.add("readinto", read=nbytes, requests=len(runs))
+
+    @contextlib.contextmanager
+    def _reading(self, where: str) -> Generator[None]:
+        """Errors of reading a file. The next read opens it anew, and finds the same file or an error: the pin stays.
+
+        A stale handle of a network file system only goes away with a new descriptor.
+        """
+        try:
+            with os_errors(where, "read"):
+                yield
+        except TransportError:
+            DESCRIPTORS.forget(where)
+            raise
 
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time; a file that took its place since is an error (decision 6)."""
@@ -341,7 +354,7 @@ class PreadTransport(LocalTransport):
         """One fresh buffer per range."""
         where = self._where(path)
         needed = check_ranges(where, starts, ends)
-        with os_errors(where, "read"):
+        with self._reading(where):
             file = self._open(path, where)
             # Before anything is allocated: a wrong number must not cost memory.
             if (size := file.size()) < needed:
