@@ -18,6 +18,7 @@ from saev_store.errors import (
     WriterConflictError,
     brief,
 )
+from saev_store.names import CLAIM_PATH, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Transport
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
 from saev_store.writer._leftovers import unfinished
@@ -25,10 +26,7 @@ from saev_store.writer._publish import Verify, published_already, remove_hidden
 from saev_store.writer._resume import Kept, check_claim, kept_of, metadata_differences
 from saev_store.writer._shard_file import ShardPlan, leading_receipts
 from saev_store.writer.folder import (
-    CLAIM,
-    HIDDEN,
     LABELLED,
-    SHARDS,
     TEMPORARY,
     Claim,
     Folder,
@@ -94,7 +92,7 @@ def create_store(
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
     here = Claim.of(metadata, options)
-    claim = Owner(folder, CLAIM, asdict(here))
+    claim = Owner(folder, CLAIM_PATH, asdict(here))
     owner = claim if world == 1 else Owner(folder, owner_path(rank), attempt=claim.attempt)
     plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
     open_writer = partial(
@@ -107,7 +105,7 @@ def create_store(
         progress=progress,
     )
 
-    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.read(CLAIM), folder.names)
+    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.read(CLAIM_PATH), folder.names)
     is_complete, claimed, names = cast("tuple[bool, bytes | None, Sequence[str] | None]", tuple(found))
     if is_complete:
         _check_complete(folder, resume=resume, exist_ok=exist_ok)
@@ -125,7 +123,7 @@ def create_store(
             check_claim(folder, there, here)
         held.enter_context(folder.lock(f"part{rank:05d}"))
         # A crash while a store was discarded or published can leave hidden files without a claim.
-        is_new = _claim(claim, here, resume=resume) and names is not None and HIDDEN not in names
+        is_new = _claim(claim, here, resume=resume) and names is not None and WORK_FOLDER not in names
         if owner is not claim:
             _own(owner, metadata.layout, here, resume=resume)
         kept = Kept(shards.start)
@@ -196,7 +194,7 @@ def _checked_part(
 
 def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> None:
     """Check that a complete store is fine with the caller; what a crash just after publishing left is deleted."""
-    if not folder.exists(SHARDS):
+    if not folder.exists(SHARDS_NAME):
         raise StoreExistsError(
             "metadata.json is there, shards.json is not: another tool's unfinished or damaged store",
             where=folder.url,
@@ -204,7 +202,7 @@ def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> No
         )
     if resume is not False or exist_ok:
         names = folder.names()
-        if names is None or any(name == HIDDEN or name.startswith(TEMPORARY) for name in names):
+        if names is None or any(name == WORK_FOLDER or name.startswith(TEMPORARY) for name in names):
             remove_hidden(folder)
     if not exist_ok:
         raise StoreExistsError(

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from saev_store._runtime.threads import ABANDONED
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import CorruptShardError, ForkError, SaevStoreError, TransportError
+from saev_store.names import METADATA_NAME
 from saev_store.transport import Sink
-from saev_store.writer._digests import BlockDigester, digest, is_digest, n_blocks
-from saev_store.writer.folder import METADATA, Folder, Owner, label_part_path, receipt_path
+from saev_store.writer._digests import BlockDigester, FileDigests, digest, is_digest, n_blocks
+from saev_store.writer.folder import Folder, Owner, label_part_path, receipt_path
 
 T = TypeVar("T")
 
@@ -45,6 +46,11 @@ class Receipt:
     complete: bool
     digests: tuple[str, ...]
     labels: str | None
+
+    @property
+    def file(self) -> FileDigests:
+        """What the file holds."""
+        return FileDigests(self.used_nbytes, self.digests)
 
     def to_bytes(self) -> bytes:
         """The document."""
@@ -141,7 +147,7 @@ class ShardPlan:
         Raises:
             WriterConflictError: it was.
         """
-        if self.folder.read(METADATA):
+        if self.folder.read(METADATA_NAME):
             raise self.owner.superseded()
 
     def file_nbytes(self, shard_idx: int) -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from saev_store.core.indexing import Progression
+from saev_store.core.rows import Tokens
+from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
+from saev_store.store.store import ShardStore
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
-
-if TYPE_CHECKING:
-    from saev_store.core.indexing import Progression
-    from saev_store.core.rows import Tokens
-    from saev_store.documents import Metadata
-    from saev_store.store.store import ShardStore
+from saev_store.writer.copying._layers import copy_layers, kept_tokens, part_of
+from saev_store.writer.copying._whole import copy_whole
 
 __all__ = ["copy_store"]
 
@@ -75,10 +75,6 @@ def copy_store(
         ArgumentError: a limit is not positive.
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
-    from saev_store.store.store import ShardStore
-    from saev_store.writer.copying._layers import copy_layers
-    from saev_store.writer.copying._whole import copy_whole
-
     rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
@@ -121,25 +117,18 @@ class Target(NamedTuple):
 
 def target_of(store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens) -> Target:
     """Where `copy_store` copies to when it is called like this, and what."""
-    from saev_store.writer.copying._layers import kept_tokens, part_of
-
-    chosen, kept = _chosen(store, layers), kept_tokens(store, tokens)
+    chosen, kept = store.layers, kept_tokens(store, tokens)
+    if layers is not None:
+        wanted = {store.layout.layer_index(layer) for layer in layers}
+        chosen = tuple(layer for layer_idx, layer in enumerate(store.layers) if layer_idx in wanted)
+        if not chosen:
+            remedy = f"Choose some of {list(store.layers)}."
+            raise ArgumentError("no layer is left to copy", where="layers", remedy=remedy)
     is_whole = chosen == store.layers and kept.count == store.layout.tokens_per_example
     metadata = None if is_whole else part_of(store.metadata, chosen, kept)
     name = store.name if metadata is None else metadata.hash
-    return Target(_without(os.fspath(dst).rstrip("/") or "/", name), name, metadata, kept)
-
-
-def _chosen(store: ShardStore, layers: Sequence[int] | None) -> tuple[int, ...]:
-    if layers is None:
-        return store.layers
-    wanted = {store.layers[store.layout.layer_index(layer)] for layer in layers}
-    if not wanted:
-        raise ArgumentError("no layer is left to copy", where="layers", remedy=f"Choose some of {list(store.layers)}.")
-    return tuple(layer for layer in store.layers if layer in wanted)
-
-
-def _without(root: str, name: str) -> str:
-    """`root`, or the folder above it when it names the copy itself."""
+    root = os.fspath(dst).rstrip("/") or "/"
     head, slash, tail = root.rpartition("/")
-    return (head or slash or ".") if tail == name else root
+    if tail == name:  # the copy itself is named, not the folder above it
+        root = head or slash or "."
+    return Target(root, name, metadata, kept)

@@ -1,0 +1,261 @@
+"""What of a store's files is lost, and how a rebuilt file takes the place of a damaged one.
+
+A journal says which file is about to be replaced, so that a crash in between can be carried out later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from saev_store._runtime.progress import Progress
+from saev_store.core.layout import Layout, shard_name
+from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, NotFoundError, TransportError
+from saev_store.names import DIGESTS_NAME, LABELS_NAME
+from saev_store.transport import Sink
+from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks
+from saev_store.writer.folder import JOURNAL, REPAIR, Folder
+
+BEGUN = f"{REPAIR}/begun"
+VERSION = 1
+Ranges = list[tuple[int, int]]
+
+
+def lost_examples(bad: Sequence[tuple[int, int]], layout: Layout, shard_idx: int) -> list[tuple[int, int]]:
+    """The half-open ranges of examples, merged and ascending, that damaged byte ranges of one shard touch.
+
+    >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)                    # 480 bytes an example
+    >>> lost_examples([(0, 8), (470, 481)], layout, 1)
+    [(3, 5)]
+    """
+    first, _ = layout.example_range(shard_idx)
+    ranges: list[tuple[int, int]] = []
+    for start, end in sorted(bad):
+        low = first + start // layout.example_nbytes
+        high = first + n_blocks(end, layout.example_nbytes)
+        if ranges and low <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
+        elif low < high:
+            ranges.append((low, high))
+    return ranges
+
+
+@dataclass(frozen=True)
+class DamagedShard:
+    """A shard that has to be built anew.
+
+    Attributes:
+        shard_idx: Which one.
+        lost: Half-open ranges of examples of the store, ascending, disjoint, none empty.
+        promised: What digests.json says about it, None where it says nothing.
+    """
+
+    shard_idx: int
+    lost: Ranges
+    promised: FileDigests | None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What of a store is lost.
+
+    Attributes:
+        digests: What digests.json says, None where there is none.
+        shards: Those that have to be built anew, ascending.
+        labels: `"whole"`, `"absent"` (none were ever recorded, as far as is known) or `"lost"`.
+    """
+
+    digests: Digests | None
+    shards: Sequence[DamagedShard]
+    labels: str
+
+
+def find_damage(
+    folder: Folder, layout: Layout, *, lost: Sequence[tuple[int, int]], deep: bool, progress: bool | None
+) -> Damage:
+    """Find the damage: by sizes everywhere, by digests in shards that are suspect (with `deep`, in all)."""
+    digests = load_digests(folder.transport)
+    told = _told(lost, layout)
+    suspects: dict[int, Ranges] = {}
+    for shard_idx in range(layout.n_shards):
+        used = layout.used_nbytes(shard_idx)
+        size = folder.size(shard_name(shard_idx)) or 0
+        bad = [(size, used)] if size < used else []
+        bad += told.get(shard_idx, [])
+        if bad or deep:
+            suspects[shard_idx] = bad
+    found: list[DamagedShard] = []
+    total = sum(layout.used_nbytes(shard_idx) for shard_idx in suspects) if digests is not None else 0
+    with Progress(total, "checking", shown=progress if total else False) as bar:
+        for shard_idx, bad in suspects.items():
+            promised = digests.files.get(shard_name(shard_idx)) if digests is not None else None
+            if promised is not None and promised.nbytes != layout.used_nbytes(shard_idx):
+                promised = None
+            if digests is not None and promised is not None:
+                bad.extend(_mismatches(folder, shard_idx, promised, digests.block_bytes, bad, bar))
+            ranges = lost_examples(bad, layout, shard_idx)
+            if ranges:
+                found.append(DamagedShard(shard_idx, ranges, promised))
+    return Damage(digests, found, _labels_state(folder, layout, digests))
+
+
+def _told(lost: Iterable[tuple[int, int]], layout: Layout) -> dict[int, Ranges]:
+    """Byte ranges per shard from ranges of examples that a report names."""
+    told: dict[int, Ranges] = {}
+    for start, end in lost:
+        if not 0 <= start <= end <= layout.n_examples:
+            raise ArgumentError(
+                f"the range {start}:{end} does not lie within the {layout.n_examples} examples of the store",
+                where="lost",
+            )
+        at = start
+        while at < end:
+            shard_idx, in_shard = divmod(at, layout.examples_per_shard)
+            n = min(end - at, layout.examples_per_shard - in_shard)
+            told.setdefault(shard_idx, []).append(
+                (in_shard * layout.example_nbytes, (in_shard + n) * layout.example_nbytes)
+            )
+            at += n
+    return told
+
+
+def _mismatches(
+    folder: Folder, shard_idx: int, promised: FileDigests, block_bytes: int, bad: Ranges, bar: Progress
+) -> Ranges:
+    """The blocks that are not what was written. What is known to be gone is not read."""
+    found: Ranges = []
+    name = shard_name(shard_idx)
+    gone_from = min((start for start, end in bad if end == promised.nbytes), default=promised.nbytes)
+    for (start, end), expected in zip(block_ranges(promised.nbytes, block_bytes), promised.digests, strict=True):
+        bar.advance(end - start)
+        if start >= gone_from:
+            break
+        try:
+            block = folder.get_range(name, start, min(end, gone_from))
+        except (CorruptShardError, NotFoundError, TransportError) as error:
+            if isinstance(error, DeadlineError):
+                raise  # the network, not the file
+            found.append((start, end))
+            continue
+        # A block that the file's end cuts cannot be checked: its digest is of the whole block.
+        if end > gone_from or digest(memoryview(block)) != expected:
+            found.append((start, end))
+    return found
+
+
+def _labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str:
+    """Whether the labels are lost; see `Damage`."""
+    expected = layout.n_examples * layout.content_tokens_per_example
+    promised = digests.files.get(LABELS_NAME) if digests is not None else None
+    size = folder.size(LABELS_NAME)
+    if size is None:
+        return "lost" if promised is not None else "absent"
+    if size != expected:
+        return "lost"
+    if digests is None or promised is None or promised.nbytes != expected:
+        return "whole"
+    return "whole" if folder.is_as_written(LABELS_NAME, promised, digests.block_bytes) else "lost"
+
+
+# -- putting a rebuilt file in its place -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What is about to happen: the file `name` will have these digests."""
+
+    name: str
+    block_bytes: int
+    digests: FileDigests
+
+    def to_bytes(self) -> bytes:
+        """The document."""
+        document = {
+            "version": VERSION,
+            "name": self.name,
+            "block_bytes": self.block_bytes,
+            "nbytes": self.digests.nbytes,
+            "digests": self.digests.digests,
+        }
+        return json.dumps(document).encode()
+
+
+def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+    """A sink for the new version of a file; the old one stays until `carry_out`.
+
+    It is built beside the old one where it can be moved there; elsewhere its upload replaces the old one.
+    """
+    if folder.is_far:
+        folder.put(BEGUN, b"")  # where there are no locks, this tells others that a repair is at work
+    path = name if folder.is_far else f"{REPAIR}/{name}"
+    return folder.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+
+def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
+    """Commit a rebuilt file, put it in its place, and record its digests in digests.json, if the store has one."""
+    # A journal promises a file that is on the disk: after a failed flush the page cache shows bytes that are not. A bucket
+    # replaces the old file on commit, so there the journal comes first.
+    if folder.is_far:
+        folder.put(JOURNAL, journal.to_bytes())
+        sink.commit()
+    else:
+        sink.commit()
+        folder.put(JOURNAL, journal.to_bytes())
+        folder.move(f"{REPAIR}/{journal.name}", journal.name)  # no other process moves it
+    _settle(folder, journal)
+
+
+def _settle(folder: Folder, journal: Journal) -> None:
+    """Record in digests.json what is in its place now, and delete the journal."""
+    transport = folder.transport
+    transport.close()  # maps of the file that was replaced
+    digests = load_digests(transport)
+    if digests is not None and digests.block_bytes == journal.block_bytes:
+        files = {**digests.files, journal.name: journal.digests}
+        folder.put(DIGESTS_NAME, Digests(digests.block_bytes, files).to_bytes())
+    folder.delete(JOURNAL)
+
+
+def finish_journal(folder: Folder, layout: Layout) -> None:
+    """Carry out what a crashed repair had announced, if the file it announced is whole; else delete the journal."""
+    raw = folder.read(JOURNAL)
+    if raw is None:
+        return
+    journal = _parse(raw, layout)
+    if journal is not None:
+        building = f"{REPAIR}/{journal.name}"
+        is_built = not folder.is_far and folder.exists(building)
+        if is_built and folder.is_as_written(building, journal.digests, journal.block_bytes):
+            folder.move(building, journal.name)
+            _settle(folder, journal)
+            return
+        if folder.is_as_written(journal.name, journal.digests, journal.block_bytes):
+            if is_built:
+                folder.delete(building)
+            _settle(folder, journal)
+            return
+    folder.delete(JOURNAL)
+
+
+def _parse(raw: bytes, layout: Layout) -> Journal | None:
+    """A journal that agrees with the layout; None for one that does not."""
+    lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
+    lengths[LABELS_NAME] = layout.n_examples * layout.content_tokens_per_example
+    try:
+        document = cast("dict[str, object]", json.loads(raw))
+        name, block_bytes, nbytes = cast("str", document["name"]), document["block_bytes"], document["nbytes"]
+        digests = cast("list[str]", document["digests"])
+        if (
+            document["version"] == VERSION
+            and isinstance(block_bytes, int)
+            and block_bytes > 0
+            and isinstance(nbytes, int)
+            and nbytes == lengths[name]
+            and len(digests) == n_blocks(nbytes, block_bytes)
+        ):
+            return Journal(name, block_bytes, FileDigests(nbytes, tuple(digests)))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
