@@ -137,11 +137,7 @@ class Digests:
 
 
 def parse_digests(raw: bytes, *, where: str) -> Digests:
-    """Read digests.json.
-
-    Raises:
-        DocumentError: it breaks a rule; all broken rules are listed.
-    """
+    """Read digests.json, or another document of that form; `DocumentError` lists all rules that it breaks."""
     problems: list[Problem] = []
 
     def bad(message: str, *loc: str | int) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OLDER_THAN_S = 86_400.0
 _SHARD = re.compile(r"acts\d{6}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
-_OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json"}
+_OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
 
 
@@ -49,11 +49,9 @@ class Unfinished:
 
 def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
     """The unfinished stores below a root, by name; empty where the back end cannot list."""
-    if not isinstance(root_transport, Lists):
-        return ()
     found: list[Unfinished] = []
     try:
-        entries = root_transport.list()
+        entries = root_transport.list() if isinstance(root_transport, Lists) else ()
     except SaevStoreError:  # no such folder yet
         return ()
     for entry in entries:
@@ -173,8 +171,7 @@ def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_t
             found.append(replace(leftover, kept_because=kept_because))
     uploads = _uploads(root_transport)
     for upload in uploads or ():
-        age_s = None if upload.begun_s is None else now_s - upload.begun_s
-        leftover = Leftover(upload.path, "upload", None, age_s)
+        leftover = Leftover(upload.path, "upload", None, None if upload.begun_s is None else now_s - upload.begun_s)
         kept_because = _too_young(leftover, older_than_s)
         if not kept_because and not dry_run and isinstance(root_transport, CleansUploads):
             root_transport.abort_upload(upload)
@@ -194,7 +191,7 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
     hidden = list(_tree(folder, WORK_FOLDER, _MOST_LEVELS))
     files = [entry for entry in entries if not entry.is_dir]
     is_published = METADATA_NAME in names
-    foreign = sorted(name for name in names - {WORK_FOLDER} if not _is_ours(name))
+    foreign = sorted(name for name in names - _OURS if not (_SHARD.fullmatch(name) or name.startswith(TEMPORARY)))
     because = ""
     if is_published and folder.exists(JOURNAL):
         because = "a repair has to be finished: open the store with `repair()`"
@@ -211,6 +208,7 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
 
 def _remove(folder: Folder, leftover: Leftover) -> str:
     """Remove a leftover of a folder; the reason if that is not possible."""
+    is_store = leftover.kind == "unfinished store"
     if leftover.kind == "temporary file":
         folder.writes.delete(leftover.path)
         return ""
@@ -221,11 +219,10 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
             locks.update(name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ())
             for what in sorted(locks):
                 held.enter_context(folder.lock(what))
-            is_store = leftover.kind == "unfinished store"
             if is_store and folder.exists(METADATA_NAME):
                 return "it was published meanwhile"
             _discard(folder, (folder.names() or ()) if is_store else ())
-        if leftover.kind == "unfinished store" and folder.name and not folder.names():
+        if is_store and folder.name and not folder.names():
             folder.writes.delete(folder.name)
     except WriterConflictError as error:
         return error.message
@@ -249,7 +246,7 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
     try:
         listed = transport.list_uploads()
     except AccessError:
-        return None
+        listed = None
     if listed is None:
         return None
     root_is_store = _STORE.fullmatch(transport.url.rstrip("/").rpartition("/")[2]) is not None
@@ -260,10 +257,6 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
         if is_store and (_SHARD.fullmatch(name) or name == LABELS_NAME):
             found.append(upload)
     return found
-
-
-def _is_ours(name: str) -> bool:
-    return _SHARD.fullmatch(name) is not None or name in _OURS or name.startswith(TEMPORARY)
 
 
 def _tree(folder: Folder, path: str, n_levels: int) -> Iterator[Entry]:

@@ -103,11 +103,7 @@ def finalize_store(
 
 
 def published_already(folder: Folder, metadata: Metadata) -> bool:
-    """Whether metadata.json is there with these very bytes.
-
-    Raises:
-        StoreExistsError: it is there with other bytes.
-    """
+    """Whether metadata.json is there with these very bytes; `StoreExistsError` if it has other ones."""
     there = folder.read(METADATA_NAME)
     if there and there != metadata.raw:
         raise StoreExistsError(
@@ -208,26 +204,13 @@ def _lost(folder: Folder) -> WriterConflictError:
 
 
 def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
-    """The receipts of all shards, in order.
-
-    Raises:
-        IncompleteStoreError: shards are missing, or only some have labels.
-    """
-    receipts: list[Receipt] = []
+    """The receipts of all shards, in order; `IncompleteStoreError` if some are missing, or only some have labels."""
     missing: list[str] = []
-    labelled: dict[bool, int] = {}
     with contextlib.closing(read_receipts(folder, layout, range(layout.n_shards), claim.options.block_bytes)) as asked:
-        found = list(asked)
+        found = [receipt if receipt is not None and receipt.complete else None for receipt in asked]
     for rank in range(claim.options.world):
         shards = part_shards(layout.n_shards, rank, claim.options.world)
-        n_lacking = 0
-        for shard_idx in shards:
-            receipt = found[shard_idx]
-            if receipt is None or not receipt.complete:
-                n_lacking += 1
-                continue
-            receipts.append(receipt)
-            labelled.setdefault(receipt.labels is not None, shard_idx)
+        n_lacking = found[shards.start : shards.stop].count(None)
         if n_lacking:
             start, end = part_examples(layout, shards)
             missing.append(f"part {rank} (examples {start}:{end}) lacks {n_lacking} of {len(shards)} shards")
@@ -238,6 +221,10 @@ def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
             where=folder.url,
             remedy="Write those parts with resume=True, then finalize.",
         )
+    receipts = [receipt for receipt in found if receipt is not None]
+    labelled: dict[bool, int] = {}
+    for shard_idx, receipt in enumerate(receipts):
+        labelled.setdefault(receipt.labels is not None, shard_idx)
     if len(labelled) == 2:
         raise IncompleteStoreError(
             f"{shard_name(labelled[True])} has labels, {shard_name(labelled[False])} has none; all must have them, or none",

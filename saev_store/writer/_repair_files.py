@@ -1,25 +1,30 @@
 """What of a store's files is lost, and how a rebuilt file takes the place of a damaged one.
 
-A journal says which file is about to be replaced, so that a crash in between can be carried out later.
+A journal says which file is about to be replaced, in the form of a digests.json: after a crash the next repair carries it
+out.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
-from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, NotFoundError, TransportError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DeadlineError,
+    DocumentError,
+    NotFoundError,
+    TransportError,
+)
 from saev_store.names import DIGESTS_NAME, LABELS_NAME
 from saev_store.transport import Sink
-from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks
+from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks, parse_digests
 from saev_store.writer.folder import JOURNAL, REPAIR, Folder
 
 BEGUN = f"{REPAIR}/begun"
-VERSION = 1
 Ranges = list[tuple[int, int]]
 
 
@@ -162,39 +167,17 @@ def _labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> st
 # -- putting a rebuilt file in its place -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Journal:
-    """What is about to happen: the file `name` will have these digests."""
-
-    name: str
-    block_bytes: int
-    digests: FileDigests
-
-    def to_bytes(self) -> bytes:
-        """The document."""
-        document = {
-            "version": VERSION,
-            "name": self.name,
-            "block_bytes": self.block_bytes,
-            "nbytes": self.digests.nbytes,
-            "digests": self.digests.digests,
-        }
-        return json.dumps(document).encode()
-
-
 def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
-    """A sink for the new version of a file; the old one stays until `carry_out`.
-
-    It is built beside the old one where it can be moved there; elsewhere its upload replaces the old one.
-    """
+    """A sink for the new version of a file, beside the old one where it can be moved there; until `carry_out` that stays."""
     if folder.is_far:
         folder.put(BEGUN, b"")  # where there are no locks, this tells others that a repair is at work
     path = name if folder.is_far else f"{REPAIR}/{name}"
     return folder.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
 
-def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
+def carry_out(folder: Folder, name: str, written: FileDigests, block_bytes: int, sink: Sink) -> None:
     """Commit a rebuilt file, put it in its place, and record its digests in digests.json, if the store has one."""
+    journal = Digests(block_bytes, {name: written})
     # A journal promises a file that is on the disk: after a failed flush the page cache shows bytes that are not. A bucket
     # replaces the old file on commit, so there the journal comes first.
     if folder.is_far:
@@ -203,18 +186,17 @@ def carry_out(folder: Folder, journal: Journal, sink: Sink) -> None:
     else:
         sink.commit()
         folder.put(JOURNAL, journal.to_bytes())
-        folder.move(f"{REPAIR}/{journal.name}", journal.name)  # no other process moves it
+        folder.move(f"{REPAIR}/{name}", name)  # no other process moves it
     _settle(folder, journal)
 
 
-def _settle(folder: Folder, journal: Journal) -> None:
+def _settle(folder: Folder, journal: Digests) -> None:
     """Record in digests.json what is in its place now, and delete the journal."""
     transport = folder.transport
     transport.close()  # maps of the file that was replaced
     digests = load_digests(transport)
     if digests is not None and digests.block_bytes == journal.block_bytes:
-        files = {**digests.files, journal.name: journal.digests}
-        folder.put(DIGESTS_NAME, Digests(digests.block_bytes, files).to_bytes())
+        folder.put(DIGESTS_NAME, Digests(digests.block_bytes, {**digests.files, **journal.files}).to_bytes())
     folder.delete(JOURNAL)
 
 
@@ -223,39 +205,24 @@ def finish_journal(folder: Folder, layout: Layout) -> None:
     raw = folder.read(JOURNAL)
     if raw is None:
         return
-    journal = _parse(raw, layout)
-    if journal is not None:
-        building = f"{REPAIR}/{journal.name}"
-        is_built = not folder.is_far and folder.exists(building)
-        if is_built and folder.is_as_written(building, journal.digests, journal.block_bytes):
-            folder.move(building, journal.name)
-            _settle(folder, journal)
-            return
-        if folder.is_as_written(journal.name, journal.digests, journal.block_bytes):
-            if is_built:
-                folder.delete(building)
-            _settle(folder, journal)
-            return
-    folder.delete(JOURNAL)
-
-
-def _parse(raw: bytes, layout: Layout) -> Journal | None:
-    """A journal that agrees with the layout; None for one that does not."""
     lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
     lengths[LABELS_NAME] = layout.n_examples * layout.content_tokens_per_example
     try:
-        document = cast("dict[str, object]", json.loads(raw))
-        name, block_bytes, nbytes = cast("str", document["name"]), document["block_bytes"], document["nbytes"]
-        digests = cast("list[str]", document["digests"])
-        if (
-            document["version"] == VERSION
-            and isinstance(block_bytes, int)
-            and block_bytes > 0
-            and isinstance(nbytes, int)
-            and nbytes == lengths[name]
-            and len(digests) == n_blocks(nbytes, block_bytes)
-        ):
-            return Journal(name, block_bytes, FileDigests(nbytes, tuple(digests)))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    return None
+        journal = parse_digests(raw, where=folder.where(JOURNAL))
+    except DocumentError:
+        folder.delete(JOURNAL)
+        return
+    for name, written in journal.files.items():  # there is one
+        if lengths.get(name) != written.nbytes:
+            continue
+        building = f"{REPAIR}/{name}"
+        is_built = not folder.is_far and folder.exists(building)
+        if is_built and folder.is_as_written(building, written, journal.block_bytes):
+            folder.move(building, name)
+        elif not folder.is_as_written(name, written, journal.block_bytes):
+            continue
+        elif is_built:
+            folder.delete(building)
+        _settle(folder, journal)
+        return
+    folder.delete(JOURNAL)

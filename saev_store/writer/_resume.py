@@ -157,11 +157,7 @@ def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) 
 
 
 def check_claim(folder: Folder, there: Claim, here: Claim) -> None:
-    """Check that a claim that was found is the one this call would make.
-
-    Raises:
-        ResumeError: it is not; every field that differs is named.
-    """
+    """Check that a claim that was found is the one this call would make; `ResumeError` names every difference."""
     was, now = asdict(there.options), asdict(here.options)
     found = metadata_differences(there.metadata, here.metadata)
     found += [f"{name} is {was[name]!r} there, {now[name]!r} in this call" for name in was if was[name] != now[name]]

@@ -142,11 +142,7 @@ class ShardPlan:
     looks_at: int | None = None
 
     def check_unpublished(self) -> None:
-        """Check that the store was not published meanwhile.
-
-        Raises:
-            WriterConflictError: it was.
-        """
+        """Raise `WriterConflictError` if the store was published meanwhile."""
         if self.folder.read(METADATA_NAME):
             raise self.owner.superseded()
 
@@ -204,11 +200,7 @@ class ShardFile:
         self._labels += rows
 
     def write(self, piece: memoryview, offset: int, done: Callable[[], object] | None = None) -> None:
-        """Write the next piece of the shard; see `Sink.write` for `done`.
-
-        Raises:
-            CorruptShardError: `offset` is not where the last piece ended, which is a defect of this package.
-        """
+        """Write the next piece of the shard, at `offset`; see `Sink.write` for `done`."""
         if offset != self.digester.nbytes:
             raise CorruptShardError(
                 f"a piece for byte {offset} was about to be written at byte {self.digester.nbytes}",
@@ -300,9 +292,6 @@ class Background:
     Attributes:
         free: Takes a buffer that is no longer needed; in any thread.
         error: What a job has raised.
-
-    Raises:
-        TransportError: the system gives no more threads.
     """
 
     def __init__(self, *, buffer_nbytes: int, n_buffers: int, where: str, held: ExitStack) -> None:
@@ -334,11 +323,7 @@ class Background:
         return buffer
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job after all earlier ones.
-
-        Raises:
-            TransportError: the system gives no more threads.
-        """
+        """Run a job after all earlier ones."""
         self._check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
@@ -412,21 +397,17 @@ class Background:
                 try:
                     job()
                 except BaseException as error:  # raised again in the thread that waits
-                    self.error = self._explained(error)
+                    told = error
+                    if isinstance(error, OSError) and not isinstance(error, SaevStoreError):
+                        remedy = "Remove the cause, then resume."
+                        told = TransportError(f"writing failed: {error}", where=self._where, remedy=remedy)
+                        told.__cause__ = error
+                    self.error = told
                     if (waited := self._waited) is not None:
                         waited.put(None)
             del job, taken
             if done is not None:
                 done.put(None)
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if isinstance(error, SaevStoreError) or not isinstance(error, OSError):
-            return error
-        explained = TransportError(
-            f"writing failed: {error}", where=self._where, remedy="Remove the cause, then resume."
-        )
-        explained.__cause__ = error
-        return explained
 
     def _no_threads(self, error: RuntimeError) -> TransportError:
         """The error for a thread that cannot be started."""

@@ -94,11 +94,7 @@ class Folder:
 
     @property
     def writes(self) -> Writes:
-        """The transport's write half.
-
-        Raises:
-            ReadOnlyError: it has none.
-        """
+        """The transport's write half; `ReadOnlyError` if it has none."""
         if not isinstance(self.transport, Writes):
             raise ReadOnlyError(
                 f"the engine {self.transport.name!r} only reads",
@@ -307,21 +303,13 @@ class Claim:
 
 
 def read_claim(folder: Folder) -> Claim | None:
-    """The claim in a folder, None where there is none.
-
-    Raises:
-        IncompleteStoreError: there is one that this version does not understand.
-    """
+    """The claim in a folder, None where there is none; `IncompleteStoreError` if this version does not understand it."""
     raw = folder.read(CLAIM_PATH)
     return parse_claim(raw, folder) if raw else None
 
 
 def parse_claim(raw: bytes, folder: Folder) -> Claim:
-    """The claim in a document that was read from a folder.
-
-    Raises:
-        IncompleteStoreError: this version does not understand it.
-    """
+    """The claim in a document; `IncompleteStoreError` if this version does not understand it."""
     try:
         document = cast("dict[str, object]", json.loads(raw))
         if document["version"] != VERSION:
@@ -384,11 +372,7 @@ class Owner:
         return self.holder().get("attempt") == self.attempt
 
     def check(self) -> None:
-        """Check that this attempt is still the owner.
-
-        Raises:
-            WriterConflictError: a later attempt has taken over, or the store was published or discarded meanwhile.
-        """
+        """Raise `WriterConflictError` if a later attempt has taken over, or the store was published or discarded."""
         holder = self.holder()
         if holder.get("attempt") == self.attempt:
             return
@@ -410,11 +394,7 @@ class Owner:
 
 
 def check_no_foreigner(folder: Folder, names: Sequence[str] | None) -> None:
-    """Refuse a folder that another tool has begun; `names` are those in it, None where they cannot be listed.
-
-    Raises:
-        IncompleteStoreError: it holds files, but nothing that this package has begun.
-    """
+    """Refuse a folder that holds files but nothing of this package; `names` are None where they cannot be listed."""
     if names is None:  # look for what a store of any tool begins with
         names = [name for name in (shard_name(0), SHARDS_NAME, LABELS_NAME) if folder.exists(name)]
     found = sorted(name for name in names if name != WORK_FOLDER and not name.startswith(TEMPORARY))

@@ -35,7 +35,6 @@ from saev_store.writer._inputs import (
 from saev_store.writer._repair_files import (
     Damage,
     DamagedShard,
-    Journal,
     Ranges,
     building_sink,
     carry_out,
@@ -381,7 +380,7 @@ class RepairWriter:
         """Put a rebuilt file in its place."""
         new = FileDigests(digester.nbytes, tuple(digester.digests()))
         try:
-            carry_out(self._folder, Journal(name, self._block_bytes, new), sink)
+            carry_out(self._folder, name, new, self._block_bytes, sink)
         except BaseException:
             self._failed = True  # there is one journal: another file's would take its place
             raise

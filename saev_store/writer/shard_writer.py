@@ -262,11 +262,7 @@ class ShardWriter:
             )
 
     def _declare_labelled(self, *, labelled: bool) -> None:
-        """Say for all parts whether the store has labels.
-
-        Raises:
-            ArgumentError: another part has said otherwise.
-        """
+        """Say for all parts whether the store has labels; `ArgumentError` if another part has said otherwise."""
         if self._plan.folder.create(LABELLED, b"true" if labelled else b"false") == "taken":
             raise ArgumentError(
                 f"this part has {'labels' if labelled else 'no labels'}, another one has {'none' if labelled else 'some'}",
