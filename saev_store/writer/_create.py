@@ -20,6 +20,7 @@ from saev_store.errors import (
 )
 from saev_store.names import CLAIM_PATH, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Transport
+from saev_store.writer._digests import BLOCK_BYTES
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
 from saev_store.writer._leftovers import unfinished
 from saev_store.writer._publish import Verify, published_already, remove_hidden
@@ -43,7 +44,6 @@ from saev_store.writer.shard_writer import ShardWriter
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
 
-BLOCK_BYTES = 8 << 20
 CHECKPOINT_BYTES = 256 << 20
 _MAX_BLOCK_BYTES = 1 << 30
 

@@ -110,14 +110,9 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
         sink.abort()
         raise
     labels = labels[: plan.labels_nbytes(digester.nbytes)] if labels is not None else None
-    # From here on the receipt must not promise more than is kept: those bytes are about to be written once more.
-    kept = Receipt(
-        digester.nbytes,
-        complete=False,
-        digests=tuple(digester.digests()),
-        labels=digest(labels) if labels is not None else None,
-    )
     file = ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
+    # From here on the receipt must not promise more than is kept: those bytes are about to be written once more.
+    kept = file.receipt(digester.nbytes, digester.digests(), complete=False)
     if kept != receipt:
         file.record(kept)
     return file

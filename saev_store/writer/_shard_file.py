@@ -224,7 +224,7 @@ class ShardFile:
             digests = digests[: durable // self._plan.block_bytes]
             durable = len(digests) * self._plan.block_bytes
         self._plan.owner.check()
-        self.record(self._receipt(durable, digests, complete=False))
+        self.record(self.receipt(durable, digests, complete=False))
         self._durable_nbytes = self.digester.nbytes
 
     def commit(self) -> Receipt:
@@ -245,7 +245,7 @@ class ShardFile:
         folder.together(*checks)
         sink.commit(check_size=False)  # publication and resuming compare it
         self._sink = None
-        return self._receipt(self.digester.nbytes, self.digester.digests(), complete=True)
+        return self.receipt(self.digester.nbytes, self.digester.digests(), complete=True)
 
     def finish(self, receipts: SimpleQueue[Receipt | None], live: list[ShardFile]) -> None:
         """Commit the file, hand over its receipt, record it, and leave the list of files that are not complete."""
@@ -254,7 +254,7 @@ class ShardFile:
         self.record(receipt)
         live.remove(self)
 
-    def _receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
+    def receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
         """The receipt of the first `nbytes`."""
         labels = None
         if self._labels is not None:

@@ -23,7 +23,7 @@ from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
-from saev_store.writer._digests import BlockDigester, FileDigests, block_ranges
+from saev_store.writer._digests import BLOCK_BYTES, BlockDigester, FileDigests, block_ranges
 from saev_store.writer._inputs import (
     NONFINITE_POLICIES,
     NonfinitePolicy,
@@ -45,8 +45,6 @@ from saev_store.writer.folder import JOURNAL, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
-
-_BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class RepairWriter:
         self._folder = folder
         self._layout = layout
         self._digests = digests = damage.digests
-        self._block_bytes = digests.block_bytes if digests is not None else _BLOCK_BYTES
+        self._block_bytes = digests.block_bytes if digests is not None else BLOCK_BYTES
         # The examples that are still to be appended, in order.
         self._todo = deque((shard, start, end) for shard in damage.shards for start, end in shard.lost)
         self._labels_state = damage.labels

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from saev_store._runtime.progress import Progress
@@ -23,7 +22,7 @@ from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAM
 from saev_store.store.card import human_bytes
 from saev_store.transport import CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests, load_digests
-from saev_store.writer._digests import block_ranges, digest
+from saev_store.writer._digests import BLOCK_BYTES, block_ranges, digest
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer._shard_file import Receipt, parse_receipt
 from saev_store.writer.folder import Folder, receipt_path
@@ -31,7 +30,6 @@ from saev_store.writer.folder import Folder, receipt_path
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
-BLOCK_BYTES = 8 << 20
 PROVENANCE_NAME = "provenance.json"
 _MAX_PROVENANCE_BYTES = 16 << 20
 _N_AHEAD = 4
@@ -105,7 +103,15 @@ def _is_published(folder: Folder, store: ShardStore, *, resume: bool) -> bool:
     if not resume or bytes(there) != store.metadata.raw:
         what = "the copy" if bytes(there) == store.metadata.raw else "another store of this name"
         raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
-    _check_sizes(folder, _files(store, pads=False))
+    for file in _files(store, pads=False):
+        size = folder.size(file.name)
+        if size is None or size < file.used_nbytes:
+            raise CorruptShardError(
+                f"the copy is published, but {file.name} has {size or 0:,} of {file.used_nbytes:,} bytes: it was damaged "
+                "since",
+                where=folder.where(file.name),
+                remedy="Delete the copy and make it again, or repair it.",
+            )
     if _is_of_other_recording(folder, store):
         raise other_recording(folder)
     remove_hidden(folder)
@@ -138,18 +144,6 @@ def delete_copy(folder: Folder) -> None:
     for name in names:
         if name != WORK_FOLDER:  # which holds the lock
             folder.delete(name)
-
-
-def _check_sizes(folder: Folder, files: Sequence[_File]) -> None:
-    for file in files:
-        size = folder.size(file.name)
-        if size is None or size < file.used_nbytes:
-            raise CorruptShardError(
-                f"the copy is published, but {file.name} has {size or 0:,} of {file.used_nbytes:,} bytes: it was damaged "
-                "since",
-                where=folder.where(file.name),
-                remedy="Delete the copy and make it again, or repair it.",
-            )
 
 
 def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
