@@ -20,7 +20,7 @@ from saev_store._runtime.locks import ForkSafeLock
 from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import ArgumentError, DeadlineError
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
-from saev_store.transport.checks import joined_runs, run_end, scatter
+from saev_store.transport.checks import readinto_by_ranges
 
 #: Whether vectors will be read, given their shards and their numbers in these.
 Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
@@ -190,10 +190,7 @@ class CachedTransport:
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, from the folder where an extent is there."""
         # Each range into memory of its own: callers may let several reads throw away gaps into the same place.
-        runs = joined_runs(path, starts, buffers)
-        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
-        for source, (_, views) in zip(found, runs, strict=True):
-            scatter(source, views)
+        readinto_by_ranges(self, path, starts, buffers, where=path)
 
     def version(self, path: str) -> str | None:
         """What tells the file from another one of its name; as the inner transport has it."""

@@ -18,10 +18,11 @@ from typing import Literal
 from saev_store.core.rows import Tokens
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
 from saev_store.loaders.cache import CachedTransport
+from saev_store.names import METADATA_NAME
 from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.writer.folder import METADATA, TEMPORARY, Folder
+from saev_store.writer.folder import TEMPORARY, Folder
 
 #: How often the document changes.
 BEAT_S = 5.0
@@ -185,7 +186,7 @@ def _remove(root: Transport, name: str) -> None:
         shutil.rmtree(stale, ignore_errors=True)
         return
     folder = Folder(root, name)
-    folder.delete(METADATA)
+    folder.delete(METADATA_NAME)
     for entry in folder.names() or ():
         folder.delete(entry)
 
@@ -193,7 +194,7 @@ def _remove(root: Transport, name: str) -> None:
 def _is_published(root: Transport, name: str) -> bool:
     """Whether a copy has its metadata, which is written last."""
     try:
-        root.size(f"{name}/{METADATA}")
+        root.size(f"{name}/{METADATA_NAME}")
     except NotFoundError:
         return False
     return True

@@ -92,7 +92,7 @@ def list_stores(root: Transport) -> StoreList:
     """
     if not isinstance(root, Lists):
         raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
-    names: list[str] = sorted(entry.path.rsplit("/", 1)[-1] for entry in root.list() if entry.is_dir)
+    names: list[str] = sorted(entry.name for entry in root.list() if entry.is_dir)
     with ThreadPoolExecutor(max_workers=16, thread_name_prefix="saev-list") as pool:
         found = list(pool.map(partial(_look, root), names))
     return StoreList(root.url, [entry for entry in found if entry is not None])

@@ -91,6 +91,11 @@ class Entry:
     size: int | None
     modified_s: float | None = None
 
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
 
 @runtime_checkable
 class Transport(Protocol):

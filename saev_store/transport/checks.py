@@ -23,7 +23,7 @@ from saev_store.errors import (
     TransportError,
     UnsafeContentError,
 )
-from saev_store.transport.base import Buffer, Counters
+from saev_store.transport.base import Counters, Transport
 
 #: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
 Run: TypeAlias = tuple[int, list[memoryview]]
@@ -134,12 +134,17 @@ def run_end(run: Run) -> int:
     return run[0] + sum(view.nbytes for view in run[1])
 
 
-def scatter(source: Buffer, targets: Sequence[memoryview]) -> None:
-    """Copy bytes into consecutive pieces of memory; NumPy releases the interpreter's lock meanwhile."""
-    found, at = np.frombuffer(source, np.uint8), 0
-    for target in targets:
-        np.copyto(np.frombuffer(target, np.uint8), found[at : at + len(target)])
-        at += len(target)
+def readinto_by_ranges(
+    transport: Transport, path: str, starts: Sequence[int], buffers: Sequence[memoryview], *, where: str
+) -> None:
+    """`Transport.readinto` by `get_ranges` and a copy; NumPy releases the interpreter's lock meanwhile."""
+    runs = joined_runs(where, starts, buffers)
+    found = transport.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
+    for source, (_, targets) in zip(found, runs, strict=True):
+        data, at = np.frombuffer(source, np.uint8), 0
+        for target in targets:
+            np.copyto(np.frombuffer(target, np.uint8), data[at : at + len(target)])
+            at += len(target)
 
 
 def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:

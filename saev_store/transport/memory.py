@@ -9,16 +9,7 @@ from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import FREE, Buffer, Counters, Entry
-from saev_store.transport.checks import (
-    RequestCounter,
-    check_path,
-    check_ranges,
-    joined_runs,
-    run_end,
-    scatter,
-    too_big,
-    too_short,
-)  # fmt: skip
+from saev_store.transport.checks import RequestCounter, check_path, check_ranges, readinto_by_ranges, too_big, too_short
 
 
 class _Files:
@@ -123,10 +114,7 @@ class MemoryTransport:
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Copy into the buffers."""
-        runs = joined_runs(path, starts, buffers)
-        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
-        for source, (_, views) in zip(found, runs, strict=True):
-            scatter(source, views)
+        readinto_by_ranges(self, path, starts, buffers, where=path)
 
     def version(self, path: str) -> str:  # noqa: ARG002  # the same for all
         """Always empty: files are replaced as a whole, and not told apart."""

@@ -92,7 +92,7 @@ def survey(transport: Transport, names: Iterable[str]) -> Survey:
         except SaevStoreError:
             pass  # a bucket may allow reading without listing
         else:
-            found = {entry.path.rsplit("/", 1)[-1]: _listed(transport, entry) for entry in entries}
+            found = {entry.name: _listed(transport, entry) for entry in entries}
             if any(name in found for name in names):
                 return Survey(found, complete=True)
     with ThreadPoolExecutor(_N_THREADS) as pool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from saev_store.core.layout import Layout
 from saev_store.errors import (
@@ -18,17 +18,16 @@ from saev_store.errors import (
     WriterConflictError,
     brief,
 )
+from saev_store.names import CLAIM_PATH, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Transport
+from saev_store.writer._digests import BLOCK_BYTES
 from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
 from saev_store.writer._leftovers import unfinished
 from saev_store.writer._publish import Verify, published_already, remove_hidden
 from saev_store.writer._resume import Kept, check_claim, kept_of, metadata_differences
 from saev_store.writer._shard_file import ShardPlan, leading_receipts
 from saev_store.writer.folder import (
-    CLAIM,
-    HIDDEN,
     LABELLED,
-    SHARDS,
     TEMPORARY,
     Claim,
     Folder,
@@ -45,7 +44,6 @@ from saev_store.writer.shard_writer import ShardWriter
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
 
-BLOCK_BYTES = 8 << 20
 CHECKPOINT_BYTES = 256 << 20
 _MAX_BLOCK_BYTES = 1 << 30
 
@@ -94,7 +92,7 @@ def create_store(
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
     here = Claim.of(metadata, options)
-    claim = Owner(folder, CLAIM, asdict(here))
+    claim = Owner(folder, CLAIM_PATH, asdict(here))
     owner = claim if world == 1 else Owner(folder, owner_path(rank), attempt=claim.attempt)
     plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
     open_writer = partial(
@@ -107,7 +105,7 @@ def create_store(
         progress=progress,
     )
 
-    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.read(CLAIM), folder.names)
+    found = folder.together(lambda: published_already(folder, metadata), lambda: folder.read(CLAIM_PATH), folder.names)
     is_complete, claimed, names = cast("tuple[bool, bytes | None, Sequence[str] | None]", tuple(found))
     if is_complete:
         _check_complete(folder, resume=resume, exist_ok=exist_ok)
@@ -117,7 +115,7 @@ def create_store(
         if not claimed:
             check_no_foreigner(folder, names)
             if resume is True:
-                _check_siblings(folder.transport, metadata)
+                _check_siblings(folder, here)
         else:
             there = parse_claim(claimed, folder)
             if resume is False and (world == 1 or folder.exists(owner.path)):
@@ -125,9 +123,9 @@ def create_store(
             check_claim(folder, there, here)
         held.enter_context(folder.lock(f"part{rank:05d}"))
         # A crash while a store was discarded or published can leave hidden files without a claim.
-        is_new = _claim(claim, here, resume=resume) and names is not None and HIDDEN not in names
-        if owner is not claim:
-            _own(owner, metadata.layout, here, resume=resume)
+        is_new = _claim(claim, here, resume=resume) and names is not None and WORK_FOLDER not in names
+        if owner is not claim and not owner.take(over=resume is not False):
+            raise _unfinished(folder, metadata.layout, here)
         kept = Kept(shards.start)
         if not is_new:
             kept = kept_of(plan, shards, verify=verify, progress=progress)
@@ -138,10 +136,11 @@ def create_store(
             return open_writer(replace(plan, looks_at=shards.start), kept=kept, held=held, complete=False)
         is_published, declared = folder.together(
             lambda: published_already(folder, metadata),
-            lambda: _declared_labelled(folder) if world > 1 and not is_new else None,
+            lambda: folder.read(LABELLED) if world > 1 and not is_new else None,
         )
         if not is_published:
-            kept = kept if kept.labelled is not None else replace(kept, labelled=declared)
+            if kept.labelled is None and declared:
+                kept = replace(kept, labelled=declared == b"true")
             return open_writer(plan, kept=kept, held=held, complete=False)
     except BaseException as error:
         held.close()
@@ -166,14 +165,13 @@ def _checked_part(
     verify: object,
 ) -> tuple[int, int]:
     """The rank of the part and the number of parts, after a check of all options."""
-    if resume not in (True, False, "auto"):
-        raise ArgumentError(f'resume is {brief(resume)}; it must be True, False or "auto"', where="resume")
-    if policy not in NONFINITE_POLICIES:
-        raise ArgumentError(
-            f"on_nonfinite is {brief(policy)}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite"
-        )
-    if verify not in ("digests", "sizes"):
-        raise ArgumentError(f'verify is {brief(verify)}; it must be "digests" or "sizes"', where="verify")
+    for name, value, allowed in (
+        ("resume", resume, (True, False, "auto")),
+        ("on_nonfinite", policy, NONFINITE_POLICIES),
+        ("verify", verify, get_args(Verify)),
+    ):
+        if value not in allowed:
+            raise ArgumentError(f"{name} is {brief(value)}; it must be one of {allowed}", where=name)
     for name, value, most in (
         ("block_bytes", block_bytes, _MAX_BLOCK_BYTES),
         ("checkpoint_bytes", checkpoint_bytes, 2**63 - 1),
@@ -196,7 +194,7 @@ def _checked_part(
 
 def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> None:
     """Check that a complete store is fine with the caller; what a crash just after publishing left is deleted."""
-    if not folder.exists(SHARDS):
+    if not folder.exists(SHARDS_NAME):
         raise StoreExistsError(
             "metadata.json is there, shards.json is not: another tool's unfinished or damaged store",
             where=folder.url,
@@ -204,7 +202,7 @@ def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> No
         )
     if resume is not False or exist_ok:
         names = folder.names()
-        if names is None or any(name == HIDDEN or name.startswith(TEMPORARY) for name in names):
+        if names is None or any(name == WORK_FOLDER or name.startswith(TEMPORARY) for name in names):
             remove_hidden(folder)
     if not exist_ok:
         raise StoreExistsError(
@@ -212,24 +210,19 @@ def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> No
         )
 
 
-def _check_siblings(root: Transport, metadata: Metadata) -> None:
-    """Refuse to resume where only stores of other metadata are unfinished.
-
-    Raises:
-        ResumeError: there are such stores; what differs is named.
-    """
-    here = Claim.of(metadata, ShapingOptions(pad=False, block_bytes=1, world=1))
+def _check_siblings(folder: Folder, here: Claim) -> None:
+    """Refuse to resume where only stores of other metadata are unfinished; what differs is named."""
     found = [
         f"{other.name}: {'; '.join(metadata_differences(other.metadata, here.metadata))}"
-        for other in unfinished(root)
-        if other.name != metadata.hash
+        for other in unfinished(folder.transport)
+        if other.name != folder.name
     ]
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise ResumeError(
-            f"there is nothing to resume at {metadata.hash}, but there are other unfinished stores: "
+            f"there is nothing to resume at {folder.name}, but there are other unfinished stores: "
             f"{' | '.join(found[:3])}{more}",
-            where=root.url,
+            where=folder.transport.url,
             remedy='Use the metadata of the one you mean, or resume="auto" to begin a new store beside them.',
         )
 
@@ -256,12 +249,6 @@ def _claim(claim: Owner, here: Claim, *, resume: bool | str) -> bool:
     return False
 
 
-def _own(owner: Owner, layout: Layout, here: Claim, *, resume: bool | str) -> None:
-    """Take one of several parts."""
-    if not owner.take(over=resume is not False):
-        raise _unfinished(owner.folder, layout, here)
-
-
 def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStoreError:
     """The error for a store that has to be resumed or discarded."""
     block_bytes, world = claim.options.block_bytes, claim.options.world
@@ -275,9 +262,3 @@ def _unfinished(folder: Folder, layout: Layout, claim: Claim) -> IncompleteStore
         where=folder.url,
         remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
     )
-
-
-def _declared_labelled(folder: Folder) -> bool | None:
-    """Whether the parts have labels; None where no part has said so."""
-    raw = folder.read(LABELLED)
-    return raw == b"true" if raw else None

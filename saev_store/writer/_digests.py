@@ -18,6 +18,8 @@ from saev_store.transport import Buffer, Transport
 #: Documents of this package are never longer: a replaced one cannot make us load more.
 MAX_DOCUMENT_BYTES = 256 << 20
 VERSION = 1
+#: Length of a block, unless a store has another one.
+BLOCK_BYTES = 8 << 20
 ALGORITHM = "xxh3_128"
 #: Length of a digest in hexadecimal digits.
 DIGEST_DIGITS = 32
@@ -137,11 +139,7 @@ class Digests:
 
 
 def parse_digests(raw: bytes, *, where: str) -> Digests:
-    """Read digests.json.
-
-    Raises:
-        DocumentError: it breaks a rule; all broken rules are listed.
-    """
+    """Read digests.json, or another document of that form; `DocumentError` lists all rules that it breaks."""
     problems: list[Problem] = []
 
     def bad(message: str, *loc: str | int) -> None:

@@ -51,10 +51,7 @@ def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
 def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
     """A (k, layers, tokens, d_model) array of floats whose values float32 holds exactly; nothing is copied if possible.
 
-    Its byte order and strides are the caller's: `rows_as_bytes` deals with them piece by piece.
-
-    Raises:
-        ArgumentError: the shape or the dtype is another one.
+    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece.
     """
     array = _as_array(acts, where="acts")
     expected = layout.shape[1:]
@@ -82,11 +79,7 @@ def rows_as_bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
 
 
 def as_labels(labels: object, n_examples: int, layout: Layout) -> npt.NDArray[np.uint8]:
-    """A C-contiguous (n_examples, content tokens) uint8 array.
-
-    Raises:
-        ArgumentError: another shape, or values that are no integers from 0 to 255.
-    """
+    """A C-contiguous (n_examples, content tokens) uint8 array; `ArgumentError` for another shape or other values."""
     array = _as_array(labels, where="labels")
     content = layout.content_tokens_per_example
     if array.ndim == 1 and n_examples == 1 and array.shape == (content,):
@@ -116,9 +109,6 @@ def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str
 
     One sum decides almost always: a single value that is not finite makes it so too. Only then is every value looked at,
     because a sum of large finite values may overflow as well.
-
-    Raises:
-        ArgumentError: there are such values and the policy is `"raise"`.
     """
     if policy == "allow" or array.size == 0:
         return

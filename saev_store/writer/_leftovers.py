@@ -13,27 +13,15 @@ from typing import TYPE_CHECKING
 from saev_store.core.layout import shard_name
 from saev_store.errors import (
     AccessError,
-    NotFoundError,
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
     StoreExistsError,
     WriterConflictError,
 )
+from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload
-from saev_store.writer.folder import (
-    CLAIM,
-    DIGESTS,
-    HIDDEN,
-    JOURNAL,
-    LABELS,
-    METADATA,
-    SHARDS,
-    TEMPORARY,
-    Folder,
-    check_no_foreigner,
-    read_claim,
-)
+from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -42,7 +30,7 @@ if TYPE_CHECKING:
 OLDER_THAN_S = 86_400.0
 _SHARD = re.compile(r"acts\d{6}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
-_OURS = {LABELS, SHARDS, DIGESTS, "provenance.json"}
+_OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
 
 
@@ -61,11 +49,9 @@ class Unfinished:
 
 def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
     """The unfinished stores below a root, by name; empty where the back end cannot list."""
-    if not isinstance(root_transport, Lists):
-        return ()
     found: list[Unfinished] = []
     try:
-        entries = root_transport.list()
+        entries = root_transport.list() if isinstance(root_transport, Lists) else ()
     except SaevStoreError:  # no such folder yet
         return ()
     for entry in entries:
@@ -75,7 +61,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
         folder = Folder(root_transport, name)
         try:
             claim = read_claim(folder)
-            if claim is not None and not folder.read(METADATA):
+            if claim is not None and not folder.read(METADATA_NAME):
                 found.append(Unfinished(name, claim.metadata))
         except SaevStoreError as error:
             warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=2)
@@ -91,7 +77,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)
-    if folder.read(METADATA):
+    if folder.read(METADATA_NAME):
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=folder.url,
@@ -100,13 +86,13 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
     claim, names = read_claim(folder), folder.names()
     if claim is None:
         check_no_foreigner(folder, names)
-        folder.delete(HIDDEN)
+        folder.delete(WORK_FOLDER)
         return
     with ExitStack() as held:
         for what in (*(f"part{rank:05d}" for rank in range(claim.options.world)), "publish"):
             held.enter_context(folder.lock(what))
         if names is None:
-            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), LABELS, SHARDS, DIGESTS]
+            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), LABELS_NAME, SHARDS_NAME, DIGESTS_NAME]
         _discard(folder, names)
     folder.writes.delete(folder.name)
 
@@ -114,9 +100,9 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
 def _discard(folder: Folder, names: Sequence[str]) -> None:
     """Delete files, the hidden ones last: a crash in between leaves something that is still recognised."""
     for name in names:
-        if name != HIDDEN:
+        if name != WORK_FOLDER:
             folder.delete(name)
-    folder.delete(HIDDEN)
+    folder.delete(WORK_FOLDER)
 
 
 @dataclass(frozen=True)
@@ -176,7 +162,7 @@ def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_t
     found: list[Leftover] = []
     folders = [root, *(Folder(root_transport, entry.path.strip("/")) for entry in entries if entry.is_dir)]
     for folder in folders:
-        if folder.name == HIDDEN:
+        if folder.name == WORK_FOLDER:
             continue
         for leftover in _leftovers(folder, now_s):
             kept_because = leftover.kept_because or _too_young(leftover, older_than_s)
@@ -185,8 +171,7 @@ def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_t
             found.append(replace(leftover, kept_because=kept_because))
     uploads = _uploads(root_transport)
     for upload in uploads or ():
-        age_s = None if upload.begun_s is None else now_s - upload.begun_s
-        leftover = Leftover(upload.path, "upload", None, age_s)
+        leftover = Leftover(upload.path, "upload", None, None if upload.begun_s is None else now_s - upload.begun_s)
         kept_because = _too_young(leftover, older_than_s)
         if not kept_because and not dry_run and isinstance(root_transport, CleansUploads):
             root_transport.abort_upload(upload)
@@ -196,33 +181,34 @@ def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_t
 
 def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
     """What was left in one folder."""
-    entries = _entries(folder, "")
-    names = {_name(entry) for entry in entries}
+    entries = folder.entries() or ()
+    names = {entry.name for entry in entries}
     for entry in entries:
-        if not entry.is_dir and _name(entry).startswith(TEMPORARY):
+        if not entry.is_dir and entry.name.startswith(TEMPORARY):
             yield Leftover(entry.path, "temporary file", entry.size, _age_s([entry], now_s))
-    if HIDDEN not in names:
+    if WORK_FOLDER not in names:
         return
-    hidden = list(_tree(folder, HIDDEN, _MOST_LEVELS))
+    hidden = list(_tree(folder, WORK_FOLDER, _MOST_LEVELS))
     files = [entry for entry in entries if not entry.is_dir]
-    is_published = METADATA in names
-    foreign = sorted(name for name in names - {HIDDEN} if not _is_ours(name))
+    is_published = METADATA_NAME in names
+    foreign = sorted(name for name in names - _OURS if not (_SHARD.fullmatch(name) or name.startswith(TEMPORARY)))
     because = ""
     if is_published and folder.exists(JOURNAL):
         because = "a repair has to be finished: open the store with `repair()`"
-    elif not is_published and names - {HIDDEN} and not folder.exists(CLAIM):
+    elif not is_published and names - {WORK_FOLDER} and not folder.exists(CLAIM_PATH):
         because = "no claim of this package: another program may be writing here"
     elif not is_published and foreign:
         because = f"the folder also holds {foreign[0]}, which is not ours"
     ours = hidden if is_published else [*hidden, *files]
     kind = "hidden files" if is_published else "unfinished store"
     nbytes = sum(entry.size or 0 for entry in ours)
-    path = folder.path(HIDDEN) if is_published else folder.name
+    path = folder.path(WORK_FOLDER) if is_published else folder.name
     yield Leftover(path, kind, nbytes, _age_s(ours, now_s), because)
 
 
 def _remove(folder: Folder, leftover: Leftover) -> str:
     """Remove a leftover of a folder; the reason if that is not possible."""
+    is_store = leftover.kind == "unfinished store"
     if leftover.kind == "temporary file":
         folder.writes.delete(leftover.path)
         return ""
@@ -230,15 +216,13 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
         with ExitStack() as held:
             # A lock exists while its writer lives; taking all of them keeps new writers out.
             locks = {"part00000", "publish", "copy", "repair"}
-            for entry in _entries(folder, f"{HIDDEN}/locks"):
-                locks.add(_name(entry).removesuffix(".lock"))
+            locks.update(name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ())
             for what in sorted(locks):
                 held.enter_context(folder.lock(what))
-            is_store = leftover.kind == "unfinished store"
-            if is_store and folder.exists(METADATA):
+            if is_store and folder.exists(METADATA_NAME):
                 return "it was published meanwhile"
             _discard(folder, (folder.names() or ()) if is_store else ())
-        if leftover.kind == "unfinished store" and folder.name and not folder.names():
+        if is_store and folder.name and not folder.names():
             folder.writes.delete(folder.name)
     except WriterConflictError as error:
         return error.message
@@ -262,7 +246,7 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
     try:
         listed = transport.list_uploads()
     except AccessError:
-        return None
+        listed = None
     if listed is None:
         return None
     root_is_store = _STORE.fullmatch(transport.url.rstrip("/").rpartition("/")[2]) is not None
@@ -270,40 +254,18 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
     for upload in listed:
         folder, _, name = upload.path.rpartition("/")
         is_store = _STORE.fullmatch(folder) is not None if folder else root_is_store
-        if is_store and (_SHARD.fullmatch(name) or name == LABELS):
+        if is_store and (_SHARD.fullmatch(name) or name == LABELS_NAME):
             found.append(upload)
     return found
 
 
-def _is_ours(name: str) -> bool:
-    return _SHARD.fullmatch(name) is not None or name in _OURS or name == METADATA or name.startswith(TEMPORARY)
-
-
-def _entries(folder: Folder, path: str) -> Sequence[Entry]:
-    transport = folder.transport
-    where = folder.path(path) if path else folder.name
-    try:
-        return transport.list(where) if isinstance(transport, Lists) else ()
-    except NotFoundError:
-        return ()
-    except SaevStoreError as error:
-        # A folder that may not be read, or that was deleted meanwhile, holds nothing that can be removed.
-        if isinstance(error, AccessError):
-            return ()
-        raise
-
-
 def _tree(folder: Folder, path: str, n_levels: int) -> Iterator[Entry]:
     """All files below a folder, a few levels deep."""
-    for entry in _entries(folder, path):
+    for entry in folder.entries(path) or ():
         if not entry.is_dir:
             yield entry
         elif n_levels:
-            yield from _tree(folder, f"{path}/{_name(entry)}", n_levels - 1)
-
-
-def _name(entry: Entry) -> str:
-    return entry.path.rstrip("/").rpartition("/")[2]
+            yield from _tree(folder, f"{path}/{entry.name}", n_levels - 1)
 
 
 def _age_s(entries: Sequence[Entry], now_s: float) -> float | None:

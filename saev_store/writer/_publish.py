@@ -21,21 +21,16 @@ from saev_store.errors import (
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.transport import Moves, Transport
-from saev_store.writer._digests import BlockDigester, Digests, FileDigests, block_ranges
+from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
+from saev_store.transport import Transport
+from saev_store.writer._digests import BlockDigester, Digests, FileDigests
 from saev_store.writer._resume import check_claim
 from saev_store.writer._shard_file import Receipt, read_label_part, read_receipts
 from saev_store.writer.folder import (
     BUILDING_LABELS,
-    CLAIM,
-    DIGESTS,
-    HIDDEN,
     JOURNAL,
-    LABELS,
-    METADATA,
     PUBLISHER,
     REPAIR,
-    SHARDS,
     TEMPORARY,
     Claim,
     Folder,
@@ -108,16 +103,12 @@ def finalize_store(
 
 
 def published_already(folder: Folder, metadata: Metadata) -> bool:
-    """Whether metadata.json is there with these very bytes.
-
-    Raises:
-        StoreExistsError: it is there with other bytes.
-    """
-    there = folder.read(METADATA)
+    """Whether metadata.json is there with these very bytes; `StoreExistsError` if it has other ones."""
+    there = folder.read(METADATA_NAME)
     if there and there != metadata.raw:
         raise StoreExistsError(
             "another store of that name, with other metadata, is there",
-            where=folder.where(METADATA),
+            where=folder.where(METADATA_NAME),
             remedy="Open it to see what it is; write elsewhere, or change the metadata.",
         )
     return bool(there)
@@ -167,7 +158,7 @@ def publish(
                 written.settle()  # labels.bin is made of what is recorded with the receipts
             folder.together(
                 lambda: _check_sizes(folder, layout, claim, receipts),
-                lambda: folder.put(SHARDS, shards_bytes(layout, metadata.count_key)),
+                lambda: folder.put(SHARDS_NAME, shards_bytes(layout, metadata.count_key)),
                 lambda: _write_digests(folder, layout, claim, receipts),
                 publisher.check,
                 *([written.settle] if written is not None else []),
@@ -178,35 +169,27 @@ def publish(
                 raise _lost(folder) from None
             with contextlib.suppress(SaevStoreError):
                 # Not the document of a publisher that has taken over.
-                if entered and publisher.holder().get("attempt") == publisher.attempt:
+                if entered and publisher.is_holder():
                     folder.delete(PUBLISHER)
             raise
-        found = folder.create(METADATA, metadata.raw)
+        found = folder.create(METADATA_NAME, metadata.raw)
         # Equal bytes may be those of a publisher that was overtaken and went on.
-        is_ours = found == "ours" or (
-            found == "same" and alone and publisher.holder().get("attempt") == publisher.attempt
-        )
+        is_ours = found == "ours" or (found == "same" and alone and publisher.is_holder())
         if not is_ours:
             raise _lost(folder)
-        removable = False
-        if folder.is_far:
-            holder, removable = cast(
-                "tuple[Mapping[str, object], bool]",
-                tuple(folder.together(publisher.holder, lambda: not _is_repaired(folder))),
-            )
-        else:
-            holder = publisher.holder()
+        answers = folder.together(publisher.holder, lambda: folder.is_far and not _is_repaired(folder))
+        holder, is_removable = cast("tuple[Mapping[str, object], bool]", tuple(answers))
         # Where creation is not atomic, the service may have let two publishers in, and the other one goes on.
         is_other = holder.get("attempt", publisher.attempt) != publisher.attempt
         if found == "ours" and is_other and not holder.get("has_overtaken"):
             raise WriterConflictError(
                 "another publisher has taken over", where=folder.url, remedy="Open the store when that one is done."
             )
-        if not folder.is_far:
-            remove_hidden(folder)
-        elif removable:
+        if is_removable:
             with contextlib.suppress(SaevStoreError):  # hidden files in a published store do no harm
-                folder.delete(HIDDEN)
+                folder.delete(WORK_FOLDER)
+        elif not folder.is_far:
+            remove_hidden(folder)
     return True
 
 
@@ -221,26 +204,13 @@ def _lost(folder: Folder) -> WriterConflictError:
 
 
 def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
-    """The receipts of all shards, in order.
-
-    Raises:
-        IncompleteStoreError: shards are missing, or only some have labels.
-    """
-    receipts: list[Receipt] = []
+    """The receipts of all shards, in order; `IncompleteStoreError` if some are missing, or only some have labels."""
     missing: list[str] = []
-    labelled: dict[bool, int] = {}
     with contextlib.closing(read_receipts(folder, layout, range(layout.n_shards), claim.options.block_bytes)) as asked:
-        found = list(asked)
+        found = [receipt if receipt is not None and receipt.complete else None for receipt in asked]
     for rank in range(claim.options.world):
         shards = part_shards(layout.n_shards, rank, claim.options.world)
-        n_lacking = 0
-        for shard_idx in shards:
-            receipt = found[shard_idx]
-            if receipt is None or not receipt.complete:
-                n_lacking += 1
-                continue
-            receipts.append(receipt)
-            labelled.setdefault(receipt.labels is not None, shard_idx)
+        n_lacking = found[shards.start : shards.stop].count(None)
         if n_lacking:
             start, end = part_examples(layout, shards)
             missing.append(f"part {rank} (examples {start}:{end}) lacks {n_lacking} of {len(shards)} shards")
@@ -251,6 +221,10 @@ def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
             where=folder.url,
             remedy="Write those parts with resume=True, then finalize.",
         )
+    receipts = [receipt for receipt in found if receipt is not None]
+    labelled: dict[bool, int] = {}
+    for shard_idx, receipt in enumerate(receipts):
+        labelled.setdefault(receipt.labels is not None, shard_idx)
     if len(labelled) == 2:
         raise IncompleteStoreError(
             f"{shard_name(labelled[True])} has labels, {shard_name(labelled[False])} has none; all must have them, or none",
@@ -278,12 +252,10 @@ def _check_digests(
     _check_sizes(folder, layout, claim, receipts)
     with Progress(layout.nbytes, "checking", shown=progress) as bar:
         for shard_idx, receipt in enumerate(receipts):
-            name, blocks = shard_name(shard_idx), list(block_ranges(receipt.used_nbytes, claim.options.block_bytes))
-            with contextlib.closing(folder.digests(name, blocks)) as found:
-                for (start, end), is_there, was_written in zip(blocks, found, receipt.digests, strict=True):
-                    if is_there != was_written:
-                        raise _not_as_written(folder, name, f"bytes {start}:{end} are not what was written")
-                    bar.advance(end - start)
+            wrong = folder.first_difference(shard_name(shard_idx), receipt.file, claim.options.block_bytes, bar)
+            if wrong is not None:
+                message = f"bytes {wrong[0]}:{wrong[1]} are not what was written"
+                raise _not_as_written(folder, shard_name(shard_idx), message)
 
 
 def _not_as_written(folder: Folder, name: str, message: str) -> CorruptShardError:
@@ -293,10 +265,10 @@ def _not_as_written(folder: Folder, name: str, message: str) -> CorruptShardErro
 
 def _write_digests(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> None:
     """Write digests.json, and before it labels.bin; the same bytes whichever publisher writes them."""
-    files = {shard_name(i): FileDigests(receipt.used_nbytes, receipt.digests) for i, receipt in enumerate(receipts)}
+    files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
     if receipts[0].labels is not None:
-        files[LABELS] = _write_labels(folder, layout, claim, receipts)
-    folder.put(DIGESTS, Digests(claim.options.block_bytes, files).to_bytes())
+        files[LABELS_NAME] = _write_labels(folder, layout, claim, receipts)
+    folder.put(DIGESTS_NAME, Digests(claim.options.block_bytes, files).to_bytes())
 
 
 def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
@@ -308,7 +280,7 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
     nbytes = layout.n_examples * layout.content_tokens_per_example
     longest = layout.examples_per_shard * layout.content_tokens_per_example
     # Replaced in one step: a publisher that took over may have published with it, and a link is replaced, not followed.
-    building = LABELS if folder.is_far else BUILDING_LABELS
+    building = LABELS_NAME if folder.is_far else BUILDING_LABELS
     sink = folder.open_sink(building, used_nbytes=nbytes, file_nbytes=nbytes)
     try:
         digester = BlockDigester(claim.options.block_bytes)
@@ -323,8 +295,7 @@ def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[R
     except BaseException:
         sink.abort()
         raise
-    if isinstance(folder.transport, Moves):
-        folder.transport.move(folder.path(building), folder.path(LABELS))
+    folder.move(building, LABELS_NAME)
     return FileDigests(nbytes, tuple(digester.digests()))
 
 
@@ -336,31 +307,31 @@ def remove_hidden(folder: Folder) -> None:
     if folder.is_far:
         with contextlib.suppress(SaevStoreError):  # they do no harm in a published store
             if not _is_repaired(folder):
-                folder.delete(HIDDEN)
+                folder.delete(WORK_FOLDER)
         return
     names = folder.names()
     # Another process may make the folder again while it is deleted; the one that holds the lock then looks once more.
     for _ in range(_MOST_REMOVALS):
         # Taking the lock makes the folder: not where there is nothing to delete, and perhaps no permission to write.
-        there = names is None or HIDDEN in names
+        there = names is None or WORK_FOLDER in names
         try:
             with folder.lock("repair") if there else contextlib.nullcontext():
                 if there and _is_repaired(folder):
                     return
-                for name in (*(name for name in names or () if name.startswith(TEMPORARY)), HIDDEN):
+                for name in (*(name for name in names or () if name.startswith(TEMPORARY)), WORK_FOLDER):
                     with contextlib.suppress(SaevStoreError):
                         folder.delete(name)
         except SaevStoreError:  # another process is deleting them
             return
         names = folder.names()
-        if not (folder.exists(CLAIM) if names is None else HIDDEN in names):
+        if not (folder.exists(CLAIM_PATH) if names is None else WORK_FOLDER in names):
             return
 
 
 def _is_repaired(folder: Folder) -> bool:
     """Whether a repair may be at work; also where that cannot be found out."""
     try:
-        names = folder.names(HIDDEN)
+        names = folder.names(WORK_FOLDER)
         return folder.exists(JOURNAL) if names is None else REPAIR.rsplit("/", 1)[-1] in names
     except SaevStoreError:
         return True

@@ -11,7 +11,7 @@ from typing import cast
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
-from saev_store.errors import ResumeError, SaevStoreError, SaevStoreWarning
+from saev_store.errors import ResumeError, SaevStoreWarning
 from saev_store.transport import Sink
 from saev_store.writer._digests import BlockDigester, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_label_part
@@ -45,6 +45,7 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
     labelled = receipts[0].labels is not None if receipts else None
     total = sum(receipt.used_nbytes for receipt in receipts) if verify == "digests" else 0
     complete = [pair for pair in zip(shards, receipts, strict=False) if pair[1].complete]
+    example_nbytes = plan.layout.example_nbytes
     longest = plan.layout.examples_per_shard * plan.layout.content_tokens_per_example
     with (
         Progress(total, "verifying", shown=progress if total else False) as bar,
@@ -54,7 +55,10 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
             if (
                 receipt.complete
                 and next(there)
-                and (verify == "sizes" or _is_as_written(plan, shard_idx, receipt, bar))
+                and (
+                    verify == "sizes"
+                    or plan.folder.is_as_written(shard_name(shard_idx), receipt.file, plan.block_bytes, bar)
+                )
             ):
                 continue
             whole = receipts[: shard_idx - shards.start]
@@ -67,18 +71,12 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
             for dropped in reversed(range(shard_idx + 1, shards.start + len(receipts))):
                 plan.folder.delete(receipt_path(dropped))
             kept_nbytes = file.digester.nbytes if file is not None else 0
-            if (
-                receipt.complete
-                or kept_nbytes < receipt.used_nbytes // plan.layout.example_nbytes * plan.layout.example_nbytes
-            ):
+            if receipt.complete or kept_nbytes < receipt.used_nbytes // example_nbytes * example_nbytes:
                 _warn(plan, shard_idx, kept_nbytes, n_dropped=len(receipts) - (shard_idx - shards.start) - 1)
             if file is None:
                 plan.folder.delete(receipt_path(shard_idx))
-                nothing = kept_nbytes == 0 and shard_idx == shards.start
-                return Kept(shard_idx, None, None if nothing else labelled, whole)
-            if file.digester.nbytes == plan.layout.used_nbytes(
-                shard_idx
-            ):  # killed between its last byte and its completion
+                return Kept(shard_idx, None, labelled if whole else None, whole)
+            if kept_nbytes == plan.layout.used_nbytes(shard_idx):  # killed between its last byte and its completion
                 file.record(committed := file.commit())
                 return Kept(shard_idx + 1, None, labelled, [*whole, committed])
             return Kept(shard_idx, file, labelled, whole)
@@ -90,20 +88,6 @@ def _is_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
     if plan.folder.size(shard_name(shard_idx)) != plan.file_nbytes(shard_idx):
         return False
     return receipt.labels is None or read_label_part(plan.folder, plan.layout, shard_idx, receipt) is not None
-
-
-def _is_as_written(plan: ShardPlan, shard_idx: int, receipt: Receipt, bar: Progress) -> bool:
-    """Whether a complete shard holds what its receipt says, block by block."""
-    blocks = list(block_ranges(receipt.used_nbytes, plan.block_bytes))
-    try:
-        with closing(plan.folder.digests(shard_name(shard_idx), blocks)) as found:
-            for (start, end), is_there, was_written in zip(blocks, found, receipt.digests, strict=True):
-                if is_there != was_written:
-                    return False
-                bar.advance(end - start)
-    except SaevStoreError:
-        return False
-    return True
 
 
 def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, bar: Progress) -> ShardFile | None:
@@ -125,16 +109,10 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
     except BaseException:
         sink.abort()
         raise
-    n_rows = digester.nbytes // plan.layout.example_nbytes
-    labels = labels[: n_rows * plan.layout.content_tokens_per_example] if labels is not None else None
-    # From here on the receipt must not promise more than is kept: those bytes are about to be written once more.
-    kept = Receipt(
-        digester.nbytes,
-        complete=False,
-        digests=tuple(digester.digests()),
-        labels=digest(labels) if labels is not None else None,
-    )
+    labels = labels[: plan.labels_nbytes(digester.nbytes)] if labels is not None else None
     file = ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
+    # From here on the receipt must not promise more than is kept: those bytes are about to be written once more.
+    kept = file.receipt(digester.nbytes, digester.digests(), complete=False)
     if kept != receipt:
         file.record(kept)
     return file
@@ -174,11 +152,7 @@ def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) 
 
 
 def check_claim(folder: Folder, there: Claim, here: Claim) -> None:
-    """Check that a claim that was found is the one this call would make.
-
-    Raises:
-        ResumeError: it is not; every field that differs is named.
-    """
+    """Check that a claim that was found is the one this call would make; `ResumeError` names every difference."""
     was, now = asdict(there.options), asdict(here.options)
     found = metadata_differences(there.metadata, here.metadata)
     found += [f"{name} is {was[name]!r} there, {now[name]!r} in this call" for name in was if was[name] != now[name]]

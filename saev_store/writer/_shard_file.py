@@ -17,9 +17,10 @@ import numpy.typing as npt
 from saev_store._runtime.threads import ABANDONED
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import CorruptShardError, ForkError, SaevStoreError, TransportError
+from saev_store.names import METADATA_NAME
 from saev_store.transport import Sink
-from saev_store.writer._digests import BlockDigester, digest, is_digest, n_blocks
-from saev_store.writer.folder import METADATA, Folder, Owner, label_part_path, receipt_path
+from saev_store.writer._digests import BlockDigester, FileDigests, digest, is_digest, n_blocks
+from saev_store.writer.folder import Folder, Owner, label_part_path, receipt_path
 
 T = TypeVar("T")
 
@@ -45,6 +46,11 @@ class Receipt:
     complete: bool
     digests: tuple[str, ...]
     labels: str | None
+
+    @property
+    def file(self) -> FileDigests:
+        """What the file holds."""
+        return FileDigests(self.used_nbytes, self.digests)
 
     def to_bytes(self) -> bytes:
         """The document."""
@@ -136,12 +142,8 @@ class ShardPlan:
     looks_at: int | None = None
 
     def check_unpublished(self) -> None:
-        """Check that the store was not published meanwhile.
-
-        Raises:
-            WriterConflictError: it was.
-        """
-        if self.folder.read(METADATA):
+        """Raise `WriterConflictError` if the store was published meanwhile."""
+        if self.folder.read(METADATA_NAME):
             raise self.owner.superseded()
 
     def file_nbytes(self, shard_idx: int) -> int:
@@ -198,11 +200,7 @@ class ShardFile:
         self._labels += rows
 
     def write(self, piece: memoryview, offset: int, done: Callable[[], object] | None = None) -> None:
-        """Write the next piece of the shard; see `Sink.write` for `done`.
-
-        Raises:
-            CorruptShardError: `offset` is not where the last piece ended, which is a defect of this package.
-        """
+        """Write the next piece of the shard, at `offset`; see `Sink.write` for `done`."""
         if offset != self.digester.nbytes:
             raise CorruptShardError(
                 f"a piece for byte {offset} was about to be written at byte {self.digester.nbytes}",
@@ -226,7 +224,7 @@ class ShardFile:
             digests = digests[: durable // self._plan.block_bytes]
             durable = len(digests) * self._plan.block_bytes
         self._plan.owner.check()
-        self.record(self._receipt(durable, digests, complete=False))
+        self.record(self.receipt(durable, digests, complete=False))
         self._durable_nbytes = self.digester.nbytes
 
     def commit(self) -> Receipt:
@@ -247,7 +245,7 @@ class ShardFile:
         folder.together(*checks)
         sink.commit(check_size=False)  # publication and resuming compare it
         self._sink = None
-        return self._receipt(self.digester.nbytes, self.digester.digests(), complete=True)
+        return self.receipt(self.digester.nbytes, self.digester.digests(), complete=True)
 
     def finish(self, receipts: SimpleQueue[Receipt | None], live: list[ShardFile]) -> None:
         """Commit the file, hand over its receipt, record it, and leave the list of files that are not complete."""
@@ -256,7 +254,7 @@ class ShardFile:
         self.record(receipt)
         live.remove(self)
 
-    def _receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
+    def receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
         """The receipt of the first `nbytes`."""
         labels = None
         if self._labels is not None:
@@ -294,9 +292,6 @@ class Background:
     Attributes:
         free: Takes a buffer that is no longer needed; in any thread.
         error: What a job has raised.
-
-    Raises:
-        TransportError: the system gives no more threads.
     """
 
     def __init__(self, *, buffer_nbytes: int, n_buffers: int, where: str, held: ExitStack) -> None:
@@ -328,11 +323,7 @@ class Background:
         return buffer
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job after all earlier ones.
-
-        Raises:
-            TransportError: the system gives no more threads.
-        """
+        """Run a job after all earlier ones."""
         self._check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
@@ -406,21 +397,17 @@ class Background:
                 try:
                     job()
                 except BaseException as error:  # raised again in the thread that waits
-                    self.error = self._explained(error)
+                    told = error
+                    if isinstance(error, OSError) and not isinstance(error, SaevStoreError):
+                        remedy = "Remove the cause, then resume."
+                        told = TransportError(f"writing failed: {error}", where=self._where, remedy=remedy)
+                        told.__cause__ = error
+                    self.error = told
                     if (waited := self._waited) is not None:
                         waited.put(None)
             del job, taken
             if done is not None:
                 done.put(None)
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if isinstance(error, SaevStoreError) or not isinstance(error, OSError):
-            return error
-        explained = TransportError(
-            f"writing failed: {error}", where=self._where, remedy="Remove the cause, then resume."
-        )
-        explained.__cause__ = error
-        return explained
 
     def _no_threads(self, error: RuntimeError) -> TransportError:
         """The error for a thread that cannot be started."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
+from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, share
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import (
@@ -27,13 +28,14 @@ from saev_store.errors import (
     IncompleteStoreError,
     NotFoundError,
     ReadOnlyError,
+    SaevStoreError,
     StoreExistsError,
     TransportError,
     WriterConflictError,
 )
-from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Buffer, Lists, Moves, Sink, Transport, Writes
-from saev_store.writer._digests import MAX_DOCUMENT_BYTES, digest
+from saev_store.names import CLAIM_PATH, LABELS_NAME, SHARDS_NAME, WORK_FOLDER
+from saev_store.transport import Buffer, Entry, Lists, Moves, Sink, Transport, Writes
+from saev_store.writer._digests import MAX_DOCUMENT_BYTES, FileDigests, block_ranges, digest
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -41,18 +43,14 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 
-METADATA, SHARDS, LABELS, DIGESTS = METADATA_NAME, SHARDS_NAME, LABELS_NAME, DIGESTS_NAME
-
-#: Everything a writer needs only until the store is published. Readers ignore it; the last step removes it.
-HIDDEN = WORK_FOLDER
-CLAIM = CLAIM_PATH
-LABELLED = f"{HIDDEN}/labelled.json"
-PUBLISHER = f"{HIDDEN}/publisher.json"
-REPAIR = f"{HIDDEN}/repair"
+# Everything in the work folder is needed only until the store is published. Readers ignore it; the last step removes it.
+LABELLED = f"{WORK_FOLDER}/labelled.json"
+PUBLISHER = f"{WORK_FOLDER}/publisher.json"
+REPAIR = f"{WORK_FOLDER}/repair"
 #: What a repair is about to do.
 JOURNAL = f"{REPAIR}/journal.json"
 #: Where labels.bin is built on a disk.
-BUILDING_LABELS = f"{HIDDEN}/labels.bin"
+BUILDING_LABELS = f"{WORK_FOLDER}/labels.bin"
 
 #: Version of the claim and of the owners' documents.
 VERSION = 1
@@ -65,17 +63,17 @@ MOST_AHEAD, _AHEAD_BYTES = 32, 64 << 20
 
 def receipt_path(shard_idx: int) -> str:
     """Path of the receipt of a shard."""
-    return f"{HIDDEN}/receipts/acts{shard_idx:06d}.json"
+    return f"{WORK_FOLDER}/receipts/acts{shard_idx:06d}.json"
 
 
 def label_part_path(shard_idx: int) -> str:
     """Path of the labels of a shard."""
-    return f"{HIDDEN}/labels/{shard_name(shard_idx)}"
+    return f"{WORK_FOLDER}/labels/{shard_name(shard_idx)}"
 
 
 def owner_path(rank: int) -> str:
     """Path of the document that names the writer of a part."""
-    return f"{HIDDEN}/owners/part{rank:05d}.json"
+    return f"{WORK_FOLDER}/owners/part{rank:05d}.json"
 
 
 class Folder:
@@ -96,11 +94,7 @@ class Folder:
 
     @property
     def writes(self) -> Writes:
-        """The transport's write half.
-
-        Raises:
-            ReadOnlyError: it has none.
-        """
+        """The transport's write half; `ReadOnlyError` if it has none."""
         if not isinstance(self.transport, Writes):
             raise ReadOnlyError(
                 f"the engine {self.transport.name!r} only reads",
@@ -213,8 +207,33 @@ class Folder:
 
         return self.each(read, ranges, most_nbytes=max((end - start for start, end in ranges), default=0))
 
+    def first_difference(
+        self, path: str, written: FileDigests, block_bytes: int, bar: Progress | None = None
+    ) -> tuple[int, int] | None:
+        """The byte range of the first block that is not what was written; None where all are."""
+        blocks = list(block_ranges(written.nbytes, block_bytes))
+        with contextlib.closing(self.digests(path, blocks)) as found:
+            for block, is_there, was_written in zip(blocks, found, written.digests, strict=True):
+                if is_there != was_written:
+                    return block
+                if bar is not None:
+                    bar.advance(block[1] - block[0])
+        return None
+
+    def is_as_written(self, path: str, written: FileDigests, block_bytes: int, bar: Progress | None = None) -> bool:
+        """Whether a file can be read and holds what was written, block by block."""
+        try:
+            return self.first_difference(path, written, block_bytes, bar) is None
+        except SaevStoreError:
+            return False
+
+    def move(self, path: str, to: str) -> None:
+        """Move a file, replacing what is there. Only on a disk: does nothing if `is_far`."""
+        if isinstance(self.transport, Moves):
+            self.transport.move(self.path(path), self.path(to))
+
     def lock(self, what: str) -> AbstractContextManager[object]:
-        return self.writes.lock(self.path(f"{HIDDEN}/locks/{what}.lock"))
+        return self.writes.lock(self.path(f"{WORK_FOLDER}/locks/{what}.lock"))
 
     def lock_is_real(self, what: str) -> bool:
         """Whether a lock that is held now keeps others out: taking it once more must fail."""
@@ -224,17 +243,21 @@ class Folder:
         except WriterConflictError:
             return True
 
-    def names(self, path: str = "") -> Sequence[str] | None:
-        """The names directly in the folder, or in one below it; None where the back end cannot list or may not."""
+    def entries(self, path: str = "") -> Sequence[Entry] | None:
+        """What is directly in the folder, or in one below it; None where the back end cannot list or may not."""
         if not isinstance(self.transport, Lists):
             return None
         try:
-            entries = self.transport.list(f"{self._prefix}{path}".rstrip("/"))
+            return self.transport.list(f"{self._prefix}{path}".rstrip("/"))
         except NotFoundError:
             return ()
         except AccessError:
             return None
-        return [entry.path.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
+
+    def names(self, path: str = "") -> Sequence[str] | None:
+        """The names of the `entries`."""
+        entries = self.entries(path)
+        return None if entries is None else [entry.name for entry in entries]
 
 
 def part_shards(n_shards: int, rank: int, world: int) -> range:
@@ -280,21 +303,13 @@ class Claim:
 
 
 def read_claim(folder: Folder) -> Claim | None:
-    """The claim in a folder, None where there is none.
-
-    Raises:
-        IncompleteStoreError: there is one that this version does not understand.
-    """
-    raw = folder.read(CLAIM)
+    """The claim in a folder, None where there is none; `IncompleteStoreError` if this version does not understand it."""
+    raw = folder.read(CLAIM_PATH)
     return parse_claim(raw, folder) if raw else None
 
 
 def parse_claim(raw: bytes, folder: Folder) -> Claim:
-    """The claim in a document that was read from a folder.
-
-    Raises:
-        IncompleteStoreError: this version does not understand it.
-    """
+    """The claim in a document; `IncompleteStoreError` if this version does not understand it."""
     try:
         document = cast("dict[str, object]", json.loads(raw))
         if document["version"] != VERSION:
@@ -314,7 +329,7 @@ def parse_claim(raw: bytes, folder: Folder) -> Claim:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IncompleteStoreError(
             f"the claim of an unfinished store cannot be understood: {error}",
-            where=folder.where(CLAIM),
+            where=folder.where(CLAIM_PATH),
             remedy="If no process is writing there, delete the folder and start again.",
         ) from error
     return Claim(metadata, ShapingOptions(pad, block_bytes, world))
@@ -352,12 +367,12 @@ class Owner:
             document = {}
         return cast("dict[str, object]", document) if isinstance(document, dict) else {}
 
-    def check(self) -> None:
-        """Check that this attempt is still the owner.
+    def is_holder(self) -> bool:
+        """Whether the document that is there is that of this attempt."""
+        return self.holder().get("attempt") == self.attempt
 
-        Raises:
-            WriterConflictError: a later attempt has taken over, or the store was published or discarded meanwhile.
-        """
+    def check(self) -> None:
+        """Raise `WriterConflictError` if a later attempt has taken over, or the store was published or discarded."""
         holder = self.holder()
         if holder.get("attempt") == self.attempt:
             return
@@ -373,20 +388,16 @@ class Owner:
         """The error for a store that was published or discarded meanwhile."""
         return WriterConflictError(
             "the store was published or discarded while this writer was at work",
-            where=self.folder.where(HIDDEN),
+            where=self.folder.where(WORK_FOLDER),
             remedy="Open the store to see what is there; nothing of this writer was added since its last checkpoint.",
         )
 
 
 def check_no_foreigner(folder: Folder, names: Sequence[str] | None) -> None:
-    """Refuse a folder that another tool has begun; `names` are those in it, None where they cannot be listed.
-
-    Raises:
-        IncompleteStoreError: it holds files, but nothing that this package has begun.
-    """
+    """Refuse a folder that holds files but nothing of this package; `names` are None where they cannot be listed."""
     if names is None:  # look for what a store of any tool begins with
-        names = [name for name in (shard_name(0), SHARDS, LABELS) if folder.exists(name)]
-    found = sorted(name for name in names if name != HIDDEN and not name.startswith(TEMPORARY))
+        names = [name for name in (shard_name(0), SHARDS_NAME, LABELS_NAME) if folder.exists(name)]
+    found = sorted(name for name in names if name != WORK_FOLDER and not name.startswith(TEMPORARY))
     if found:
         shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
         raise IncompleteStoreError(

@@ -8,6 +8,7 @@ carries out, so that digests.json always ends up telling of the file that is the
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.layout import shard_name
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
+from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
-from saev_store.writer._digests import BlockDigester, Digests, FileDigests, block_ranges, load_digests
+from saev_store.writer._digests import BLOCK_BYTES, BlockDigester, FileDigests, block_ranges
 from saev_store.writer._inputs import (
     NONFINITE_POLICIES,
     NonfinitePolicy,
@@ -30,14 +32,19 @@ from saev_store.writer._inputs import (
     check_finite,
     rows_as_bytes,
 )
-from saev_store.writer._repair_plan import DamagedShard, Ranges, compare_labels, damaged_shards, labels_state
-from saev_store.writer._replace import Journal, building_sink, carry_out, finish_journal
-from saev_store.writer.folder import CLAIM, HIDDEN, JOURNAL, LABELS, Folder
+from saev_store.writer._repair_files import (
+    Damage,
+    DamagedShard,
+    Ranges,
+    building_sink,
+    carry_out,
+    find_damage,
+    finish_journal,
+)
+from saev_store.writer.folder import JOURNAL, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
-
-_BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def open_repair(
     held = ExitStack()
     try:
         held.enter_context(folder.lock("repair"))
-        if not folder.exists("metadata.json"):
+        if not folder.exists(METADATA_NAME):
             raise IncompleteStoreError(
                 "the store is not published; repair is for complete ones that were damaged later",
                 where=folder.url,
@@ -99,18 +106,8 @@ def open_repair(
             )
         finish_journal(folder, metadata.layout)
         store_transport.close()  # maps of files that were replaced meanwhile
-        digests = load_digests(store_transport)
-        shards = damaged_shards(folder, metadata.layout, digests, lost=lost, deep=deep, progress=progress)
-        return RepairWriter(
-            folder,
-            metadata,
-            digests,
-            shards,
-            labels=labels_state(folder, metadata.layout, digests),
-            on_nonfinite=on_nonfinite,
-            progress=progress,
-            held=held,
-        )
+        damage = find_damage(folder, metadata.layout, lost=lost, deep=deep, progress=progress)
+        return RepairWriter(folder, metadata.layout, damage, on_nonfinite=on_nonfinite, progress=progress, held=held)
     except BaseException:
         held.close()
         raise
@@ -126,33 +123,29 @@ class RepairWriter:
     def __init__(
         self,
         folder: Folder,
-        metadata: Metadata,
-        digests: Digests | None,
-        shards: Sequence[DamagedShard],
+        layout: Layout,
+        damage: Damage,
         *,
-        labels: str,
         on_nonfinite: NonfinitePolicy,
         progress: bool | None,
         held: ExitStack,
     ) -> None:
         self.repaired: list[RepairedFile] = []
         self._folder = folder
-        self._layout = metadata.layout
-        self._digests = digests
-        self._block_bytes = digests.block_bytes if digests is not None else _BLOCK_BYTES
-        self._shards = list(shards)
-        self._todo: list[Ranges] = [list(shard.lost) for shard in shards]
-        self._labels_state = labels
+        self._layout = layout
+        self._digests = digests = damage.digests
+        self._block_bytes = digests.block_bytes if digests is not None else BLOCK_BYTES
+        # The examples that are still to be appended, in order.
+        self._todo = deque((shard, start, end) for shard in damage.shards for start, end in shard.lost)
+        self._labels_state = damage.labels
         self._on_nonfinite = on_nonfinite
         self._held = held
         self._sink: Sink | None = None
         self._digester = BlockDigester(self._block_bytes)
         self._closed = False
         self._failed = False
-        n_lost = sum(end - start for ranges in self._todo for start, end in ranges)
-        self._progress = Progress(
-            n_lost * self._layout.example_nbytes, "repairing", shown=progress if n_lost else False
-        )
+        n_lost = self.n_missing
+        self._progress = Progress(n_lost * layout.example_nbytes, "repairing", shown=progress if n_lost else False)
 
     @property
     def url(self) -> str:
@@ -163,18 +156,17 @@ class RepairWriter:
     def missing(self) -> list[tuple[int, int]]:
         """The half-open ranges of examples that are still to be appended, in that order; empty when all are there."""
         merged: Ranges = []
-        for ranges in self._todo:
-            for start, end in ranges:
-                if merged and merged[-1][1] == start:
-                    merged[-1] = (merged[-1][0], end)
-                else:
-                    merged.append((start, end))
+        for _, start, end in self._todo:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
         return merged
 
     @property
     def n_missing(self) -> int:
         """How many examples are still to be appended."""
-        return sum(end - start for start, end in self.missing)
+        return sum(end - start for _, start, end in self._todo)
 
     @property
     def labels_lost(self) -> bool:
@@ -200,16 +192,15 @@ class RepairWriter:
                 where="acts",
                 remedy="See `missing`.",
             )
-        pieces = list(self._next_ranges(len(batch)))
+        pieces = self._next_ranges(len(batch))
         if labels is not None:
-            rows = as_labels(labels, len(batch), self._layout)
-            compare_labels(self._folder, self._layout, self._labels_state, rows, pieces)
+            self._compare_labels(as_labels(labels, len(batch), self._layout), pieces)
         if pieces:
             check_finite(batch, pieces[0][0], self._on_nonfinite)
         at = 0
         try:
             for start, end in pieces:
-                self._fill(batch[at : at + end - start], start)
+                self._fill(batch[at : at + end - start])
                 at += end - start
         except BaseException:
             self._failed = True
@@ -233,12 +224,13 @@ class RepairWriter:
                 "this store was written without labels", where="labels", remedy="Labels make another store."
             )
         data = rows.reshape(-1)
-        sink = building_sink(self._folder, LABELS, used_nbytes=data.nbytes, file_nbytes=data.nbytes)
+        sink = building_sink(self._folder, LABELS_NAME, used_nbytes=data.nbytes, file_nbytes=data.nbytes)
         digester = BlockDigester(self._block_bytes)
         try:
             sink.write(0, [data.data])
             digester.update(data.data)
-            self._replace(LABELS, sink, digester, data.nbytes, (), self._digests and self._digests.files.get(LABELS))
+            promised = self._digests.files.get(LABELS_NAME) if self._digests is not None else None
+            self._replace(LABELS_NAME, sink, digester, (), promised)
         except BaseException:
             sink.abort()
             raise
@@ -253,10 +245,10 @@ class RepairWriter:
             if self._sink is not None:
                 self._sink.abort()
             self._progress.close()
-            # With a claim a writer's rests lie there, which are not ours to remove; with a journal we were cut short, and
-            # the next repair needs it to know what digests.json has to say.
-            if not self._folder.exists(CLAIM) and not self._folder.exists(JOURNAL):
-                self._folder.delete(HIDDEN)
+            # With a claim the files of a writer are there; with a journal this repair was cut short, and the next one
+            # needs it to know what digests.json has to say.
+            if not self._folder.exists(CLAIM_PATH) and not self._folder.exists(JOURNAL):
+                self._folder.delete(WORK_FOLDER)
         finally:
             self._held.close()
 
@@ -287,62 +279,71 @@ class RepairWriter:
                 remedy="Open a new one: shards that became whole stay so.",
             )
 
-    def _next_ranges(self, k: int) -> Sequence[tuple[int, int]]:
+    def _next_ranges(self, k: int) -> Ranges:
         """The next `k` missing examples, cut at shards."""
         pieces: Ranges = []
-        for ranges in self._todo:
-            for start, end in ranges:
-                n = min(k, end - start)
-                if n == 0:
-                    return pieces
-                pieces.append((start, start + n))
-                k -= n
+        for _, start, end in self._todo:
+            n = min(k, end - start)
+            if n == 0:
+                break
+            pieces.append((start, start + n))
+            k -= n
         return pieces
 
-    def _fill(self, rows: npt.NDArray[np.generic], first: int) -> None:
-        """Write examples that lie in the first damaged shard, and what survives before them."""
-        layout, shard = self._layout, self._shards[0]
+    def _compare_labels(self, rows: npt.NDArray[np.uint8], pieces: Ranges) -> None:
+        """Check that the labels of some missing examples are those that the store still has."""
+        if self._labels_state != "whole":
+            absent = self._labels_state == "absent"
+            raise ArgumentError(
+                "the store has no labels to compare these with" if absent else "labels.bin is lost as a whole",
+                where="labels",
+                remedy="Leave them out." if absent else "Give all of them to `restore_labels`.",
+            )
+        content, at = self._layout.content_tokens_per_example, 0
+        for start, end in pieces:
+            there = self._folder.get_range(LABELS_NAME, start * content, end * content)
+            same = np.frombuffer(there, np.uint8).reshape(-1, content) == rows[at : at + end - start]
+            if not same.all():
+                raise ArgumentError(
+                    f"the labels of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
+                    where="labels",
+                    remedy="These are most likely other examples than the missing ones.",
+                )
+            at += end - start
+
+    def _fill(self, rows: npt.NDArray[np.generic]) -> None:
+        """Write the next missing examples, all of one shard, and what survives before them."""
+        layout, (shard, first, end) = self._layout, self._todo[0]
+        name, used = shard_name(shard.shard_idx), layout.used_nbytes(shard.shard_idx)
         shard_start, _ = layout.example_range(shard.shard_idx)
         if self._sink is None:
-            self._sink = building_sink(
-                self._folder,
-                shard_name(shard.shard_idx),
-                used_nbytes=layout.used_nbytes(shard.shard_idx),
-                file_nbytes=self._file_nbytes(shard.shard_idx),
-            )
+            self._sink = building_sink(self._folder, name, used_nbytes=used, file_nbytes=self._file_nbytes(name, used))
             self._digester = BlockDigester(self._block_bytes)
-        self._copy_until(self._sink, shard, (first - shard_start) * layout.example_nbytes)
+        self._copy_until(self._sink, name, (first - shard_start) * layout.example_nbytes)
         step = max(1, self._block_bytes // layout.example_nbytes)
         for i in range(0, len(rows), step):
             self._write(self._sink, rows_as_bytes(rows[i : i + step]).data)
         self._progress.advance(len(rows) * layout.example_nbytes)
-        _, end = self._todo[0][0]
         if first + len(rows) < end:
-            self._todo[0][0] = (first + len(rows), end)
+            self._todo[0] = (shard, first + len(rows), end)
             return
-        if len(self._todo[0]) > 1:
-            del self._todo[0][0]
-            return
-        used = layout.used_nbytes(shard.shard_idx)
-        self._copy_until(self._sink, shard, used)
-        self._check_survivors(shard)
-        sink, self._sink = self._sink, None
-        try:
-            self._replace(shard_name(shard.shard_idx), sink, self._digester, used, tuple(shard.lost), shard.promised)
-        except BaseException:
-            sink.abort()
-            raise
-        del self._todo[0], self._shards[0]
+        is_last = len(self._todo) == 1 or self._todo[1][0] is not shard
+        if is_last:
+            self._copy_until(self._sink, name, used)
+            self._check_survivors(shard)
+            self._replace(name, self._sink, self._digester, tuple(shard.lost), shard.promised)
+            self._sink = None
+        self._todo.popleft()
 
     def _write(self, sink: Sink, data: memoryview) -> None:
         sink.write(self._digester.nbytes, [data])
         self._digester.update(data)
 
-    def _copy_until(self, sink: Sink, shard: DamagedShard, end: int) -> None:
+    def _copy_until(self, sink: Sink, name: str, end: int) -> None:
         """Copy what survives between the last byte written and `end`."""
         while (start := self._digester.nbytes) < end:
             stop = min(end, start + self._block_bytes)
-            self._write(sink, memoryview(self._folder.get_range(shard_name(shard.shard_idx), start, stop)))
+            self._write(sink, memoryview(self._folder.get_range(name, start, stop)))
 
     def _check_survivors(self, shard: DamagedShard) -> None:
         """Blocks without a lost example must still have their old digests."""
@@ -351,12 +352,8 @@ class RepairWriter:
         shard_start, _ = self._layout.example_range(shard.shard_idx)
         nbytes = self._layout.example_nbytes
         gone = [((start - shard_start) * nbytes, (end - shard_start) * nbytes) for start, end in shard.lost]
-        for (start, end), old, new in zip(
-            block_ranges(shard.promised.nbytes, self._block_bytes),
-            shard.promised.digests,
-            self._digester.digests(),
-            strict=True,
-        ):
+        blocks = block_ranges(shard.promised.nbytes, self._block_bytes)
+        for (start, end), old, new in zip(blocks, shard.promised.digests, self._digester.digests(), strict=True):
             if old != new and not any(low < end and start < high for low, high in gone):
                 raise CorruptShardError(
                     f"bytes {start}:{end} changed while they were copied",
@@ -364,28 +361,24 @@ class RepairWriter:
                     remedy="Is the disk failing? Repair again.",
                 )
 
-    def _file_nbytes(self, shard_idx: int) -> int:
+    def _file_nbytes(self, name: str, used: int) -> int:
         """As long as the file was; where it is gone, as this back end would have written it."""
-        size, full = self._folder.size(shard_name(shard_idx)), self._layout.shard_nbytes
-        padded = (
-            size == full
-            if size is not None and size >= self._layout.used_nbytes(shard_idx)
-            else self._folder.writes.pads
-        )
-        return full if padded else self._layout.used_nbytes(shard_idx)
+        size, full = self._folder.size(name), self._layout.shard_nbytes
+        padded = size == full if size is not None and size >= used else self._folder.writes.pads
+        return full if padded else used
 
     def _replace(
         self,
         name: str,
         sink: Sink,
         digester: BlockDigester,
-        nbytes: int,
         examples: tuple[tuple[int, int], ...],
         promised: FileDigests | None,
     ) -> None:
-        new = FileDigests(nbytes, tuple(digester.digests()))
+        """Put a rebuilt file in its place."""
+        new = FileDigests(digester.nbytes, tuple(digester.digests()))
         try:
-            carry_out(self._folder, Journal(name, self._block_bytes, new), sink)
+            carry_out(self._folder, name, new, self._block_bytes, sink)
         except BaseException:
             self._failed = True  # there is one journal: another file's would take its place
             raise

@@ -171,9 +171,7 @@ class ShardWriter:
         Called every `checkpoint_bytes`, after every shard and on closing anyway.
         """
         self._check_usable()
-        self._send(self._buffer, last_use=False)
-        if (file := self._file) is not None:
-            self._background.submit(file.checkpoint)
+        self._begin_checkpoint()
         self._background.drain()
 
     def close(self) -> None:
@@ -188,10 +186,7 @@ class ShardWriter:
         background = self._background
         try:
             if background.error is None:
-                if not self._torn:  # else what the buffer holds is uncertain
-                    self._send(self._buffer, last_use=False)
-                if (file := self._file) is not None:
-                    background.submit(file.checkpoint)
+                self._begin_checkpoint()
             is_whole = self.next_example == self.example_range[1] and not self._torn and not self._abandoned
             if is_whole and self._claim.options.world == 1 and background.error is None:
                 publish(
@@ -261,12 +256,15 @@ class ShardWriter:
                 remedy="Create it again with resume=True and continue at its next_example.",
             )
 
-    def _declare_labelled(self, *, labelled: bool) -> None:
-        """Say for all parts whether the store has labels.
+    def _begin_checkpoint(self) -> None:
+        """Hand over what the buffer holds, and have it made durable."""
+        if not self._torn:  # else what the buffer holds is uncertain
+            self._send(self._buffer, last_use=False)
+        if (file := self._file) is not None:
+            self._background.submit(file.checkpoint)
 
-        Raises:
-            ArgumentError: another part has said otherwise.
-        """
+    def _declare_labelled(self, *, labelled: bool) -> None:
+        """Say for all parts whether the store has labels; `ArgumentError` if another part has said otherwise."""
         if self._plan.folder.create(LABELLED, b"true" if labelled else b"false") == "taken":
             raise ArgumentError(
                 f"this part has {'labels' if labelled else 'no labels'}, another one has {'none' if labelled else 'some'}",

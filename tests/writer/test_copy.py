@@ -268,17 +268,16 @@ def test_two_at_once_are_refused(store, tmp_path):
 
 def interrupted(store: Plain, root: Path, after: int, monkeypatch) -> None:
     """A copy that stops in the middle of its file number `after`."""
-    blocks, seen = _whole._blocks, []
+    ahead, seen = _whole.ahead, []
 
-    def stop(transport, path, file, block_bytes):
-        if transport.url == str(store.path):
-            seen.append(path)
+    def stop(*args):
+        seen.append(args)
         if len(seen) > after:
             raise KeyboardInterrupt
-        return blocks(transport, path, file, block_bytes)
+        return ahead(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_whole, "_blocks", stop)
+        patch.setattr(_whole, "ahead", stop)
         with pytest.raises(KeyboardInterrupt):
             copy_store(store.path, root)
 

@@ -217,7 +217,7 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
                 f"there are more than {_MAX_FOLDERS:,} folders below it", where=str(getattr(transport, "url", ""))
             )
         for entry in transport.list(folders.pop()):
-            name = entry.path.rpartition("/")[2]
+            name = entry.name
             if entry.is_dir:
                 if not name.startswith("."):
                     folders.append(entry.path)

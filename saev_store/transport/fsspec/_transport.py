@@ -11,14 +11,7 @@ from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._remote import Pins, RemoteTransport, Version
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
-from saev_store.transport.checks import (
-    check_ranges,
-    joined_runs,
-    run_end,
-    scatter,
-    too_big,
-    too_short,
-)  # fmt: skip
+from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
 from saev_store.transport.fsspec._ranges import getter, ranges
@@ -138,10 +131,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fetch the ranges and copy them into the buffers."""
-        runs = joined_runs(self._where(self.below(path)), starts, buffers)
-        found = self.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
-        for source, (_, views) in zip(found, runs, strict=True):
-            scatter(source, views)
+        readinto_by_ranges(self, path, starts, buffers, where=self._where(self.below(path)))
 
     def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
         """Each range, with the version of the object that it is of where the file system can be made to tell."""

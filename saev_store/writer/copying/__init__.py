@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
+from saev_store.core.indexing import Progression
+from saev_store.core.rows import Tokens
+from saev_store.documents import WRITABLE_VERSIONS, Metadata, new_metadata, parse_json
 from saev_store.errors import ArgumentError, DocumentError
+from saev_store.store.store import ShardStore
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
-
-if TYPE_CHECKING:
-    from saev_store.core.indexing import Progression
-    from saev_store.core.rows import Tokens
-    from saev_store.documents import Metadata
-    from saev_store.store.store import ShardStore
+from saev_store.writer.copying._layers import copy_layers, kept_tokens, part_of
+from saev_store.writer.copying._whole import copy_whole
 
 __all__ = ["copy_store"]
 
@@ -83,10 +83,6 @@ def copy_store(
         ArgumentError: a limit is not positive, or the source's metadata cannot be written in that protocol.
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
-    from saev_store.store.store import ShardStore
-    from saev_store.writer.copying._layers import copy_layers
-    from saev_store.writer.copying._whole import copy_whole
-
     rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
@@ -133,15 +129,23 @@ def target_of(
     store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens, protocol: str | None = None
 ) -> Target:
     """Where `copy_store` copies to when it is called like this, and what."""
-    from saev_store.writer.copying._layers import kept_tokens, part_of
-
-    chosen, kept = _chosen(store, layers), kept_tokens(store, tokens)
+    chosen, kept = store.layers, kept_tokens(store, tokens)
+    if layers is not None:
+        wanted = {store.layout.layer_index(layer) for layer in layers}
+        chosen = tuple(layer for layer_idx, layer in enumerate(store.layers) if layer_idx in wanted)
+        if not chosen:
+            remedy = f"Choose some of {list(store.layers)}."
+            raise ArgumentError("no layer is left to copy", where="layers", remedy=remedy)
     is_whole = chosen == store.layers and kept.count == store.layout.tokens_per_example
     metadata = store.metadata if protocol is None else in_protocol(store.metadata, protocol)
     if not is_whole:
         metadata = part_of(metadata, chosen, kept)
     name = store.name if metadata is store.metadata else metadata.hash
-    return Target(_without(os.fspath(dst).rstrip("/") or "/", name), name, metadata, kept, is_whole)
+    root = os.fspath(dst).rstrip("/") or "/"
+    head, slash, tail = root.rpartition("/")
+    if tail == name:  # the copy itself is named, not the folder above it
+        root = head or slash or "."
+    return Target(root, name, metadata, kept, is_whole)
 
 
 def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
@@ -150,8 +154,6 @@ def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
     Raises:
         ArgumentError: the version is not written, or wants an object for `data`, which is a string that is not one.
     """
-    from saev_store.documents import WRITABLE_VERSIONS, new_metadata, parse_json
-
     version = WRITABLE_VERSIONS.get(protocol)
     if version is metadata.version:
         return metadata
@@ -174,18 +176,3 @@ def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
         dataset=metadata.dataset if knows_dataset else None,
         pixel_agg=metadata.pixel_agg if knows_dataset else None,
     )
-
-
-def _chosen(store: ShardStore, layers: Sequence[int] | None) -> tuple[int, ...]:
-    if layers is None:
-        return store.layers
-    wanted = {store.layers[store.layout.layer_index(layer)] for layer in layers}
-    if not wanted:
-        raise ArgumentError("no layer is left to copy", where="layers", remedy=f"Choose some of {list(store.layers)}.")
-    return tuple(layer for layer in store.layers if layer in wanted)
-
-
-def _without(root: str, name: str) -> str:
-    """`root`, or the folder above it when it names the copy itself."""
-    head, slash, tail = root.rpartition("/")
-    return (head or slash or ".") if tail == name else root

@@ -6,26 +6,22 @@ import contextlib
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import shard_name
-from saev_store.core.rows import row_space
+from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.store.opening import open_documents
+from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
 from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
 from saev_store.writer.copying._whole import PROVENANCE_NAME, check_space, delete_copy, other_recording
 from saev_store.writer.folder import Folder
-
-if TYPE_CHECKING:
-    from saev_store.core.rows import Tokens
-    from saev_store.store.store import ShardStore
 
 #: How much is read, and kept in memory, at a time.
 _BATCH_BYTES = 64 << 20
@@ -33,11 +29,7 @@ _MARK = f"{WORK_FOLDER}/copy.json"
 
 
 def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
-    """Which tokens, by position, a copy of such tokens has.
-
-    Raises:
-        SelectionError: the store has no such tokens.
-    """
+    """Which tokens, by position, a copy of such tokens has."""
     kept = row_space(store.layout, tokens=tokens).tokens
     # The protocol knows no store without content.
     return Progression(0, 1, kept.count + 1) if tokens == "special" else kept
@@ -65,8 +57,6 @@ def copy_layers(
     replace: bool = False,
 ) -> None:
     """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
-    from saev_store.store.store import ShardStore
-
     layout = metadata.layout
     positions = [store.layout.layer_index(layer) for layer in layout.layers]
     folder = Folder(root, metadata.hash)
@@ -107,12 +97,7 @@ def copy_layers(
 
 
 def _begin(folder: Folder, store: ShardStore) -> None:
-    """Say of the store that is to be written that it is a copy, and of what.
-
-    Raises:
-        IncompleteStoreError: there is an unfinished store that is no copy, or one of another recording: half of it would be
-            other vectors.
-    """
+    """Mark the store that is to be written as a copy of this one; an error if what is unfinished there is another store."""
     mark = _mark(store)
     if not folder.exists(CLAIM_PATH):
         if folder.exists(METADATA_NAME) or folder.create(_MARK, mark) != "taken":
@@ -141,10 +126,7 @@ def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
 
 
 def _mark(store: ShardStore) -> bytes:
-    """The document of an unfinished copy; it changes when the source is recorded anew.
-
-    It holds the source's digests, wherever it lies; without digests its address and the sizes and times of its files.
-    """
+    """The document of an unfinished copy: the source's digests, or without these its address, file sizes and times."""
     digests = load_digests(store.transport)
     found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
     if digests is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Generator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from saev_store._runtime.progress import Progress
@@ -16,7 +14,6 @@ from saev_store.documents import labels_nbytes, shards_bytes
 from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
-    NotFoundError,
     StoreExistsError,
     TransportError,
     WriterConflictError,
@@ -25,7 +22,7 @@ from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAM
 from saev_store.store.card import human_bytes
 from saev_store.transport import CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests, load_digests
-from saev_store.writer._digests import block_ranges, digest
+from saev_store.writer._digests import BLOCK_BYTES, block_ranges, digest
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer._shard_file import Receipt, parse_receipt
 from saev_store.writer.copying._share import share
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.store.store import ShardStore
 
-BLOCK_BYTES = 8 << 20
 PROVENANCE_NAME = "provenance.json"
 _MAX_PROVENANCE_BYTES = 16 << 20
 _N_AHEAD = 4
@@ -77,8 +73,7 @@ def copy_whole(
             return
         _claim(folder, store)
         promised = load_digests(store.transport)
-        block_bytes = promised.block_bytes if promised else BLOCK_BYTES
-        copier = _Copier(store, folder, promised, block_bytes)
+        copier = _Copier(store, folder, promised)
         files = _files(store, pads=folder.writes.pads)
         shared = {file.name for file in files if not is_same and _is_shared(store, folder, file)}
         rest = [file for file in files if file.name not in shared]
@@ -92,12 +87,8 @@ def copy_whole(
                 done[file.name] = copier.copy(file, bar)
         if shared:  # shared files are not read: what is known of them is what the source knows
             done = dict(promised.files) if promised else {}
-        _publish(
-            folder,
-            store,
-            metadata,
-            Digests(block_bytes, {name: entry for name, entry in done.items() if entry.digests}),
-        )
+        known = {name: entry for name, entry in done.items() if entry.digests}
+        _publish(folder, store, metadata, Digests(copier.block_bytes, known))
 
 
 def _is_shared(store: ShardStore, folder: Folder, file: _File) -> bool:
@@ -107,16 +98,16 @@ def _is_shared(store: ShardStore, folder: Folder, file: _File) -> bool:
 
 def _files(store: ShardStore, *, pads: bool) -> list[_File]:
     """The files to copy; with `pads` as long as in the source, or padded where the source's back end never pads."""
-    layout, files = store.layout, list[_File]()
+    layout, source, files = store.layout, Folder(store.transport, ""), list[_File]()
     source_pads = bool(getattr(store.transport, "pads", False))
     for shard_idx in range(store.index.n_listed):
         used = layout.used_nbytes(shard_idx)
         size = layout.shard_nbytes if pads else used
         if pads and source_pads:
-            try:
-                size = min(size, store.transport.size(shard_name(shard_idx)))
-            except NotFoundError:  # only a trailing shard without examples may be missing in a store that validates
+            there = source.size(shard_name(shard_idx))
+            if there is None:  # only a trailing shard without examples may be missing in a store that validates
                 continue
+            size = min(size, there)
         files.append(_File(shard_name(shard_idx), shard_idx, used, max(used, size)))
     if store.labels is not None:
         nbytes = labels_nbytes(layout)
@@ -125,13 +116,22 @@ def _files(store: ShardStore, *, pads: bool) -> list[_File]:
 
 
 def _is_published(folder: Folder, store: ShardStore, metadata: Metadata, *, resume: bool) -> bool:
+    """Whether the copy is published; an error if what is published there is something else."""
     there = folder.read(METADATA_NAME)
     if there is None:
         return False
     if not resume or bytes(there) != metadata.raw:
         what = "the copy" if bytes(there) == metadata.raw else "another store of this name"
         raise StoreExistsError(f"{what} is there already", where=folder.url, remedy="Open it, or copy elsewhere.")
-    _check_sizes(folder, _files(store, pads=False))
+    for file in _files(store, pads=False):
+        size = folder.size(file.name)
+        if size is None or size < file.used_nbytes:
+            raise CorruptShardError(
+                f"the copy is published, but {file.name} has {size or 0:,} of {file.used_nbytes:,} bytes: it was damaged "
+                "since",
+                where=folder.where(file.name),
+                remedy="Delete the copy and make it again, or repair it.",
+            )
     if _is_of_other_recording(folder, store):
         raise other_recording(folder)
     remove_hidden(folder)
@@ -156,11 +156,7 @@ def other_recording(folder: Folder) -> StoreExistsError:
 
 
 def delete_copy(folder: Folder) -> None:
-    """Delete a copy, metadata.json first: a part of it never opens.
-
-    Raises:
-        StoreExistsError: its files cannot be listed.
-    """
+    """Delete a copy, metadata.json first: a part of it never opens. An error where its files cannot be listed."""
     names = folder.names()
     if names is None:
         raise other_recording(folder)
@@ -168,18 +164,6 @@ def delete_copy(folder: Folder) -> None:
     for name in names:
         if name != WORK_FOLDER:  # which holds the lock
             folder.delete(name)
-
-
-def _check_sizes(folder: Folder, files: Sequence[_File]) -> None:
-    for file in files:
-        size = folder.size(file.name)
-        if size is None or size < file.used_nbytes:
-            raise CorruptShardError(
-                f"the copy is published, but {file.name} has {size or 0:,} of {file.used_nbytes:,} bytes: it was damaged "
-                "since",
-                where=folder.where(file.name),
-                remedy="Delete the copy and make it again, or repair it.",
-            )
 
 
 def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
@@ -225,90 +209,88 @@ def _text(store: ShardStore) -> str:
 class _Copier:
     """Copies large files block by block; digests what it reads and reads back what it wrote. Bytes count once for progress."""
 
-    def __init__(self, store: ShardStore, folder: Folder, promised: Digests | None, block_bytes: int) -> None:
-        self._source = store.transport
+    def __init__(self, store: ShardStore, folder: Folder, promised: Digests | None) -> None:
+        self._source, self._folder = Folder(store.transport, ""), folder
         self._layout = store.layout
-        self._folder = folder
         self._promised = promised
-        self._block_bytes = block_bytes
+        self.block_bytes = promised.block_bytes if promised else BLOCK_BYTES
 
     def copy(self, file: _File, bar: Progress) -> FileDigests:
-        digests = self._kept(file)
-        if digests is not None:
+        """Copy a file, unless an earlier attempt has; its digests."""
+        kept = self._kept(file)
+        if kept is not None:
             bar.advance(file.used_nbytes)
-            return FileDigests(file.used_nbytes, digests)
+            return kept
         if self._is_copied_within(file):
-            digests = self._digests_of_source(file)
+            sent = self._of_source(file)
             bar.advance(file.used_nbytes)
         else:
-            digests = self._transfer(file, bar)
-        wrong = self._first_difference(file, digests)
+            sent = self._transfer(file, bar)
+        wrong = self._first_difference(file, sent)
         if wrong is not None:
-            start = wrong * self._block_bytes
-            end = min(start + self._block_bytes, file.used_nbytes)
-            block = self._source.get_ranges(file.name, starts=[start], ends=[end])[0]
-            self._check_block(file, wrong, digest(memoryview(block)), digests[wrong])
+            block_idx = wrong[0] // self.block_bytes
+            block = self._source.get_range(file.name, *wrong)
+            self._check_block(file, block_idx, digest(memoryview(block)), sent.digests[block_idx])
             raise TransportError(
-                f"block {wrong} of the copy is not what was sent",
+                f"block {block_idx} of the copy is not what was sent",
                 where=self._folder.where(file.name),
                 remedy="Copy again; if it happens twice, suspect the disk or the network.",
             )
         if file.shard_idx is not None:
-            receipt = Receipt(file.used_nbytes, complete=True, digests=digests, labels=None)
+            receipt = Receipt(file.used_nbytes, complete=True, digests=sent.digests, labels=None)
             self._folder.put(receipt_path(file.shard_idx), receipt.to_bytes())
-        return FileDigests(file.used_nbytes, digests)
+        return sent
 
-    def _kept(self, file: _File) -> tuple[str, ...] | None:
+    def _kept(self, file: _File) -> FileDigests | None:
         """The digests of a file that an earlier attempt has finished, after reading it again."""
         if file.shard_idx is None:
             return None
         raw = self._folder.read(receipt_path(file.shard_idx))
-        receipt = parse_receipt(raw, self._layout, file.shard_idx, self._block_bytes) if raw is not None else None
+        receipt = parse_receipt(raw, self._layout, file.shard_idx, self.block_bytes) if raw is not None else None
         if receipt is None or self._folder.size(file.name) != file.file_nbytes:
             return None
-        if receipt.digests != self._digests_of_source(file):  # of another recording, which was there then
+        if receipt.file != self._of_source(file):  # of another recording, which was there then
             return None
-        return receipt.digests if self._first_difference(file, receipt.digests) is None else None
+        return receipt.file if self._first_difference(file, receipt.file) is None else None
 
-    def _promise(self, file: _File) -> tuple[str, ...] | None:
+    def _promise(self, file: _File) -> FileDigests | None:
         """What the source's digests.json says of a file."""
         promised = self._promised.files.get(file.name) if self._promised else None
-        return promised.digests if promised is not None and promised.nbytes == file.used_nbytes else None
+        return promised if promised is not None and promised.nbytes == file.used_nbytes else None
 
-    def _digests_of_source(self, file: _File) -> tuple[str, ...]:
+    def _of_source(self, file: _File) -> FileDigests:
         """What the source promises of a file; where it promises nothing, what is read there."""
+        blocks = list(block_ranges(file.used_nbytes, self.block_bytes))
         promise = self._promise(file)
-        if promise is not None:
-            return promise
-        return tuple(digest(block) for block in _blocks(self._source, file.name, file, self._block_bytes))
+        return promise or FileDigests(file.used_nbytes, tuple(self._source.digests(file.name, blocks)))
 
-    def _first_difference(self, file: _File, digests: Sequence[str]) -> int | None:
+    def _first_difference(self, file: _File, digests: FileDigests) -> tuple[int, int] | None:
         """The first block of the copy, read again, that has another digest."""
         self._folder.transport.close()  # a map of an earlier file must not answer for this one
-        blocks = _blocks(self._folder.transport, self._folder.path(file.name), file, self._block_bytes)
-        with closing(blocks):
-            for block_idx, (block, expected) in enumerate(zip(blocks, digests, strict=True)):
-                if digest(block) != expected:
-                    return block_idx
-        return None
+        return self._folder.first_difference(file.name, digests, self.block_bytes)
 
     def _is_copied_within(self, file: _File) -> bool:
         """Whether the service has copied the file; else this machine has to."""
-        to = self._folder.transport
-        if not isinstance(to, CopiesWithin) or self._source.size(file.name) != file.file_nbytes:
+        to, source = self._folder.transport, self._source.transport
+        if not isinstance(to, CopiesWithin) or source.size(file.name) != file.file_nbytes:
             return False
-        return to.copy_within(self._source, file.name, self._folder.path(file.name))
+        return to.copy_within(source, file.name, self._folder.path(file.name))
 
-    def _transfer(self, file: _File, bar: Progress) -> tuple[str, ...]:
+    def _transfer(self, file: _File, bar: Progress) -> FileDigests:
+        """Read the file from the source, compare it with what is promised, and write it; its digests."""
+
+        def read(wanted: tuple[int, int]) -> memoryview:
+            return memoryview(self._source.get_range(file.name, *wanted))
+
         digests: list[str] = []
         promise = self._promise(file)
         sink = self._folder.open_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
         try:
             offset = 0
-            for block in _blocks(self._source, file.name, file, self._block_bytes):
+            for block in ahead(read, list(block_ranges(file.used_nbytes, self.block_bytes)), _N_AHEAD):
                 digests.append(digest(block))
                 if promise is not None:
-                    self._check_block(file, len(digests) - 1, digests[-1], promise[len(digests) - 1])
+                    self._check_block(file, len(digests) - 1, digests[-1], promise.digests[len(digests) - 1])
                 sink.write(offset, [block])
                 offset += len(block)
                 bar.advance(len(block))
@@ -316,34 +298,24 @@ class _Copier:
         except BaseException:
             sink.abort()
             raise
-        return tuple(digests)
+        return FileDigests(file.used_nbytes, tuple(digests))
 
     def _check_block(self, file: _File, block_idx: int, found: str, expected: str) -> None:
+        """Refuse a block of the source that is not what was promised."""
         if found != expected:
             raise CorruptShardError(
                 f"block {block_idx} of the source is not what its digests.json says",
-                where=f"{self._source.url}/{file.name}",
+                where=self._source.where(file.name),
                 remedy="Run `saev-store validate --deep` on the source; repair it first.",
             )
 
 
-def _blocks(transport: Transport, path: str, file: _File, block_bytes: int) -> Generator[memoryview]:
-    """The used bytes of a file, block by block, a few of them read ahead."""
-
-    def read(wanted: tuple[int, int]) -> memoryview:
-        return memoryview(transport.get_ranges(path, starts=[wanted[0]], ends=[wanted[1]])[0])
-
-    return ahead(read, list(block_ranges(file.used_nbytes, block_bytes)), _N_AHEAD)
-
-
 def _publish(folder: Folder, store: ShardStore, metadata: Metadata, digests: Digests) -> None:
+    """Write the small documents, metadata.json last."""
     if digests.files:
         folder.put(DIGESTS_NAME, digests.to_bytes())
-    try:
-        provenance = store.transport.read(PROVENANCE_NAME, max_bytes=_MAX_PROVENANCE_BYTES)
-    except NotFoundError:
-        pass
-    else:
+    provenance = Folder(store.transport, "").read(PROVENANCE_NAME, max_bytes=_MAX_PROVENANCE_BYTES)
+    if provenance is not None:
         folder.put(PROVENANCE_NAME, provenance)
     index = store.index.raw
     if metadata is not store.metadata:
@@ -357,11 +329,7 @@ def _publish(folder: Folder, store: ShardStore, metadata: Metadata, digests: Dig
 
 
 def check_space(url: str, nbytes: int) -> None:
-    """Refuse to begin what a local disk cannot hold.
-
-    Raises:
-        TransportError: the disk has less room than `nbytes`.
-    """
+    """Refuse to begin what a local disk cannot hold."""
     folder: str = url.removeprefix("file://")
     if not folder.startswith("/"):
         return

@@ -1,12 +1,13 @@
-"""What of a damaged store is lost, example by example, and what of each damaged shard survives."""
+"""What of a store's files is lost, and how a rebuilt file takes the place of a damaged one.
+
+A journal says which file is about to be replaced, in the form of a digests.json: after a crash the next repair carries it
+out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
@@ -14,13 +15,16 @@ from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     DeadlineError,
+    DocumentError,
     NotFoundError,
-    SaevStoreError,
     TransportError,
 )
-from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, n_blocks
-from saev_store.writer.folder import LABELS, Folder
+from saev_store.names import DIGESTS_NAME, LABELS_NAME
+from saev_store.transport import Sink
+from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks, parse_digests
+from saev_store.writer.folder import JOURNAL, REPAIR, Folder
 
+BEGUN = f"{REPAIR}/begun"
 Ranges = list[tuple[int, int]]
 
 
@@ -58,16 +62,26 @@ class DamagedShard:
     promised: FileDigests | None
 
 
-def damaged_shards(
-    folder: Folder,
-    layout: Layout,
-    digests: Digests | None,
-    *,
-    lost: Sequence[tuple[int, int]],
-    deep: bool,
-    progress: bool | None,
-) -> list[DamagedShard]:
+@dataclass(frozen=True)
+class Damage:
+    """What of a store is lost.
+
+    Attributes:
+        digests: What digests.json says, None where there is none.
+        shards: Those that have to be built anew, ascending.
+        labels: `"whole"`, `"absent"` (none were ever recorded, as far as is known) or `"lost"`.
+    """
+
+    digests: Digests | None
+    shards: Sequence[DamagedShard]
+    labels: str
+
+
+def find_damage(
+    folder: Folder, layout: Layout, *, lost: Sequence[tuple[int, int]], deep: bool, progress: bool | None
+) -> Damage:
     """Find the damage: by sizes everywhere, by digests in shards that are suspect (with `deep`, in all)."""
+    digests = load_digests(folder.transport)
     told = _told(lost, layout)
     suspects: dict[int, Ranges] = {}
     for shard_idx in range(layout.n_shards):
@@ -89,7 +103,7 @@ def damaged_shards(
             ranges = lost_examples(bad, layout, shard_idx)
             if ranges:
                 found.append(DamagedShard(shard_idx, ranges, promised))
-    return found
+    return Damage(digests, found, _labels_state(folder, layout, digests))
 
 
 def _told(lost: Iterable[tuple[int, int]], layout: Layout) -> dict[int, Ranges]:
@@ -136,55 +150,79 @@ def _mismatches(
     return found
 
 
-def labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str:
-    """`"whole"`, `"absent"` (none were ever recorded, as far as is known) or `"lost"`."""
+def _labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str:
+    """Whether the labels are lost; see `Damage`."""
     expected = layout.n_examples * layout.content_tokens_per_example
-    promised = digests.files.get(LABELS) if digests is not None else None
-    size = folder.size(LABELS)
+    promised = digests.files.get(LABELS_NAME) if digests is not None else None
+    size = folder.size(LABELS_NAME)
     if size is None:
         return "lost" if promised is not None else "absent"
     if size != expected:
         return "lost"
     if digests is None or promised is None or promised.nbytes != expected:
         return "whole"
+    return "whole" if folder.is_as_written(LABELS_NAME, promised, digests.block_bytes) else "lost"
+
+
+# -- putting a rebuilt file in its place -------------------------------------------------------------------------------
+
+
+def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+    """A sink for the new version of a file, beside the old one where it can be moved there; until `carry_out` that stays."""
+    if folder.is_far:
+        folder.put(BEGUN, b"")  # where there are no locks, this tells others that a repair is at work
+    path = name if folder.is_far else f"{REPAIR}/{name}"
+    return folder.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+
+def carry_out(folder: Folder, name: str, written: FileDigests, block_bytes: int, sink: Sink) -> None:
+    """Commit a rebuilt file, put it in its place, and record its digests in digests.json, if the store has one."""
+    journal = Digests(block_bytes, {name: written})
+    # A journal promises a file that is on the disk: after a failed flush the page cache shows bytes that are not. A bucket
+    # replaces the old file on commit, so there the journal comes first.
+    if folder.is_far:
+        folder.put(JOURNAL, journal.to_bytes())
+        sink.commit()
+    else:
+        sink.commit()
+        folder.put(JOURNAL, journal.to_bytes())
+        folder.move(f"{REPAIR}/{name}", name)  # no other process moves it
+    _settle(folder, journal)
+
+
+def _settle(folder: Folder, journal: Digests) -> None:
+    """Record in digests.json what is in its place now, and delete the journal."""
+    transport = folder.transport
+    transport.close()  # maps of the file that was replaced
+    digests = load_digests(transport)
+    if digests is not None and digests.block_bytes == journal.block_bytes:
+        folder.put(DIGESTS_NAME, Digests(digests.block_bytes, {**digests.files, **journal.files}).to_bytes())
+    folder.delete(JOURNAL)
+
+
+def finish_journal(folder: Folder, layout: Layout) -> None:
+    """Carry out what a crashed repair had announced, if the file it announced is whole; else delete the journal."""
+    raw = folder.read(JOURNAL)
+    if raw is None:
+        return
+    lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
+    lengths[LABELS_NAME] = layout.n_examples * layout.content_tokens_per_example
     try:
-        for (start, end), wanted in zip(block_ranges(expected, digests.block_bytes), promised.digests, strict=True):
-            if digest(memoryview(folder.get_range(LABELS, start, end))) != wanted:
-                return "lost"
-    except SaevStoreError:
-        return "lost"
-    return "whole"
-
-
-def compare_labels(
-    folder: Folder, layout: Layout, state: str, rows: npt.NDArray[np.uint8], pieces: Sequence[tuple[int, int]]
-) -> None:
-    """Check that labels of missing examples are those that the store still has.
-
-    Args:
-        folder: The store.
-        layout: Its geometry.
-        state: What `labels_state` gave.
-        rows: (examples, content tokens), those of all pieces.
-        pieces: Half-open ranges of examples.
-
-    Raises:
-        ArgumentError: they are others, or the store has none.
-    """
-    if state != "whole":
-        raise ArgumentError(
-            "the store has no labels to compare these with" if state == "absent" else "labels.bin is lost as a whole",
-            where="labels",
-            remedy="Leave them out." if state == "absent" else "Give all of them to `restore_labels`.",
-        )
-    content, at = layout.content_tokens_per_example, 0
-    for start, end in pieces:
-        there = folder.get_range(LABELS, start * content, end * content)
-        same = np.frombuffer(there, np.uint8).reshape(-1, content) == rows[at : at + end - start]
-        if not same.all():
-            raise ArgumentError(
-                f"the labels of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
-                where="labels",
-                remedy="These are most likely other examples than the missing ones.",
-            )
-        at += end - start
+        journal = parse_digests(raw, where=folder.where(JOURNAL))
+    except DocumentError:
+        folder.delete(JOURNAL)
+        return
+    for name, written in journal.files.items():  # there is one
+        if lengths.get(name) != written.nbytes:
+            continue
+        building = f"{REPAIR}/{name}"
+        is_built = not folder.is_far and folder.exists(building)
+        if is_built and folder.is_as_written(building, written, journal.block_bytes):
+            folder.move(building, name)
+        elif not folder.is_as_written(name, written, journal.block_bytes):
+            continue
+        elif is_built:
+            folder.delete(building)
+        _settle(folder, journal)
+        return
+    folder.delete(JOURNAL)
