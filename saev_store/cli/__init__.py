@@ -1,4 +1,4 @@
-"""The command line `saev-store`: one file per command.
+"""The command line `saev-store`.
 
 Results go to standard output (with `--json` as one JSON document); progress, warnings and errors go to standard error.
 Exit codes: 0 success, 1 a problem of a store or an address, 2 wrong usage, 3 a defect of this program, 130 interrupted,

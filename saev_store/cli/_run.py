@@ -12,19 +12,11 @@ from typing import Annotated, Protocol, cast
 import typer
 
 from saev_store._version import __version__
-from saev_store.cli._output import PipeClosedError, UsageText, emit, emit_error
-from saev_store.cli.clean import clean
-from saev_store.cli.convert import convert
-from saev_store.cli.copy import copy
-from saev_store.cli.demo import demo
-from saev_store.cli.export import export
-from saev_store.cli.head import head
-from saev_store.cli.info import info
+from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
 from saev_store.cli.ls import ls
 from saev_store.cli.prepare import prepare
-from saev_store.cli.serve import serve
-from saev_store.cli.stats import stats
-from saev_store.cli.validate import validate
+from saev_store.cli.reading import head, info, serve, stats, validate
+from saev_store.cli.writing import clean, convert, copy, demo, export
 from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
 OK, REFUSED, USAGE, DEFECT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
@@ -141,7 +133,9 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (PipeClosedError, BrokenPipeError):
-        return _pipe_closed()
+        # Python flushes standard output again at exit; discard that.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except SaevStoreError as error:
         if isinstance(error, ArgumentError | SelectionError | LayerNotFoundError) and error.where:
             error.where = _option_names(error.where, argv)
@@ -158,9 +152,3 @@ def run(argv: list[str]) -> int:
     for message in seen:
         print(f"warning: {message}", file=sys.stderr)
     return code if isinstance(code, int) else OK
-
-
-def _pipe_closed() -> int:
-    # Python flushes standard output again at exit; discard that.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saev_store.cli._options import AsJson, Pairs, StorageOptions, storage_options
-from saev_store.cli._output import emit, emit_json, table
+from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, storage_options, table
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Lists, Transport, open_transport

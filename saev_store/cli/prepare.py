@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from saev_store.cli._options import AsJson, Pairs, Progress, StorageOptions, storage_options
-from saev_store.cli._output import emit, emit_json
+from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options
 from saev_store.errors import ArgumentError, SaevStoreError
 
 if TYPE_CHECKING:

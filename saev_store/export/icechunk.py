@@ -63,8 +63,9 @@ def write_icechunk(
     storage, where = (_storage(target), target) if isinstance(target, str) else (target, str(target))
     exists = icechunk.Repository.exists(storage)
     if exists and not append:
-        remedy = "Name a new folder, or append to it."
-        raise StoreExistsError("the repository already exists", where=where, remedy=remedy)
+        raise StoreExistsError(
+            "the repository already exists", where=where, remedy="Name a new folder, or append to it."
+        )
     if append and not exists:
         raise NotFoundError(
             "there is no repository to append to", where=where, remedy="Create it without append first."
@@ -73,10 +74,7 @@ def write_icechunk(
     if before:
         before.check(store, usable_base(store, base), where)
     found = references(
-        store,
-        chunks=before.chunk if before else chunks,
-        base=base,
-        label_rows=before.label_rows if before else None,
+        store, chunks=before.chunk if before else chunks, base=base, label_rows=before.label_rows if before else None
     )
     if quote(found.base, safe=":/") != found.base:
         raise ArgumentError(
@@ -99,15 +97,7 @@ def write_icechunk(
 
 @dataclass(frozen=True)
 class _Appended:
-    """The repository that examples are appended to.
-
-    Attributes:
-        n_examples: Examples so far.
-        attributes: Of the group.
-        chunk: Shape of a chunk of `activations`.
-        label_rows: Examples in a chunk of `labels`, or None.
-        layers: Labels of the layers.
-    """
+    """The repository that examples are appended to: `chunk` is that of `activations`, `label_rows` those of a chunk of `labels`."""
 
     n_examples: int
     attributes: Mapping[str, object]

@@ -88,8 +88,7 @@ class SaevParser:
 
     Example:
         ```python
-        from obspec_utils.protocols import ReadableStore
-    from obspec_utils.registry import ObjectStoreRegistry
+        from obspec_utils.registry import ObjectStoreRegistry
         from obstore.store import LocalStore
         from virtualizarr import open_virtual_dataset
 

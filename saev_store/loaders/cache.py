@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -64,6 +63,8 @@ class CachedTransport:
     reads_into = False
 
     def __init__(self, inner: Transport, folder: str | os.PathLike[str], max_bytes: int, key: bytes = b"") -> None:
+        if not hasattr(os, "pwrite"):
+            raise ArgumentError("a cache folder needs file locks, which Linux and macOS have", where="cache_dir")
         self._inner, self._max_bytes = inner, max_bytes
         self._arguments = (inner, os.path.abspath(folder), max_bytes, key)
         digest = hashlib.sha256(inner.url.encode() + b"\0" + key).hexdigest()[:16]
@@ -310,6 +311,8 @@ class Ledger:
         Raises:
             DeadlineError: another process keeps the lock; the message names it. After that one try is made, without waiting.
         """
+        import fcntl  # not on Windows, where `CachedTransport` refuses its folder
+
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._lock(fd)
@@ -323,6 +326,8 @@ class Ledger:
 
     def _lock(self, fd: int) -> None:
         """Lock the open file, or raise `DeadlineError`."""
+        import fcntl
+
         deadline = time.monotonic() + self._wait_s
         while True:
             try:

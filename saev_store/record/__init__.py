@@ -10,18 +10,9 @@ store = record_to_store(model, Batches(images, batch_size=32), "/scratch/shards"
 Needs the extra `record` (torch and transformers), which is imported by calls only.
 """
 
-from saev_store.record._batches import Batches
-from saev_store.record._dump import record_to_store
+from saev_store.record._dump import Batches, record_to_store
 from saev_store.record._hooks import Recorder
 from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record.demo import DemoResult, run_demo
 
-__all__ = [
-    "Batches",
-    "DemoResult",
-    "Photographs",
-    "Recorder",
-    "load_photographs",
-    "record_to_store",
-    "run_demo",
-]
+__all__ = ["Batches", "DemoResult", "Photographs", "Recorder", "load_photographs", "record_to_store", "run_demo"]

@@ -9,7 +9,7 @@ the order in which hooks run would exchange them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     import torch
+    from torch.utils.hooks import RemovableHandle
 
-    from saev_store.record._batches import PixelBatch
-
-
-class _Handle(Protocol):
-    def remove(self) -> None: ...
+    from saev_store.record._dump import PixelBatch
 
 
 class Recorder:
@@ -72,12 +69,10 @@ class Recorder:
         self.cls_token = model_has_cls(model) if cls_token is None else cls_token
         if self.cls_token and not model_has_cls(model):
             raise ArgumentError(
-                f"{type(model).__name__} has no CLS token",
-                where="cls_token",
-                remedy="Use False or None.",
+                f"{type(model).__name__} has no CLS token", where="cls_token", remedy="Use False or None."
             )
         self._was_training = False
-        self._handles: list[_Handle] = []
+        self._handles: list[RemovableHandle] = []
         self._out: torch.Tensor | None = None
         self._fired: set[int] = set()
         self._n_special = 0

@@ -55,20 +55,17 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
     from transformers import Dinov2Config, Dinov2Model
     from transformers.utils import logging
 
-    if pretrained is False:
-        reason = "as requested"
-    else:
+    reason = "as requested"
+    if pretrained is not False:
         logging.disable_progress_bar()
-        reason = ""
         for local_files_only in (True, False):
-            if not local_files_only:
-                reason = hub_refusal(timeout_s)
+            reason = "" if local_files_only else hub_refusal(timeout_s)
             if reason:
                 break
             try:
                 model = Dinov2Model.from_pretrained(CKPT, local_files_only=local_files_only, use_safetensors=True)
             except (OSError, ValueError) as error:
-                reason = "" if local_files_only else f"{CKPT} could not be loaded: {str(error).splitlines()[0]}"
+                reason = f"{CKPT} could not be loaded: {str(error).splitlines()[0]}"
                 continue
             return DemoModel(model.eval(), CKPT, CKPT, pretrained=True, note=f"pretrained weights of {CKPT}")
     # The same architecture as the checkpoint.

@@ -9,18 +9,16 @@ import errno
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from saev_store.errors import AccessError
-from saev_store.record._batches import Batches
-from saev_store.record._dump import describe, fill
+from saev_store.record._dump import Batches, Filled, describe, fill
 from saev_store.record._hooks import Recorder, patch_size, place
-from saev_store.record._photos import GRID, load_photographs
-from saev_store.record._picture import draw, patch_colours, principal_colours, stitch
+from saev_store.record._photos import GRID, draw, load_photographs, patch_colours, principal_colours, stitch
 from saev_store.record._weights import load_model
 from saev_store.store.store import ShardStore
 
@@ -146,7 +144,7 @@ def run_demo(
     )
 
     store, recorded = _record(network, model.ckpt, photographs, out, layers=layers, progress=progress)
-    say(recorded.sentence(store))
+    say(_sentence(recorded, len(store)))
     say(repr(store))
 
     report = store.validate(deep=True, progress=progress)
@@ -185,7 +183,7 @@ def run_demo(
         shape=store.shape,
         n_recorded=recorded.n_recorded,
         forward_s=recorded.forward_s,
-        wait_s=recorded.wait_s,
+        wait_s=recorded.append_s,
         write_bytes_per_s=write_bytes_per_s,
         validate_s=report.elapsed_s,
         problems=problems,
@@ -217,21 +215,15 @@ def writable_folder(folder: Path) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    n_recorded: int
-    forward_s: float
-    wait_s: float
-
-    def sentence(self, store: ShardStore) -> str:
-        if not self.n_recorded:
-            return "recorded   nothing: an earlier run finished this store"
-        there = len(store) - self.n_recorded
-        after = f" after the {there} that an interrupted run had left" if there else ""
-        return (
-            f"recorded   {self.n_recorded} examples{after} in {self.forward_s + self.wait_s:.1f} s: "
-            f"{self.forward_s:.1f} s in the model, {self.wait_s:.2f} s of waiting for the writer"
-        )
+def _sentence(recorded: Filled, n_examples: int) -> str:
+    if not recorded.n_recorded:
+        return "recorded   nothing: an earlier run finished this store"
+    there = n_examples - recorded.n_recorded
+    after = f" after the {there} that an interrupted run had left" if there else ""
+    return (
+        f"recorded   {recorded.n_recorded} examples{after} in {recorded.forward_s + recorded.append_s:.1f} s: "
+        f"{recorded.forward_s:.1f} s in the model, {recorded.append_s:.2f} s of waiting for the writer"
+    )
 
 
 def _record(
@@ -242,7 +234,8 @@ def _record(
     *,
     layers: Sequence[int],
     progress: bool | None,
-) -> tuple[ShardStore, _Recorded]:
+) -> tuple[ShardStore, Filled]:
+    """The published store, and what was recorded; publication is counted as `append_s`."""
     recorder = Recorder(network, layers)
     examples = photographs.examples()
     patch_px = patch_size(network)[0]
@@ -268,9 +261,8 @@ def _record(
     with writer:
         filled = fill(writer, recorder, Batches(examples, BATCH_SIZE), labels=photographs.luminance_steps(patch_px))
         begun_s = time.perf_counter()
-    publish_s = time.perf_counter() - begun_s
-    store = ShardStore.open(out / metadata.hash)
-    return store, _Recorded(filled.n_recorded, filled.forward_s, filled.append_s + publish_s)
+    published = replace(filled, append_s=filled.append_s + time.perf_counter() - begun_s)
+    return ShardStore.open(out / metadata.hash), published
 
 
 def _write_again(store: ShardStore, out: Path) -> float:
@@ -305,10 +297,8 @@ def _read_back(store: ShardStore) -> tuple[dict[str, float], bool]:
 def _compare(
     store: ShardStore, network: torch.nn.Module, examples: npt.NDArray[np.float32]
 ) -> tuple[int, float, float]:
-    """Compare the first and last batch with a fresh forward pass: number of vectors, largest number, largest difference.
-
-    Batches have the shape of the recording: with another shape the matrix product adds in another order.
-    """
+    """Compare the first and last batch with a fresh forward pass: number of vectors, largest number, largest difference."""
+    # Batches have the shape of the recording: with another shape the matrix product adds in another order.
     n_checked, largest, worst = 0, 0.0, 0.0
     batches = Batches(examples, BATCH_SIZE)
     last = (len(examples) - 1) // BATCH_SIZE * BATCH_SIZE

@@ -35,7 +35,6 @@ _MAX_GAP_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _REMOTE_PIECE_BYTES = 4 << 20
 _EXPOSED = ("Accept-Ranges", "Content-Length", "Content-Range", "ETag")
-_BINARY = "application/octet-stream"
 _ONE_RANGE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))", re.ASCII | re.IGNORECASE)
 
 
@@ -120,7 +119,8 @@ class _Answers:
         start, end = asked or (0, nbytes)
         status = 206 if asked else 200
         headers["Content-Length"] = str(end - start)
-        headers["Content-Type"] = "application/json" if isinstance(value, bytes) and _is_document(key) else _BINARY
+        is_document = isinstance(value, bytes) and key.rsplit("/", 1)[-1] == "zarr.json"
+        headers["Content-Type"] = "application/json" if is_document else "application/octet-stream"
         if asked:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{nbytes}"
         if isinstance(value, bytes):
@@ -137,8 +137,7 @@ class _Answers:
 
     def _is_allowed(self, host: str) -> bool:
         """Whether a `Host` header is a numeric address, `localhost`, or one of the allowed names."""
-        name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        name = name.lower()
+        name = (host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]).lower()
         if "*" in self._hosts or name == "localhost" or name in self._hosts:
             return True
         try:
@@ -167,11 +166,7 @@ class _Answers:
         return found.to_bytes()
 
     def _check_ends(self, key: str, value: Extent, start: int, end: int) -> None:
-        """Read the first and last byte that have to be in the file.
-
-        Raises:
-            CorruptShardError: the file is missing, or ends before the range does.
-        """
+        """Read the first and last byte that have to be in the file; a `CorruptShardError` where they are not."""
         last = min(end, value.end - value.start)
         if start < last:
             self._read(key, start, start + 1)
@@ -180,10 +175,6 @@ class _Answers:
     async def _pieces(self, key: str, start: int, end: int) -> AsyncIterator[bytes]:
         for at in range(start, end, self._piece_bytes):
             yield await run_in_threadpool(self._read, key, at, min(at + self._piece_bytes, end))
-
-
-def _is_document(key: str) -> bool:
-    return key.rsplit("/", 1)[-1] == "zarr.json"
 
 
 def _without_paths(document: bytes | Extent | None) -> bytes | None:
@@ -210,11 +201,9 @@ def _basenames(value: object) -> object:
 
 
 def _refusal(error: SaevStoreError) -> Response:
-    """The error as JSON, without the place of the store.
-
-    410 for damage: it is permanent, so clients do not try again, and no Zarr client takes it for a missing chunk. 503 where
-    trying again may help; 502 for other failures of the storage behind this server.
-    """
+    """The error as JSON, without the place of the store."""
+    # 410 for damage: it is permanent, so clients do not try again, and no Zarr client takes it for a missing chunk. 503 where
+    # trying again may help; 502 for other failures of the storage behind this server.
     if isinstance(error, CorruptShardError):
         status = 410
     elif isinstance(error, TransportError) and error.transient:

@@ -69,24 +69,15 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     server = uvicorn.Server(config)
     # Transfers that Ctrl-C cuts are expected: uvicorn would log each with a traceback.
     log = logging.getLogger("uvicorn.error")
-    quiet = _WhileServing(server)
-    log.addFilter(quiet)
+
+    def is_serving(_record: logging.LogRecord) -> bool:
+        return not server.should_exit
+
+    log.addFilter(is_serving)
     try:
         server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass  # the normal end
     finally:
-        log.removeFilter(quiet)
+        log.removeFilter(is_serving)
         listening.close()
-
-
-class _WhileServing(logging.Filter):
-    """Drops what is logged after the server was told to end."""
-
-    def __init__(self, server: uvicorn.Server) -> None:
-        super().__init__()
-        self._server = server
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        del record
-        return not self._server.should_exit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -171,41 +171,26 @@ def _on_cluster(client: Client, call: partial[Moments], tasks: Iterable[Task]) -
         yield futures.popleft().result()
 
 
-def _in_cluster_task() -> bool:
-    """Whether this runs in a task of a distributed cluster."""
-    if "distributed" not in sys.modules:
-        return False
-    from distributed import get_worker
-
-    try:
-        get_worker()
-    except ValueError:
-        return False
-    return True
-
-
 def _active_client() -> Client | None:
-    """The active client, if there is one."""
+    """The active client if it is synchronous; None in a task of a cluster."""
     if "distributed" not in sys.modules:
         return None
-    from distributed import default_client
+    from distributed import default_client, get_worker
 
-    try:
-        return cast("Client", default_client())
-    except ValueError:
-        return None
+    with suppress(ValueError):
+        get_worker()
+        return None  # this task occupies a thread of a worker, and would wait for tasks that need one
+    with suppress(ValueError):
+        client = cast("Client", default_client())
+        return None if client.asynchronous else client
+    return None
 
 
 @contextmanager
 def _connected(client: Client | str | None) -> Generator[Client | None]:
-    """The client to use: the given one, one for the given address, the active one, or None for threads of this process.
-
-    In a task of a cluster the active client is not used: the task would occupy a thread of a worker, and wait for tasks that
-    need one.
-    """
-    if client is None and not _in_cluster_task():
-        active = _active_client()
-        client = None if active is None or active.asynchronous else active
+    """The client to use: the given one, one for the given address, the active one, or None for threads of this process."""
+    if client is None:
+        client = _active_client()
     if not isinstance(client, str):
         if client is not None and client.asynchronous:
             raise ArgumentError(

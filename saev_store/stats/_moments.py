@@ -6,7 +6,6 @@ LeVeque). A large offset or a long store therefore loses no digits. Memory: one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import TypeAlias
@@ -67,7 +66,7 @@ class Moments:
     def over(self, axis: int) -> Moments:
         """The moments merged over one axis."""
         n = self.n_values.shape[axis]
-        return merge_all(self.at((slice(None),) * axis + (place,)) for place in range(n))
+        return reduce(merge, (self.at((slice(None),) * axis + (place,)) for place in range(n)))
 
 
 def merge(a: Moments, b: Moments) -> Moments:
@@ -85,11 +84,6 @@ def merge(a: Moments, b: Moments) -> Moments:
         n_vectors=a.n_vectors + b.n_vectors,
         mean_norm=mean_norm,
     )
-
-
-def merge_all(parts: Iterable[Moments]) -> Moments:
-    """The moments of all sets together; there is at least one set."""
-    return reduce(merge, parts)
 
 
 def _merged_mean(n_a: Counts, n_b: Counts, mean_a: Floats, mean_b: Floats, m2: Floats) -> tuple[Floats, Floats]:

@@ -1,26 +1,33 @@
-"""Statistics of an opened store: read from `stats.json`, or computed and kept there."""
+"""Statistics of an opened store: read from `stats.json`, or computed and kept there.
+
+The file holds the identity of the recording that they were computed from.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import (
     AccessError,
     ArgumentError,
+    DocumentError,
     NotFoundError,
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
 )
 from saev_store.stats._compute import compute, plan, work_on
-from saev_store.stats._document import KeptStats, max_nbytes, parse_stats, stats_bytes
-from saev_store.stats._moments import Moments, merge_all
+from saev_store.stats._moments import Moments, merge
 from saev_store.stats._result import Stats
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.transport import Writes
@@ -29,6 +36,7 @@ from saev_store.validation import Promised, local_folder, promised_digests
 if TYPE_CHECKING:
     from distributed import Client
 
+    from saev_store.documents import Metadata
     from saev_store.store.store import ShardStore
 
 STATS_NAME = "stats.json"
@@ -95,16 +103,14 @@ def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats
         return kept
     recording, digests = _recording(store, wanted)
     unmapped = store.unmapped()
-    moments = merge_all(work_on(unmapped, (work, digests)) for work in plan(store.layout, _chosen(store, wanted)))
+    works = plan(store.layout, _chosen(store, wanted))
+    moments = reduce(merge, (work_on(unmapped, (work, digests)) for work in works))
     return _result(store, moments, wanted, recording, save=True)
 
 
 def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdentity, Promised | None]:
-    """The identity of the recording, and the digests to compare all bytes with; None if they are not compared.
-
-    Statistics of bytes that were not compared with digests are bound to the versions of the files instead. Comparing costs
-    little where the bytes are local; elsewhere, and for a sample, whole blocks would have to be read for it.
-    """
+    """The identity of the recording, and the digests to compare all bytes with; None if they are not compared."""
+    # Comparing costs little where the bytes are local; elsewhere, and for a sample, whole blocks would have to be read for it.
     transport, layout = store.transport, store.layout
     recording = recording_identity(transport, layout, prefer="versions")
     if sample is None and local_folder(transport) is not None:
@@ -155,11 +161,7 @@ def _chosen(store: ShardStore, sample: Sample | None) -> IntArray | None:
 
 
 def _read_kept(store: ShardStore) -> KeptStats | None:
-    """The statistics kept beside the store; None where there are none, or those of another recording.
-
-    Raises:
-        SaevStoreError: the file cannot be read, or breaks a rule.
-    """
+    """The statistics kept beside the store; None where there are none, or those of another recording."""
     where = f"{store.url}/{STATS_NAME}"
     try:
         raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
@@ -201,3 +203,130 @@ def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: Rec
         return  # statistics of a read-only store are not kept
     except SaevStoreError as error:
         warnings.warn(f"{STATS_NAME} could not be written beside the store: {error}", SaevStoreWarning, stacklevel=5)
+
+
+# -- stats.json --------------------------------------------------------------------------------------------------------
+
+
+def _rectangular(rows: list[list[object]]) -> list[list[object]]:
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError("the rows have different lengths")
+    return rows
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+Counts = Annotated[list[list[_Count]], AfterValidator(_rectangular)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Numbers = Annotated[list[list[Finite | None]], AfterValidator(_rectangular)]
+
+
+class StatsDocument(BaseModel):
+    """Content of the file: one row per layer, one entry per token; null where a statistic is undefined."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    version: Literal[1] = 1
+    metadata_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    recording: Annotated[str, Field(max_length=100)]
+    n_examples: Annotated[int, Field(ge=1, lt=2**63)]
+    seed: int | None
+    n_values: Counts
+    n_finite: Counts
+    mean: Numbers
+    m2: Numbers
+    low: Numbers
+    high: Numbers
+    n_zeros: Counts
+    n_vectors: Counts
+    mean_norm: Numbers
+
+
+class KeptStats(NamedTuple):
+    """Parsed content of the file.
+
+    Attributes:
+        stats: The statistics.
+        recording: Identity of the recording that they were computed from.
+        seed: Seed of the sample; None for statistics of all examples.
+    """
+
+    stats: Stats
+    recording: RecordingIdentity
+    seed: int | None
+
+
+_COUNTS = ("n_values", "n_finite", "n_zeros", "n_vectors")
+#: Values that replace null while sums are merged.
+_NONE = {"mean": 0.0, "m2": 0.0, "mean_norm": 0.0, "low": np.inf, "high": -np.inf}
+_ENTRY_BYTES = 256
+
+
+def max_nbytes(metadata: Metadata) -> int:
+    """Upper bound on the length of the file for a store."""
+    layout = metadata.layout
+    return 4096 + _ENTRY_BYTES * layout.n_layers * layout.tokens_per_example
+
+
+def stats_bytes(stats: Stats, metadata: Metadata, *, recording: RecordingIdentity, seed: int | None) -> bytes:
+    """Content of the file; floats are written so that they read back exactly."""
+    moments = stats.moments
+    columns: dict[str, list[list[object]]] = {name: getattr(moments, name).tolist() for name in _COUNTS}
+    for name in _NONE:
+        has = moments.n_vectors > 0 if name == "mean_norm" else moments.n_finite > 0
+        values = getattr(moments, name).tolist()
+        columns[name] = [
+            [value if there else None for value, there in zip(*rows, strict=True)]
+            for rows in zip(values, has.tolist(), strict=True)
+        ]
+    document = {
+        "version": 1,
+        "metadata_sha256": _sha256(metadata),
+        "recording": str(recording),
+        "n_examples": stats.n_examples,
+        "seed": seed,
+        **columns,
+    }
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+
+
+def parse_stats(raw: bytes, metadata: Metadata, *, where: str) -> KeptStats:
+    """Parse and check the content of the file.
+
+    Raises:
+        DocumentError: the file breaks a rule, or belongs to another store.
+    """
+    try:
+        found = StatsDocument.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DocumentError(f"{place or 'it'}: {first['msg']}", where=where) from error
+    layout = metadata.layout
+    if found.metadata_sha256 != _sha256(metadata):
+        raise DocumentError("it was computed for a store with another metadata.json", where=where)
+    recording = RecordingIdentity.parse(found.recording)
+    if recording is None:
+        raise DocumentError(f"recording: {found.recording!r} is not a recording identity", where=where)
+    shape = (layout.n_layers, layout.tokens_per_example)
+    counts = {name: np.array(getattr(found, name), dtype=np.int64) for name in _COUNTS}
+    numbers = {
+        name: np.array([[none if v is None else v for v in row] for row in getattr(found, name)], dtype=np.float64)
+        for name, none in _NONE.items()
+    }
+    wrong = [name for name, values in [*counts.items(), *numbers.items()] if values.shape != shape]
+    if wrong:
+        raise DocumentError(f"{', '.join(wrong)}: not of shape {shape}, (layer, token)", where=where)
+    moments = Moments(**counts, **numbers)  # pyright: ignore[reportArgumentType]  # each array has the type of its field
+    is_whole = found.n_examples <= layout.n_examples and bool(
+        (moments.n_values == found.n_examples * layout.d_model).all()
+        and (moments.n_finite <= moments.n_values).all()
+        and (moments.n_zeros <= moments.n_finite).all()
+        and (moments.n_vectors <= found.n_examples).all()
+    )
+    if not is_whole:
+        raise DocumentError("its counts do not match this store", where=where)
+    return KeptStats(Stats(layout, moments, found.n_examples), recording, found.seed)
+
+
+def _sha256(metadata: Metadata) -> str:
+    return hashlib.sha256(metadata.raw).hexdigest()

@@ -153,6 +153,11 @@ class PlanCount:
         """Count one range of that many bytes."""
         self._add_ranges(np.array([nbytes], dtype=np.int64))
 
+    def estimate(self, bytes_wanted: int, prices: Prices | None = None) -> Estimate:
+        """What was counted, with its price."""
+        price = price_of(self._reader.transport, prices)
+        return estimate(price, requests=self.requests, bytes_read=self.bytes_read, bytes_wanted=bytes_wanted)
+
     def _add_ranges(self, nbytes: IntArray) -> None:
         piece = int(min(self._reader.transport.cost.piece_bytes, 1 << 62))
         self.requests += int((-(-nbytes // piece)).sum())

@@ -33,8 +33,9 @@ from functools import partial
 from typing import Literal, get_args
 
 from saev_store.core.layout import Layout, shard_name
-from saev_store.errors import AccessError, NotFoundError, SaevStoreError, TransportError
+from saev_store.errors import NotFoundError
 from saev_store.transport import MemoryTransport, Transport
+from saev_store.transport.checks import os_errors
 
 IdentityKind = Literal["digests", "versions", "contents", "sizes"]
 _DIGEST_BYTES = 20
@@ -134,23 +135,15 @@ def _size_and_version(transport: Transport, name: str) -> tuple[int, str | None]
     """Size and version of a file; (-1, "missing") where there is none."""
     from saev_store.validation import local_folder
 
-    folder = local_folder(transport)
+    folder, where = local_folder(transport), f"{transport.url}/{name}"
     try:
-        if folder is not None:
-            status = os.stat(os.path.join(folder, name))
-            return status.st_size, str(status.st_mtime_ns)
-        size = transport.size(name)
-        if size and transport.version(name) is None:
-            transport.get_ranges(name, starts=[0], ends=[1])  # the version comes with the first range
-        return size, transport.version(name) or None
-    except (FileNotFoundError, NotADirectoryError):  # NotFoundError of a transport is a FileNotFoundError
+        with os_errors(where, "look at it"):
+            if folder is not None:
+                status = os.stat(os.path.join(folder, name))
+                return status.st_size, str(status.st_mtime_ns)
+            size = transport.size(name)
+            if size and transport.version(name) is None:
+                transport.get_ranges(name, starts=[0], ends=[1])  # the version comes with the first range
+            return size, transport.version(name) or None
+    except NotFoundError:
         return -1, "missing"
-    except SaevStoreError:
-        raise
-    except PermissionError as error:
-        failure: SaevStoreError = AccessError("the file cannot be looked at", where=f"{transport.url}/{name}")
-        failure.__cause__ = error
-    except OSError as error:
-        failure = TransportError(f"the file cannot be looked at: {error}", where=f"{transport.url}/{name}")
-        failure.__cause__ = error
-    raise failure

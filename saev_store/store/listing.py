@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -68,9 +68,6 @@ class StoreList(Sequence[StoreEntry]):
             return StoreList(self.root, self._entries[index])
         return self._entries[index]
 
-    def __iter__(self) -> Iterator[StoreEntry]:
-        return iter(self._entries)
-
     def __repr__(self) -> str:
         lines = [f"{len(self)} store{'' if len(self) == 1 else 's'} in {self.root}"]
         return "\n".join([*lines, *(f"  {entry}" for entry in self._entries)])
@@ -115,12 +112,10 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
         listed = root.read(f"{name}/{SHARDS_NAME}", max_bytes=SHARDS_MAX_NBYTES)
         index = parse_shards(listed, metadata, where=f"{url}/{SHARDS_NAME}")
         found = quick_checks(root.at(name), metadata, index)
-    except NotFoundError:
-        return StoreEntry(
-            name, url, "broken", None, "metadata.json without shards.json: the dump crashed, or was purged"
-        )
     except SaevStoreError as error:
-        return StoreEntry(name, url, "broken", None, str(error))
+        is_gone = isinstance(error, NotFoundError)
+        note = "metadata.json without shards.json: the dump crashed, or was purged" if is_gone else str(error)
+        return StoreEntry(name, url, "broken", None, note)
     errors = [problem for problem in found if problem.severity == "error"]
     if not errors:
         return StoreEntry(name, url, "complete", metadata)

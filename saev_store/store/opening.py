@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
-from saev_store.transport import Engine, Lists, MemoryTransport, Transport, open_transport
+from saev_store.transport import Engine, MemoryTransport, Transport, open_transport
 from saev_store.transport.fetch import map_check
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Opened:
     metadata: Metadata
     index: ShardsIndex
     problems: tuple[Problem, ...]
-    sizes_checked: bool
-    has_labels: bool | None
+    sizes_checked: bool = False
+    has_labels: bool | None = None
     readable: dict[int, int] = field(default_factory=dict[int, int])
     damaged_ok: bool = False
 
@@ -228,24 +229,18 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
     if not transport.is_local:
         problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
-        return Opened(
-            transport, name, metadata, index, problems, sizes_checked=False, has_labels=None, damaged_ok=damaged_ok
-        )
+        return Opened(transport, name, metadata, index, problems, damaged_ok=damaged_ok)
     problems = tuple(quick_checks(transport, metadata, index, dirname=name))
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:
         raise _refusal(transport.url, errors)
     return Opened(
-        transport,
-        name,
-        metadata,
-        index,
-        problems,
+        transport, name, metadata, index, problems,
         sizes_checked=True,
         # Of a damaged store labels.bin may have a wrong size: that is found out when it is needed.
         has_labels=None if errors else _exists(transport, LABELS_NAME),
         readable=_readable(metadata.layout, errors),
-    )
+    )  # fmt: skip
 
 
 def open_in_memory(opened: Opened) -> Opened:
@@ -358,11 +353,8 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
     from saev_store.store.listing import list_stores
 
     found: list[str] = []
-    if isinstance(transport, Lists):
-        try:
-            found = [entry.name for entry in list_stores(transport)]
-        except SaevStoreError:
-            found = []
+    with contextlib.suppress(SaevStoreError):  # a transport that cannot list
+        found = [entry.name for entry in list_stores(transport)]
     if found:
         names = ", ".join(found[:_SHOWN]) + (f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
         return NotFoundError(

@@ -102,13 +102,11 @@ class Selection:
         Raises:
             SelectionError: a row is out of range.
         """
-        from saev_store.store.estimate import PlanCount, estimate, price_of
+        from saev_store.store.estimate import PlanCount
 
         picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
         count.add(self._plan(picked))
-        wanted = length(picked) * self.space.layout.vector_nbytes
-        price = price_of(self.reader.transport, prices)
-        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
+        return count.estimate(length(picked) * self.space.layout.vector_nbytes, prices)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) for an integer, else `rows(…)`."""

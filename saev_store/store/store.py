@@ -229,13 +229,11 @@ class ShardStore(OpenedStore):
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
         1120
         """
-        from saev_store.store.estimate import PlanCount, estimate, price_of
+        from saev_store.store.estimate import PlanCount
 
         request, count = parse_key(key, self.layout.shape), PlanCount(self._reader)
         count.add(self._reader.plan(request))
-        wanted = math.prod(request.shape) * self.dtype.itemsize
-        price = price_of(self.transport, prices)
-        return estimate(price, requests=count.requests, bytes_read=count.bytes_read, bytes_wanted=wanted)
+        return count.estimate(math.prod(request.shape) * self.dtype.itemsize, prices)
 
     def sel(
         self,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     NotFoundError,
-    SaevStoreError,
     StoreExistsError,
     TransportError,
     UnsafeContentError,
@@ -86,24 +86,18 @@ class WriteContract(ReadContract):
 
     def test_create_has_one_winner(self, transport: Transport, writes: Writes) -> None:
         start_together = threading.Barrier(16)
-        outcomes: list[tuple[int, str]] = []
 
-        def create(rank: int) -> None:
+        def create(rank: int) -> bool:
             start_together.wait()
             try:
                 writes.create("race/metadata.json", b"%02d" % rank * 100)
-                outcomes.append((rank, "won"))
-            except SaevStoreError as error:
-                outcomes.append((rank, type(error).__name__))
+            except StoreExistsError:
+                return False
+            return True
 
-        threads = [threading.Thread(target=create, args=(rank,)) for rank in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(200)
-        winners = [rank for rank, outcome in outcomes if outcome == "won"]
+        with ThreadPoolExecutor(16) as pool:
+            winners = [rank for rank, has_won in enumerate(pool.map(create, range(16))) if has_won]
         assert 1 <= len(winners) <= self.max_winners
-        assert {outcome for _, outcome in outcomes} == {"won", "StoreExistsError"}
         assert transport.read("race/metadata.json") in {b"%02d" % rank * 100 for rank in winners}
 
     def test_deletes_files_and_folders(self, transport: Transport, writes: Writes) -> None:

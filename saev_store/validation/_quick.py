@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 MISSING = Found(None, "missing", "it is not there; was it purged, or not copied?")
 _FOLDER = "it is a folder"
-_EUID = os.geteuid()
+_EUID = os.geteuid() if hasattr(os, "geteuid") else -1  # Windows has no users by number
 
 
 @dataclass(frozen=True, slots=True)

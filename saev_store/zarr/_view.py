@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
+from saev_store._runtime.locks import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError
 from saev_store.transport import Buffer as Bytes
@@ -37,7 +37,7 @@ _REMEDY = "store.validate() lists everything that is lost, store.repair() record
 _IN_FLIGHT = 64
 _pools: dict[str, ThreadPoolExecutor] = {}
 # The threads of a pool stay behind in the parent, so a child starts its own.
-os.register_at_fork(after_in_child=_pools.clear)
+after_fork_in_child(_pools.clear)
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -12,11 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from saev_store import ShardStore
-from saev_store.cli.demo import demo
+from saev_store.cli.writing import demo
 from saev_store.errors import AccessError
 from saev_store.record import run_demo
-from saev_store.record._photos import load_photographs
-from saev_store.record._picture import patch_colours, principal_colours, stitch
+from saev_store.record._photos import load_photographs, patch_colours, principal_colours, stitch
 from saev_store.record._weights import hub_refusal, random_model
 
 torch = pytest.importorskip("torch")

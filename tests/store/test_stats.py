@@ -36,8 +36,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.stats import STATISTICS, Stats, _compute, _moments
-from saev_store.stats._document import parse_stats, stats_bytes
 from saev_store.stats._moments import Moments, merge, moments_of
+from saev_store.stats._store import parse_stats, stats_bytes
 from saev_store.store.identity import recording_identity
 from saev_store.transport import MemoryTransport
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -788,7 +789,7 @@ def test_a_deleted_lock_file_does_not_split_the_lock(tmp_path):
 
 
 def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_again(tmp_path, monkeypatch):
-    transport, real = MmapTransport(tmp_path), _local_write.fcntl.flock
+    transport, real = MmapTransport(tmp_path), fcntl.flock
     calls = []
 
     def replace_then_lock(fd, how):
@@ -797,7 +798,7 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_again(tmp_path, m
         calls.append(fd)
         return real(fd, how)
 
-    monkeypatch.setattr(_local_write.fcntl, "flock", replace_then_lock)
+    monkeypatch.setattr(fcntl, "flock", replace_then_lock)
     with transport.lock("lock"), pytest.raises(WriterConflictError), transport.lock("lock"):
         pass
     assert len(calls) == 3
@@ -807,7 +808,7 @@ def test_a_place_without_locks_warns(tmp_path, monkeypatch):
     def fail(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(_local_write.fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.warns(SaevStoreWarning, match="no locks"), MmapTransport(tmp_path).lock("lock"):
         pass
 

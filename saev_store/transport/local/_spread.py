@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from saev_store._runtime.threads import n_threads, share
 from saev_store.transport.checks import Run, too_short
+from saev_store.transport.local.files import IOV_MAX, positions
 
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 #: What a read must have for each thread.
 WORTH_BYTES = 3 << 20
 #: What one thread reads at a time: less than its whole share, so that a thread without a core delays the others little.
@@ -82,7 +82,7 @@ def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end:
     """Fill `views` in this thread, however short the system's answers are."""
     position = start
     while views:
-        n_read = os.preadv(fd, views[:_IOV_MAX], position)
+        n_read = positions.preadv(fd, views[:IOV_MAX], position)
         if n_read == 0:
             raise too_short(where, size=position, needed=end)
         position += n_read
@@ -95,7 +95,7 @@ def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[
         position, left = start, views
         while left:
             try:
-                n_read = os.preadv(fd, left[:_IOV_MAX], position, _NOWAIT)
+                n_read = positions.preadv(fd, left[:IOV_MAX], position, _NOWAIT)
             except BlockingIOError:
                 n_read = 0
             except OSError:  # a file system that cannot tell; other errors come again, and are raised

@@ -8,15 +8,17 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from saev_store._runtime.locks import ForkSafeLock
 from saev_store.errors import TransportError
 
-# Without O_NONBLOCK, opening a FIFO without a writer would block.
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+# Without O_NONBLOCK, opening a FIFO without a writer would block. Windows has only the last one.
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
+#: Buffers of one system call.
+IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -25,14 +27,52 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 
-#: The C library, for system calls that Python does not wrap, or wraps at a cost.
-LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.mmap.restype = ctypes.c_void_p
-LIBC.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-)  # fmt: skip
-LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+    except TypeError:
+        return None
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library
+
+
+#: The C library, for system calls that Python does not wrap, or wraps at a cost; None on Windows.
+LIBC = _c_library()
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class _OnePosition:
+    """Reads where a descriptor has one position for all threads (Windows): seek and read are one step."""
+
+    _lock = ForkSafeLock()
+
+    @classmethod
+    def pread(cls, fd: int, nbytes: int, offset: int, /) -> bytes:
+        """`os.pread`."""
+        with cls._lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            return os.read(fd, nbytes)
+
+    @classmethod
+    def preadv(cls, fd: int, buffers: Sequence[memoryview], offset: int, _flags: int = 0, /) -> int:
+        """As much of `os.preadv` as one buffer takes."""
+        data = cls.pread(fd, buffers[0].nbytes, offset)
+        buffers[0][: len(data)] = data
+        return len(data)
+
+    @staticmethod
+    def lseek(fd: int, _offset: int, _whence: int, /) -> int:
+        """The size of the file, with the position unchanged."""
+        return os.fstat(fd).st_size
+
+
+#: Has `pread`, `preadv` and `lseek` to the end of a file.
+positions = os if hasattr(os, "preadv") else _OnePosition
 
 
 def check_regular(mode: int, *, where: str) -> None:
@@ -72,7 +112,7 @@ class OpenFile:
 
     def size(self) -> int:
         """The size of the file now, in bytes; the position is not used, and moving it costs a third of `fstat`."""
-        return os.lseek(self.fd, 0, os.SEEK_END)
+        return positions.lseek(self.fd, 0, os.SEEK_END)
 
     # Bound here because the interpreter may have emptied `os` by the time it ends the last open file.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -140,6 +180,8 @@ def map_file(fd: int, nbytes: int) -> memoryview:
     """
     if nbytes == 0:  # the system refuses empty maps
         return memoryview(b"")
+    if LIBC is None:
+        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ))
     address: int | None = LIBC.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:
         code = ctypes.get_errno()

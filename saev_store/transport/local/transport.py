@@ -30,7 +30,7 @@ from saev_store.transport.checks import (
     too_short,
 )
 from saev_store.transport.local._spread import SpreadReader, preadv_all
-from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file
+from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file, positions
 from saev_store.transport.local.write import LocalSink, fsync_folder, link_exclusive, lock_file, temporary_file
 
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
@@ -106,7 +106,7 @@ class LocalTransport:
                 raise too_big(where, size=file.identity[2], max_bytes=max_bytes)
             # The size of a file can change, and some virtual ones report 0: read to the end, within the bound.
             data = bytearray()
-            while chunk := os.pread(file.fd, _READ_CHUNK, len(data)):
+            while chunk := positions.pread(file.fd, _READ_CHUNK, len(data)):
                 data += chunk
                 if max_bytes is not None and len(data) > max_bytes:
                     raise too_big(where, size=None, max_bytes=max_bytes)
@@ -311,7 +311,7 @@ class MmapTransport(LocalTransport):
         if mapped is not None:
             file = DESCRIPTORS.peek(mapped.where)
             # The shortest way first: it is on the path of every vector.
-            if file is not None and file.inode == mapped.inode and os.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
+            if file is not None and file.inode == mapped.inode and positions.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
                 return
         where = self._where(path)
         with os_errors(where, "map"):
@@ -364,7 +364,7 @@ class PreadTransport(LocalTransport):
 
 
 def _pread(fd: int, start: int, end: int, *, where: str) -> Buffer:
-    data = os.pread(fd, end - start, start)
+    data = positions.pread(fd, end - start, start)
     if len(data) == end - start:
         return data
     # The system reads at most 2 GiB at a time; signals and network disks cut reads short as well.

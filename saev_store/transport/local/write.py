@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from saev_store._runtime.locks import after_fork_in_child
 from saev_store.errors import (
+    AccessError,
     SaevStoreError,
     SaevStoreWarning,
     StoreExistsError,
@@ -24,7 +24,7 @@ from saev_store.errors import (
 from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import Buffer
 from saev_store.transport.checks import RequestCounter, check_ranges, os_errors
-from saev_store.transport.local.files import LIBC, check_regular
+from saev_store.transport.local.files import IOV_MAX, LIBC, check_regular
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
@@ -33,7 +33,6 @@ _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 #: How often a folder is made that others delete at that moment.
 _N_TRIES = 100
 
@@ -42,7 +41,7 @@ def write_all(fd: int, views: list[memoryview], offset: int) -> None:
     """Write all buffers, one after the other, however short the system's writes are."""
     first = 0
     while first < len(views):
-        n_written = os.pwritev(fd, views[first : first + _IOV_MAX], offset)
+        n_written = os.pwritev(fd, views[first : first + IOV_MAX], offset)
         offset += n_written
         while first < len(views) and n_written >= views[first].nbytes:
             n_written -= views[first].nbytes
@@ -52,7 +51,9 @@ def write_all(fd: int, views: list[memoryview], offset: int) -> None:
 
 
 def fsync_folder(folder: str) -> None:
-    """Make the names in a folder survive a crash."""
+    """Make the names in a folder survive a crash; nothing on Windows."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -61,7 +62,13 @@ def fsync_folder(folder: str) -> None:
 
 
 def make_folders(folder: str) -> None:
-    """Create a folder and its parents, each durable under its name."""
+    """Create a folder and its parents, each durable under its name.
+
+    Raises:
+        AccessError: this is Windows.
+    """
+    if not hasattr(os, "pwritev"):
+        raise AccessError("files are written on Linux and macOS only", where=folder, remedy="Write to an object store.")
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
@@ -316,6 +323,8 @@ def lock_file(where: str) -> _LockFile:
 
 
 def _locked(where: str) -> _LockFile:
+    import fcntl  # not on Windows, where `make_folders` refuses
+
     while True:
         lock = _LockFile(where)
         try:

@@ -1,0 +1,177 @@
+"""What all commands share: their options, and output as text or one JSON document."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, cast
+
+import typer
+
+from saev_store.errors import ArgumentError, SaevStoreError
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+StorageOptions = Annotated[
+    str | None,
+    typer.Option("--storage-options", metavar="JSON", help="""Options of the file system: '{"anon": true}'."""),
+]
+Pairs = Annotated[
+    list[str] | None, typer.Option("-o", "--option", metavar="KEY=VALUE", help="One storage option; may be repeated.")
+]
+DstOptions = Annotated[
+    str | None, typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system.")
+]
+DstPairs = Annotated[
+    list[str] | None,
+    typer.Option("--dst-option", metavar="KEY=VALUE", help="One option of the destination; may be repeated."),
+]
+Chunks = Annotated[
+    str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
+]
+Progress = Annotated[
+    bool | None, typer.Option("--progress/--no-progress", help="Show a bar on standard error [default: on a terminal].")
+]
+
+
+def storage_options(
+    text: str | None, pairs: list[str] | None, *, name: str = "--storage-options"
+) -> dict[str, object] | None:
+    """Options of a file system, from a JSON object and `key=value` pairs; None if there are none.
+
+    A value is parsed as JSON (`anon=true`, `port=9000`), else taken as text. Pairs take precedence.
+
+    Raises:
+        ArgumentError: the text is not a JSON object, or a pair has no `=`.
+
+    >>> storage_options('{"anon": true}', ["endpoint_url=http://127.0.0.1:9000"])
+    {'anon': True, 'endpoint_url': 'http://127.0.0.1:9000'}
+    """
+    options: dict[str, object] = {}
+    if text is not None:
+        try:
+            parsed = cast("object", json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"{text!r} is not JSON ({error})", where=name, remedy="""Quote it for the shell: '{"anon": true}'."""
+            ) from None
+        if not isinstance(parsed, dict):
+            raise ArgumentError(f"{text!r} is JSON, but not an object", where=name, remedy="""Pass '{"key": value}'.""")
+        options.update(cast("dict[str, object]", parsed))
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ArgumentError(
+                f"{pair!r} is not KEY=VALUE", where="--option", remedy="Write for example -o anon=true."
+            )
+        try:
+            options[key] = cast("object", json.loads(value))
+        except (ValueError, RecursionError):
+            options[key] = value
+    return options or None
+
+
+def integers(text: str, *, where: str) -> list[int]:
+    """Integers from a comma-separated list.
+
+    Raises:
+        ArgumentError: the text is something else.
+
+    >>> integers("2,-1", where="--layers")
+    [2, -1]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(
+            f"{text!r} is not a list of integers", where=where, remedy=f"Separate them by commas: {where} 2,5."
+        ) from None
+
+
+class PipeClosedError(Exception):
+    """The reader of standard output has stopped (`saev-store ls | head`)."""
+
+
+class UsageText(Exception):
+    """A mistake in the arguments, with the usage as text."""
+
+
+def emit(text: str) -> None:
+    """Print to standard output.
+
+    Raises:
+        PipeClosedError: the reader has stopped.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError as error:
+        raise PipeClosedError from error
+    except UnicodeEncodeError:
+        encoding = sys.stdout.encoding or "ascii"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def emit_json(value: object, *, indent: int | None = 2) -> None:
+    """Print one JSON document; NaN and infinity become null. `indent=None` prints one line."""
+    emit(json.dumps(_finite(value), indent=indent, ensure_ascii=True, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in cast("dict[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast("Sequence[object]", value)]
+    return value
+
+
+def emit_error(error: Exception, *, as_json: bool, seen: Sequence[str] = ()) -> None:
+    """Print an error on standard error; `seen` are earlier warnings."""
+    if as_json:
+        document: dict[str, object] = {"error": error_to_dict(error)}
+        if seen:
+            document["warnings"] = list(seen)
+        print(json.dumps(document, indent=2), file=sys.stderr)
+    elif isinstance(error, SaevStoreError | UsageText):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        print(
+            f"internal error: {type(error).__name__}: {error}\nThis is a defect; --debug shows where it happened.",
+            file=sys.stderr,
+        )
+
+
+def error_to_dict(error: Exception) -> dict[str, object]:
+    """An error as plain JSON types: `kind` is stable, `problems` lists all problems."""
+    if isinstance(error, UsageText):
+        return {"kind": "usage", "message": str(error)}
+    if not isinstance(error, SaevStoreError):
+        return {"kind": "defect", "message": f"{type(error).__name__}: {error}"}
+    from saev_store.validation import problem_to_dict
+
+    problems = getattr(error, "problems", ())
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "where": error.where,
+        "remedy": error.remedy,
+        "problems": [problem_to_dict(problem) for problem in problems],
+    }
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows as aligned columns.
+
+    >>> print(table(["name", "size"], [["a", "12 B"], ["longer", "3 B"]]))
+    name    size
+    a       12 B
+    longer  3 B
+    """
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

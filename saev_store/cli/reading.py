@@ -1,0 +1,284 @@
+"""The commands that read a store: `info`, `head`, `validate`, `stats` and `serve`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from saev_store._runtime.optional import need
+from saev_store.cli._common import (
+    AsJson,
+    Chunks,
+    Pairs,
+    Progress,
+    StorageOptions,
+    Url,
+    emit,
+    emit_json,
+    integers,
+    storage_options,
+    table,
+)
+from saev_store.errors import (
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SaevStoreError,
+    SaevStoreWarning,
+    UnsafeContentError,
+)
+
+if TYPE_CHECKING:
+    from saev_store.sources.sniff import Found
+    from saev_store.store.store import ShardStore
+    from saev_store.validation import Report
+
+_FILES = (".batch", ".idx", ".bin")
+#: Values of a vector shown in the table; `--json` has all of them.
+_SHOWN = 6
+_MOST_ROWS = 100_000
+
+
+def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
+    """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
+    from saev_store.store.store import ShardStore
+
+    given = storage_options(options, option)
+    source = source_at(url, given)
+    if source is not None:
+        source_info(source, as_json=as_json)
+        return
+    with ShardStore.open(url, given, damaged_ok=True) as store:
+        emit_json(describe(store)) if as_json else emit(repr(store))
+
+
+def describe(store: ShardStore) -> dict[str, object]:
+    """A store as plain JSON types."""
+    from saev_store.validation import problem_to_dict
+
+    layout, metadata, has_labels = store.layout, store.metadata, False
+    with suppress(DocumentError):  # labels of a wrong size, which `problems` lists
+        has_labels = store.has_labels
+    return {
+        "url": store.url,
+        "name": store.name,
+        "hash": metadata.hash,
+        "protocol": metadata.protocol,
+        "family": metadata.family,
+        "ckpt": metadata.ckpt,
+        "dataset": metadata.dataset,
+        "dims": list(store.dims),
+        "shape": list(store.shape),
+        "dtype": metadata.dtype,
+        "layers": list(store.layers),
+        "content_tokens_per_example": layout.content_tokens_per_example,
+        "cls_token": layout.cls_token,
+        "n_shards": layout.n_shards,
+        "examples_per_shard": layout.examples_per_shard,
+        "nbytes": store.nbytes,
+        "labels": has_labels,
+        "engine": store.transport.name,
+        "problems": [problem_to_dict(problem) for problem in store.problems],
+    }
+
+
+def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
+    """The data set at an address, not opened; None for a store and for unknown formats.
+
+    Raises:
+        NotFoundError, DocumentError: the name is that of a data set's file, but the file is missing or invalid.
+    """
+    from saev_store.names import METADATA_NAME
+    from saev_store.sources.sniff import find_source, sniff
+    from saev_store.transport import open_transport
+
+    if url.endswith(_FILES):
+        return find_source(url, options)
+    try:
+        open_transport(url, options).size(METADATA_NAME)
+        return None
+    except NotFoundError:
+        return sniff(url, options)
+    except SaevStoreError:
+        return None
+
+
+def source_info(found: Found, *, as_json: bool) -> None:
+    """Describe a data set."""
+    from saev_store.validation import problem_to_dict
+
+    with found.open(damaged_ok=True) as source:
+        if not as_json:
+            emit(repr(source))
+            return
+        problems = [problem_to_dict(problem) for problem in source.problems]
+        try:
+            described = source.describe()
+        except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
+            described = {"format": source.format, "url": source.url, "n_samples": len(source)}
+        emit_json({**described, "problems": problems})
+
+
+def head(
+    url: Url,
+    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="Number of vectors.")] = 5,
+    layer: Annotated[int | None, typer.Option(help="Label of a layer [default: the first recorded].")] = None,
+    tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Which tokens.")] = "all",
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+) -> None:
+    """Show the first vectors of a layer with their example, token and norm."""
+    import numpy as np
+
+    from saev_store.store.store import ShardStore
+
+    with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
+        label = store.layers[0] if layer is None else layer
+        selection = store.sel(layer=label, tokens=tokens)
+        rows = np.arange(min(n, len(selection)))
+        vectors = selection.rows(rows)
+        norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1))
+        where = selection.coordinates(rows)
+        example, token = where.example_idx.tolist(), where.token_idx.tolist()
+    if as_json:
+        emit_json({
+            "url": store.url,
+            "layer": label,
+            "tokens": tokens,
+            "vectors": [
+                {"example_idx": e, "token_idx": t, "norm": norm, "values": values}
+                for e, t, norm, values in zip(example, token, norms.tolist(), vectors.tolist(), strict=True)
+            ],
+        })  # fmt: skip
+        return
+    more = " …" if store.shape[3] > _SHOWN else ""
+    lines = [
+        (
+            str(e),
+            "CLS" if t < 0 else str(t),
+            f"{norm:.4g}",
+            " ".join(f"{value:.4g}" for value in values[:_SHOWN]) + more,
+        )
+        for e, t, norm, values in zip(example, token, norms.tolist(), vectors.tolist(), strict=True)
+    ]
+    emit(f"layer {label} of {list(store.layers)}, {store.shape[3]} values per vector")
+    emit(table(("example", "token", "norm", "values"), lines))
+
+
+def validate(
+    url: Url,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros and swapped shards.")
+    ] = False,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    progress: Progress = None,
+) -> None:
+    """Validate a store or a data set; exit with 1 if there is an error."""
+    from saev_store.store.store import ShardStore
+
+    given = storage_options(options, option)
+    source = source_at(url, given)
+    if source is not None:
+        report = source_report(source, deep=deep, progress=progress)
+    else:
+        with ShardStore.open(url, given, damaged_ok=True) as store:
+            report = store.validate(deep=deep, progress=progress)
+    emit_json(report.to_dict()) if as_json else emit(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def source_report(found: Found, *, deep: bool, progress: bool | None) -> Report:
+    """What is wrong with a data set, also one that does not open."""
+    from saev_store.problems import Problem
+    from saev_store.sources.address import full_url
+    from saev_store.validation import Report
+
+    try:
+        with found.open(damaged_ok=True) as source:
+            return source.validate(deep=deep, progress=progress)
+    except (DocumentError, CorruptShardError, UnsafeContentError, NotFoundError) as error:
+        problems = tuple(getattr(error, "problems", ())) or (Problem(error.kind, error.message, error.where or ""),)
+        return Report(full_url(found.transport, found.path), 0, 0, problems)
+
+
+def stats(
+    url: Url,
+    sample: Annotated[int | None, typer.Option(metavar="N", help="Read only N examples.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed that chooses the examples of a sample.")] = 0,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers read the store."
+        ),
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Compute again what stats.json holds.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save/--no-save", help="Keep the result in stats.json beside the store.")
+    ] = True,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    progress: Progress = None,
+) -> None:
+    """Show count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
+    from saev_store.store.store import ShardStore
+
+    with ShardStore.open(url, storage_options(options, option)) as store:
+        found = store.stats(sample=sample, seed=seed, client=scheduler, refresh=refresh, save=save, progress=progress)
+    emit_json(found.to_dict()) if as_json else emit(str(found))
+
+
+def serve(
+    url: Url,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; only this machine reaches the default.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
+    chunks: Chunks = None,
+    sharded: Annotated[bool, typer.Option("--sharded", help="One key per shard, read by ranges.")] = False,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL", help="Origin of web pages that may read (CORS), or *; may be repeated [default: none]."
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Host name under which clients reach the server; may be repeated. Numeric addresses are always allowed.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+) -> None:
+    """Serve a store as Zarr over plain HTTP, read-only, for other languages and browsers, until Ctrl-C."""
+    for library in ("starlette", "uvicorn"):
+        need(library, install="saev-store[serve]", where="serve")
+    from saev_store import serve as server
+    from saev_store.store.store import ShardStore
+
+    shape = "auto" if chunks is None else integers(chunks, where="--chunks")
+    with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
+        app = server.application(
+            store, chunks=shape, sharded=sharded, origins=origin or (), hosts=[host, *(allow_host or ())]
+        )
+        n_damaged = sum(problem.severity == "error" for problem in store.problems)
+        if n_damaged:
+            warnings.warn(
+                f"{n_damaged} problems: requests for lost chunks are answered with status 410",
+                SaevStoreWarning,
+                stacklevel=2,
+            )
+        listening, address = server.listen(host, port)
+        emit_json({"url": address}, indent=None) if as_json else emit(address)
+        server.serve(app, listening)

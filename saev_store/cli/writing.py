@@ -1,0 +1,296 @@
+"""The commands that write: `copy`, `convert`, `export`, `clean` and `demo`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from saev_store._runtime.optional import need
+from saev_store.cli._common import (
+    AsJson,
+    Chunks,
+    DstOptions,
+    DstPairs,
+    Pairs,
+    Progress,
+    StorageOptions,
+    Url,
+    emit,
+    emit_json,
+    integers,
+    storage_options,
+    table,
+)
+from saev_store.errors import ArgumentError
+from saev_store.transport import open_transport
+
+if TYPE_CHECKING:
+    from saev_store.sources.convert import Tokenizer
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_NOT_LISTED = (
+    "Unfinished multipart uploads cannot be listed by this client; a life-cycle rule of the bucket removes them, see "
+    "docs/cloud.md. Where s3fs is installed, --engine fsspec lists those of S3."
+)
+
+
+def copy(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy: a path, or any fsspec URL.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is created.")],
+    layers: Annotated[str | None, typer.Option(metavar="2,5", help="Copy only these layers, as a new store.")] = None,
+    tokens: Annotated[
+        Literal["all", "content", "special"], typer.Option(help="Copy only these tokens, as a new store.")
+    ] = "all",
+    protocol: Annotated[
+        str | None, typer.Option(metavar="2.1", help="Rewrite the documents in this protocol version, not the shards.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
+    max_mb_per_s: Annotated[
+        float | None, typer.Option(metavar="MB", help="Limit of MB per second, reads and writes together.")
+    ] = None,
+    max_requests_per_s: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Limit of requests per second, to source and destination together."),
+    ] = None,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
+    progress: Progress = None,
+) -> None:
+    """Copy a store and verify every byte; an interrupted copy continues where it stopped."""
+    from saev_store.writer.copying import copy_store
+
+    for name, limit in (("--max-mb-per-s", max_mb_per_s), ("--max-requests-per-s", max_requests_per_s)):
+        if limit is not None and not limit > 0:
+            raise ArgumentError(f"the limit is {limit}; it must be more than 0", where=name)
+    url = copy_store(
+        src,
+        dst,
+        layers=None if layers is None else integers(layers, where="--layers"),
+        tokens=tokens,
+        protocol=protocol,
+        storage_options=storage_options(options, option),
+        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        resume=resume,
+        max_mb_per_s=max_mb_per_s,
+        max_requests_per_s=max_requests_per_s,
+        progress=progress,
+    )
+    emit_json({"url": url}) if as_json else emit(url)
+
+
+def convert(
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="MMIDIDX documents, LLMBATCH batches, or an Energon data set's texts.")
+    ],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="A .batch file for documents, a .idx file for batches and texts.")
+    ],
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a record. Needed for batches.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Records of a batch. Needed for batches.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the order of records.")] = 0,
+    pad_token: Annotated[
+        int | None,
+        typer.Option(help="Write one record per document, padded with this token, instead of joining documents."),
+    ] = None,
+    end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes.")
+    ] = None,
+    part: Annotated[str, typer.Option(help="Part of a sample that holds its text: txt, or json[caption].")] = "txt",
+    split: Annotated[str, typer.Option(help="Convert the samples of this split.")] = "all",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read the result back and compare it.")] = True,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
+    progress: Progress = None,
+) -> None:
+    """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
+    from saev_store.sources import open_source
+    from saev_store.sources.convert import documents_to_batches, samples_to_documents
+    from saev_store.sources.energon import EnergonDataset
+    from saev_store.sources.mmididx import IndexedDataset
+
+    target = storage_options(dst_options, dst_option, name="--dst-storage-options")
+    with open_source(src, storage_options(options, option)) as source:
+        if isinstance(source, IndexedDataset):
+            if seq_len is None or batch_size is None:
+                raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
+            n = documents_to_batches(
+                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
+                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+            )  # fmt: skip
+            done = {"url": dst, "batches": n}
+        else:
+            is_text = isinstance(source, EnergonDataset)
+            n = samples_to_documents(
+                source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype,
+                end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+            )  # fmt: skip
+            done = {"url": dst, "documents": n}
+    emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
+
+
+def _tokenizer(name: str | None) -> Tokenizer:
+    """A function from text to token ids: from a file of the tokenizers library, or UTF-8 bytes."""
+    if name is None:
+        raise ArgumentError(
+            "converting texts needs a tokenizer", where="--tokenizer", remedy="Name a tokenizer.json, or 'bytes'."
+        )
+    if name == "bytes":
+        return lambda text: list(text.encode())
+    need("tokenizers", install="saev-store[energon]", where=name)
+    from tokenizers import Tokenizer as Loaded
+
+    try:
+        loaded = Loaded.from_file(name)
+    except Exception as error:  # the library raises nothing narrower
+        raise ArgumentError(f"not a tokenizer ({error})", where=name) from None
+    return lambda text: loaded.encode(text).ids
+
+
+def export(
+    url: Url,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")],
+    format: Annotated[
+        Literal["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"],
+        typer.Option("--format", help="Format of the references."),
+    ] = "kerchunk",
+    chunks: Chunks = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="BASE", help="Address of the store's folder for readers [default: URL].")
+    ] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Append the examples to an Icechunk repository of an earlier export.")
+    ] = False,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    out_options: Annotated[
+        str | None,
+        typer.Option(
+            "--out-storage-options", metavar="JSON", help="Options of the file system of OUT (kerchunk only)."
+        ),
+    ] = None,
+) -> None:
+    """Write references to a store's shards that other tools open without this package; no data is copied."""
+    from saev_store.store.store import ShardStore
+
+    if format == "tensorstore" and chunks is not None:
+        raise ArgumentError("TensorStore reads whole shards", where="--chunks")
+    if append and format != "icechunk":
+        raise ArgumentError("only Icechunk repositories can be appended to", where="--append")
+    shape = "auto" if chunks is None else integers(chunks, where="--chunks")
+    with ShardStore.open(url, storage_options(options, option)) as store:
+        match format:
+            case "tensorstore":
+                from saev_store.export import array_names
+
+                specs = {name: store.to_tensorstore_spec(name, base=template) for name in array_names(store)}
+                with open(out, "w", encoding="utf-8") as file:
+                    json.dump(specs, file, indent=1)
+            case "icechunk":
+                store.to_icechunk(out, chunks=shape, base=template, append=append)
+            case "kerchunk" | "kerchunk-parquet":
+                kind = "parquet" if format == "kerchunk-parquet" else "json"
+                target = storage_options(out_options, None, name="--out-storage-options")
+                store.to_kerchunk(out, format=kind, chunks=shape, base=template, storage_options=target)
+    emit_json({"out": out, "format": format}) if as_json else emit(out)
+
+
+def clean(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A folder of stores, or one store: a path or fsspec URL.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    older_than: Annotated[
+        str,
+        typer.Option(metavar="AGE", help="Keep what was written later than this: 90s, 30m, 12h, 2d; 0 keeps nothing."),
+    ] = "1d",
+    engine: Annotated[str, typer.Option(help='"auto", or "fsspec" to list unfinished uploads on S3.')] = "auto",
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+) -> None:
+    """Remove what killed writers left: unfinished stores, hidden and temporary files, uploads. Published files stay."""
+    from saev_store.store.card import human_bytes
+    from saev_store.writer import clean_leftovers
+
+    if engine not in ("auto", "fsspec"):
+        raise ArgumentError(f"{engine!r} is not an engine here", where="--engine", remedy="Use auto or fsspec.")
+    older_than_s = parse_age(older_than)
+    transport = open_transport(url, storage_options(options, option), engine="fsspec" if engine == "fsspec" else "auto")
+    cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
+    if as_json:
+        emit_json({
+            "url": transport.url,
+            "dry_run": dry_run,
+            "uploads_listed": cleaned.uploads_listed,
+            "leftovers": [asdict(leftover) for leftover in cleaned.leftovers],
+        })  # fmt: skip
+        return
+    done = "would be removed" if dry_run else "removed"
+    rows = [
+        (
+            leftover.path or ".",
+            leftover.kind,
+            "" if leftover.nbytes is None else human_bytes(leftover.nbytes),
+            f"kept: {leftover.kept_because}" if leftover.kept_because else done,
+        )
+        for leftover in cleaned.leftovers
+    ]
+    emit(table(("path", "what", "size", "state"), rows) if rows else "Nothing to clean.")
+    if not cleaned.uploads_listed:
+        emit(_NOT_LISTED)
+
+
+def parse_age(text: str) -> float:
+    """Seconds from a number with a unit.
+
+    >>> parse_age("90s"), parse_age("2d"), parse_age("0")
+    (90.0, 172800.0, 0.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if found is None or (not found[2] and float(found[1])):
+        raise ArgumentError(f"{text!r} is not an age", where="--older-than", remedy="Write 90s, 30m, 12h or 2d.")
+    return float(found[1]) * _UNITS_S.get(found[2], 1.0)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the store and the picture.")] = Path("saev-demo"),
+    device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
+    as_json: AsJson = False,
+    progress: Progress = None,
+) -> None:
+    """Record a vision transformer over photographs, validate the store, and plot what it holds.
+
+    A second run with the same --out uses the finished store, or continues an interrupted recording.
+    """
+    from saev_store.record import run_demo
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr) if as_json else emit(line)
+
+    try:
+        result = run_demo(out, device=device, progress=progress, say=say)
+    except KeyboardInterrupt:
+        again = f"saev-store demo --out {shlex.quote(str(out))}"
+        print(f"\nInterrupted. Recorded examples are kept; continue with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        emit_json(result.to_dict())
+    else:
+        emit(f"finished   in {result.seconds:.0f} s; inspect it with: saev-store info {shlex.quote(result.store)}")
+    if not result.ok:
+        raise typer.Exit(1)
