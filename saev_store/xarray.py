@@ -4,7 +4,7 @@
 """
 
 # pandas has no stubs.
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -319,8 +319,10 @@ def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:
     Traceback (most recent call last):
     saev_store.errors.ArgumentError: stores: store 1 is the recording of store 0 again: ...
     """
-    if not stores:
-        raise ArgumentError("there is no store", where="stores")
+    if not isinstance(stores, Sequence) or not stores or not all(isinstance(s, ShardStore) for s in stores):
+        raise ArgumentError(
+            "pass opened stores, at least one", where="stores", remedy="ShardStore.open(url) gives one."
+        )
     expected = _what_must_agree(stores[0])
     known: dict[tuple[object, ...], int] = {}
     for number, store in enumerate(stores):

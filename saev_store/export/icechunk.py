@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
 _BRANCH = "main"
+_NOTHING, _CREATE = "there is no repository to append to", "Create it without append first."
 #: Attributes of stores that continue each other.
 _SAME = ("family", "ckpt", "content_tokens_per_example", "cls_token", "d_model")
 
@@ -60,28 +62,35 @@ def write_icechunk(
         need(library, install="saev-store[icechunk]", where="to_icechunk")
     import icechunk
 
-    storage, where = (_storage(target), target) if isinstance(target, str) else (target, str(target))
-    exists = icechunk.Repository.exists(storage)
+    if quote(usable_base(store, base), safe=":/") != usable_base(store, base):
+        raise ArgumentError(
+            f"{usable_base(store, base)!r} has characters that URLs escape; Icechunk finds no chunk in such a folder",
+            where="base",
+            remedy="Name the store by another path, such as a symbolic link.",
+        )
+    where, is_new = str(target), False
+    if isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
+        # Icechunk creates the folder that it looks for a repository in.
+        folder = target.removeprefix("file://")
+        is_new = not os.path.isdir(folder)
+        if is_new and os.path.lexists(folder):
+            raise StoreExistsError("a file has that name", where=where, remedy="Name a new folder.")
+    if is_new and append:
+        raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
+    storage = _storage(target) if isinstance(target, str) else target
+    exists = not is_new and icechunk.Repository.exists(storage)
     if exists and not append:
         raise StoreExistsError(
             "the repository already exists", where=where, remedy="Name a new folder, or append to it."
         )
     if append and not exists:
-        raise NotFoundError(
-            "there is no repository to append to", where=where, remedy="Create it without append first."
-        )
+        raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
     before = _Appended.read(icechunk.Repository.open(storage), where) if append else None
     if before:
         before.check(store, usable_base(store, base), where)
     found = references(
         store, chunks=before.chunk if before else chunks, base=base, label_rows=before.label_rows if before else None
     )
-    if quote(found.base, safe=":/") != found.base:
-        raise ArgumentError(
-            f"{found.base!r} has characters that URLs escape; Icechunk finds no chunk in such a folder",
-            where="base",
-            remedy="Name the store by another path, such as a symbolic link.",
-        )
     warn_if_many(found, what="manifests")
     container = container or _container(found.base)
     config = icechunk.Repository.fetch_config(storage) if before else None

@@ -77,6 +77,8 @@ class Loader(ABC):
     def __init__(
         self, rows: Selection, options: ReadOptions, labels: Labels | None, make_buffer: Allocate | None
     ) -> None:
+        if not isinstance(rows, Selection):
+            raise ArgumentError(f"rows is a {type(rows).__name__}", where="rows", remedy="Pass store.sel(…).")
         space, layout = rows.space, rows.space.layout
         if labels is not None and space.tokens.start + space.tokens.count <= layout.n_special_tokens:
             labels = None  # special tokens only: they have no labels

@@ -1,5 +1,7 @@
 """Open a store: read its two documents and compare local files with them. What is then known is an `OpenedStore`."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import contextlib
@@ -37,6 +39,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
+from saev_store.store.identity import recording_identity
 from saev_store.transport import Engine, MemoryTransport, Transport, open_transport
 from saev_store.transport.fetch import map_check
 
@@ -144,7 +147,12 @@ class OpenedStore:
         """
         from saev_store.validation import validate
 
-        return validate(self.transport, self.metadata, self.index, dirname=self.name, deep=deep, progress=progress)
+        found = validate(self.transport, self.metadata, self.index, dirname=self.name, deep=deep, progress=progress)
+        return replace(found, recording=self._recording()) if found.lost else found
+
+    def _recording(self) -> str:
+        """Which files are there now, damaged ones included."""
+        return str(recording_identity(self.transport, self.layout, prefer="versions"))
 
     def repair(
         self, report: Report | None = None, *, on_nonfinite: Literal["raise", "warn", "allow"] = "raise"
@@ -152,13 +160,25 @@ class OpenedStore:
         """A writer of exactly the examples that are lost, which puts them where they were.
 
         Args:
-            report: What `validate` found; default: a quick look at names and sizes.
+            report: What `validate` found in these files; default: a quick look at names and sizes.
             on_nonfinite: What to do with NaN and infinity, as in `ShardStore.create`.
+
+        Raises:
+            ArgumentError: `report` is of another store, or of files that were replaced since.
         """
+        from saev_store.validation import Report
         from saev_store.writer import open_repair
 
-        lost = (report or self.validate()).lost
-        return open_repair(self.transport, self.metadata, lost=lost, on_nonfinite=on_nonfinite)
+        found = self.validate() if report is None else report
+        is_known = isinstance(found, Report) and (found.url, found.recording) == (self.url, self._recording())
+        if not is_known and (not isinstance(found, Report) or found.lost):
+            raise ArgumentError(
+                "the report is of another store, or of files that were replaced since: examples that are not lost would be "
+                "overwritten",
+                where="report",
+                remedy="Pass what this store's validate() gives now.",
+            )
+        return open_repair(self.transport, self.metadata, lost=found.lost, on_nonfinite=on_nonfinite)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OpenedStore):

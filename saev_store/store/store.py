@@ -93,7 +93,7 @@ class ShardStore(OpenedStore):
         Args:
             url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec knows, chained ones too, or a transport.
             storage_options: What fsspec hands to the file system, such as `{"anon": True}`.
-            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`; `"memory"` loads the whole
+            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`, `"obstore"`; `"memory"` loads the whole
                 store at once.
             damaged_ok: Open also where shards are missing or short. What is lost is in `problems`, and reading it raises.
 

@@ -47,6 +47,7 @@ class Report:
         deep: Whether bytes were read; else only names and sizes were compared.
         checked_bytes: Bytes read and checked.
         elapsed_s: Seconds that the validation took.
+        recording: Identity of the files that were looked at, if examples are lost; `repair` refuses other files.
     """
 
     url: str
@@ -56,6 +57,7 @@ class Report:
     deep: bool = False
     checked_bytes: int = 0
     elapsed_s: float = 0.0
+    recording: str | None = None
 
     def __post_init__(self) -> None:
         ordered = sorted(self.problems, key=lambda problem: _RANK[problem.severity])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import warnings
@@ -20,7 +21,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload
+from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, open_transport
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class Cleaned:
     uploads_listed: bool
 
 
-def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_than_s: float = OLDER_THAN_S) -> Cleaned:
+def clean_leftovers(
+    root: str | os.PathLike[str] | Transport, *, dry_run: bool = False, older_than_s: float = OLDER_THAN_S
+) -> Cleaned:
     """Remove what killed writers, copies and publishers left in a folder of stores, or in one store's folder.
 
     Removed are unfinished stores of this package, the hidden files of published stores, temporary files, and unfinished
@@ -145,7 +148,7 @@ def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_t
     live process holds a lock on. A repair that has to be finished stays.
 
     Args:
-        root_transport: The folder.
+        root: The folder: a path, any fsspec URL, or a transport.
         dry_run: Remove nothing.
         older_than_s: Keep what was written later than this many seconds ago. In a bucket only this protects live writers:
             they write nothing until a shard is complete.
@@ -154,13 +157,14 @@ def clean_leftovers(root_transport: Transport, *, dry_run: bool = False, older_t
         ReadOnlyError: the transport cannot list, or cannot write.
         NotFoundError: there is no such folder.
     """
+    root_transport = root if isinstance(root, Transport) else open_transport(root)
     if not isinstance(root_transport, Lists):
         raise ReadOnlyError(f"the engine {root_transport.name!r} cannot list files", where=root_transport.url)
     now_s = time.time()
-    root = Folder(root_transport, "")
+    top = Folder(root_transport, "")
     entries = list(root_transport.list())
     found: list[Leftover] = []
-    folders = [root, *(Folder(root_transport, entry.path.strip("/")) for entry in entries if entry.is_dir)]
+    folders = [top, *(Folder(root_transport, entry.path.strip("/")) for entry in entries if entry.is_dir)]
     for folder in folders:
         if folder.name == WORK_FOLDER:
             continue

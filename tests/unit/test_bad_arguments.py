@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from saev_store import SaevStoreError, ShardStore, new_metadata
+from saev_store.loaders import ShuffledLoader
+from saev_store.writer.copying import copy_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 METADATA: dict[str, object] = {
@@ -37,6 +39,10 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "storage_options": lambda junk: ShardStore.open(SAMPLE, junk),
         "engine": lambda junk: ShardStore.open(SAMPLE, engine=junk),
         "list": ShardStore.list,
+        "concat": ShardStore.concat,
+        "loader rows": ShuffledLoader,
+        "repair report": store.repair,
+        "copy layers": lambda junk: copy_store(SAMPLE, root / "copy", layers=junk, progress=False),
         "index": lambda junk: store[junk],
         "second index": lambda junk: store[0, junk],
         "two indices": lambda junk: store[0, 0, junk, junk],

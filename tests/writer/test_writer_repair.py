@@ -449,3 +449,27 @@ def test_every_crash_point_of_a_repair() -> None:
             assert content.get(name) in (old, this.files()[name]), n
         assert repaired(disk, this)
         this.check(disk.content(this.name))
+
+
+def test_a_report_of_other_files_is_refused(tmp_path: Path) -> None:
+    """Of a damaged copy, of this store before it was repaired, and of something else: nothing is overwritten."""
+    this = case(n=11, per_shard=4, labelled=False)
+    whole_path, damaged_path = tmp_path / "whole" / this.name, tmp_path / "damaged" / this.name
+    for path in (whole_path, damaged_path):
+        path.mkdir(parents=True)
+        for file, data in this.files().items():
+            (path / file).write_bytes(data)
+    (damaged_path / "acts000001.bin").unlink()
+    report = ShardStore.open(damaged_path, damaged_ok=True).validate()
+    assert report.lost
+    with pytest.raises(ArgumentError, match="report: the report is of another store"):
+        ShardStore.open(whole_path).repair(report)
+    damaged = ShardStore.open(damaged_path, damaged_ok=True)
+    with damaged.repair(report, on_nonfinite="allow") as writer:
+        fill(writer, this)
+    with pytest.raises(ArgumentError, match="files that were replaced since"):
+        damaged.repair(report)
+    with pytest.raises(ArgumentError, match="report"):
+        damaged.repair("report")
+    assert ShardStore.open(damaged_path)[...].tobytes() == this.acts.tobytes()
+    assert ShardStore.open(whole_path)[...].tobytes() == this.acts.tobytes()

@@ -1,5 +1,7 @@
 """Copying a store from any address to any other, checked byte by byte; or only some layers or tokens, as a new store."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +12,7 @@ from typing import NamedTuple, cast
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Tokens
 from saev_store.documents import WRITABLE_VERSIONS, Metadata, new_metadata, parse_json
-from saev_store.errors import ArgumentError, DocumentError
+from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.store.store import ShardStore
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
 from saev_store.writer.copying._layers import copy_layers, kept_tokens, part_of
@@ -131,6 +133,8 @@ def target_of(
     """Where `copy_store` copies to when it is called like this, and what."""
     chosen, kept = store.layers, kept_tokens(store, tokens)
     if layers is not None:
+        if not isinstance(layers, Sequence) or isinstance(layers, str):
+            raise ArgumentError(f"layers is {brief(layers)}; it must be a list of layers", where="layers")
         wanted = {store.layout.layer_index(layer) for layer in layers}
         chosen = tuple(layer for layer_idx, layer in enumerate(store.layers) if layer_idx in wanted)
         if not chosen:
