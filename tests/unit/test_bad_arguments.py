@@ -41,7 +41,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "list": ShardStore.list,
         "concat": ShardStore.concat,
         "loader rows": ShuffledLoader,
-        "repair report": store.repair,
+        "repair report": lambda junk: None if junk is None else store.repair(junk),
         "copy layers": lambda junk: copy_store(SAMPLE, root / "copy", layers=junk, progress=False),
         "index": lambda junk: store[junk],
         "second index": lambda junk: store[0, junk],

@@ -280,5 +280,5 @@ def test_the_same_recording_twice_is_refused(root: Path, stores: list[PlainStore
     for again in (first, ShardStore.open(root / stores[0].name)):
         with pytest.raises(ArgumentError, match="recording of store 0 again"):
             concat([first, again])
-    with pytest.raises(SaevStoreError, match="no store"):
+    with pytest.raises(SaevStoreError, match="at least one"):
         concat([])
