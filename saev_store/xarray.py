@@ -50,7 +50,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from saev_store.store.store import TaskSizes
 
-#: Options of xarray that every back end is asked to accept.
+#: Options of xarray that every back end must accept.
 _DECODERS = {
     "mask_and_scale", "decode_times", "decode_timedelta", "use_cftime", "concat_characters", "decode_coords",
 }  # fmt: skip
@@ -139,7 +139,7 @@ class SaevBackend(BackendEntrypoint):
         """The dataset of one store, with no activation read.
 
         Args:
-            filename_or_obj: The store's folder, any address that fsspec knows, or an opened store.
+            filename_or_obj: The store's folder, any address that fsspec supports, or an opened store.
             drop_variables: Names to leave out.
             group: Folder of the store below `filename_or_obj`, for a root of stores; None and `"/"`: none.
             storage_options: What fsspec hands to the file system.

@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a selection wants of one shard: examples by their position in the shard, and where they go."""
+    """What a selection reads of one shard: examples by their position in the shard, and where they go."""
 
     shard_idx: int
     examples: Axis

@@ -260,7 +260,7 @@ def new_metadata(
         n_examples: Examples in all, at least 1.
         max_tokens_per_shard: Budget of vectors per shard; at least those of one example in all layers. The default is that
             of section 3: about 10 GB per shard for d_model 1024.
-        data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 wants a string: an
+        data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 takes a string: an
             object is stored as its compact JSON text, a string as it is. Never pickled.
         dataset: Where the data set is, a string or path; "" by default. Not in 1.0.0.
         pixel_agg: How pixel labels became token labels. "majority" by default in 2.1, left out of 2.0 unless given, not

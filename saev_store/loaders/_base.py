@@ -90,7 +90,7 @@ class Loader(ABC):
         is_busy = self._medium.kind in _BUSY
         most = max(1, n_cores() - self._n_busy) if is_busy and self._n_busy else 64
         self.n_threads = options.n_threads or min(_N_THREADS[self._medium.kind], most)
-        # A transport around another one may wait for whatever it likes.
+        # A transport around another one may wait, such as a rate limit.
         self._reads_are_copies = is_busy and len(self._transports) == 1
         self._read_bytes = options.read_bytes or _TASK_BYTES[self._medium.kind]
         self._prefetch = options.prefetch_batches or 2
@@ -328,7 +328,7 @@ class Loader(ABC):
 
     @abstractmethod
     def _plan(self) -> Plan:
-        """What only one kind of loader knows about its reads."""
+        """The reads of an epoch of this kind of loader."""
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ _MUCH_LARGER = 2
 
 
 class Advice:
-    """Tells the system that a local store's shards are read in extents far apart, and takes it back at the end.
+    """Advises the system that a local store's shards are read in extents far apart, until it is closed.
 
     Without it, read-ahead fetches the neighbouring layers as well: on a cold disk about half of the speed.
 

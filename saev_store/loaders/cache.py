@@ -51,7 +51,7 @@ class CachedTransport:
         inner: The remote store.
         folder: Where to keep extents; created if need be.
         max_bytes: How much to keep there, of this store.
-        key: Tells stores apart that share a folder, such as their metadata.
+        key: Distinguishes stores that share a folder, such as their metadata.
 
     Raises:
         ArgumentError: the folder cannot be made.
@@ -194,7 +194,7 @@ class CachedTransport:
         readinto_by_ranges(self, path, starts, buffers, where=path)
 
     def version(self, path: str) -> str | None:
-        """What tells the file from another one of its name; as the inner transport has it."""
+        """The version of the file, as the inner transport gives it."""
         return self._inner.version(path)
 
     def at(self, path: str) -> Transport:
@@ -206,7 +206,7 @@ class CachedTransport:
 
         Args:
             path: The file.
-            end: Where a range ends that is asked for.
+            end: End of the requested range.
         """
         version = self._told(path)
         if version is None and _flat(path) in self._found:
@@ -224,7 +224,7 @@ class CachedTransport:
         return version
 
     def _told(self, path: str) -> str | None:
-        """The version that the inner transport knows now; "" where it never tells one."""
+        """The version that the inner transport has now; "" where it has none."""
         version = self._inner.version(path)
         return "" if version is None and path in self._untold else version
 
@@ -394,7 +394,7 @@ class Ledger:
 
 
 def _lock_holder(fd: int) -> str:
-    """The process that has locked an open file, as the system tells."""
+    """The process that has locked an open file, from the system."""
     with contextlib.suppress(OSError, IndexError):
         inode = f":{os.fstat(fd).st_ino}"
         with open("/proc/locks", encoding="ascii") as locks:

@@ -1,4 +1,4 @@
-"""The order of rows, as arithmetic: nothing here opens, allocates or remembers anything that grows with the data.
+"""The order of rows, as arithmetic: nothing here opens, allocates or keeps anything that grows with the data.
 
 `ShuffledOrder` is a function of (seed, epoch, position), and `Placement` is its inverse, from rows to positions. `Batching`
 cuts storage order into batches. With ignored labels a `ShuffledOrder` keeps eight bytes a block, the only exception.

@@ -1,6 +1,6 @@
 """`Recorder`: outputs of the residual blocks of a vision transformer.
 
-Each hook knows its position on the layer axis, so `layers=(11, 3)` gives block 11 first and block 3 second. Appending outputs in
+Each hook has its position on the layer axis, so `layers=(11, 3)` gives block 11 first and block 3 second. Appending outputs in
 the order in which hooks run would exchange them.
 """
 
@@ -100,7 +100,7 @@ class Recorder:
         """The activations of one batch, computed without gradients.
 
         Args:
-            pixel_values: (batch, channels, height, width), NumPy or torch, normalised as the model wants it. It is
+            pixel_values: (batch, channels, height, width), NumPy or torch, normalised as the model requires. It is
                 moved to the model's device and converted to its dtype.
 
         Returns:

@@ -104,7 +104,7 @@ class PlanCount:
     """Requests and bytes of plans. The size of a shard is requested once, and a shard is mapped once.
 
     Args:
-        reader: Of the store; it knows which sizes were compared and which shards are mapped.
+        reader: Of the store; it has which sizes were compared and which shards are mapped.
 
     Attributes:
         requests: Requests so far.

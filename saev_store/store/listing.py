@@ -107,7 +107,7 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
         return StoreEntry(name, url, "broken", None, str(error))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a list tells in words what opening warns of
+            warnings.simplefilter("ignore")  # the list shows what opening warns of
             metadata = parse_metadata(raw, where=f"{url}/{METADATA_NAME}")
         listed = root.read(f"{name}/{SHARDS_NAME}", max_bytes=SHARDS_MAX_NBYTES)
         index = parse_shards(listed, metadata, where=f"{url}/{SHARDS_NAME}")

@@ -91,7 +91,7 @@ class ShardStore(OpenedStore):
         now, those of remote files when they are first read.
 
         Args:
-            url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec knows, chained ones too, or a transport.
+            url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec supports, chained ones too, or a transport.
             storage_options: What fsspec hands to the file system, such as `{"anon": True}`.
             engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`, `"obstore"`; `"memory"` loads the whole
                 store at once.

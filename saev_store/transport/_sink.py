@@ -10,7 +10,7 @@ from saev_store.transport.checks import byte_views
 
 
 class BaseSink:
-    """A file under construction, of which this knows the bytes written so far; thread-safe.
+    """A file under construction and its number of bytes so far; thread-safe.
 
     Raises:
         ArgumentError: `used_nbytes` do not fit into `file_nbytes`.

@@ -156,7 +156,7 @@ class Transport(Protocol):
     def version(self, path: str) -> str | None:
         """What tells the file that is read from another one of its name, such as its ETag; "" where that is not known.
 
-        None before a range of it was read: an object store tells with the first range.
+        None before a range of it was read: an object store returns it with the first range.
         """
         ...
 

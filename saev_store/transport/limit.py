@@ -132,7 +132,7 @@ class Wrapper:
         return ()
 
     def _around(self, operation: str, nbytes: int | None, call: Callable[[], T]) -> T:  # noqa: ARG002  # what subclasses use
-        """Carry out one operation, named like its method; `nbytes` is None where only the answer tells how many moved."""
+        """Carry out one operation, named like its method; `nbytes` is None where only the answer has the number."""
         return call()
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:

@@ -74,7 +74,7 @@ def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
 
 
 def rows_as_bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
-    """The bytes of some rows as the protocol wants them: little-endian float32, C order; a view where they are so already."""
+    """The bytes of some rows as the protocol stores them: little-endian float32, C order; a view where they are so already."""
     return np.ascontiguousarray(array, dtype=DTYPE).reshape(-1).view(np.uint8)
 
 

@@ -170,7 +170,7 @@ def _labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> st
 def building_sink(folder: Folder, name: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
     """A sink for the new version of a file, beside the old one where it can be moved there; until `carry_out` that stays."""
     if folder.is_far:
-        folder.put(BEGUN, b"")  # where there are no locks, this tells others that a repair is at work
+        folder.put(BEGUN, b"")  # where there are no locks, this marks a repair at work
     path = name if folder.is_far else f"{REPAIR}/{name}"
     return folder.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 

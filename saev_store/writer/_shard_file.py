@@ -94,7 +94,7 @@ def read_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: in
 def leading_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> list[Receipt]:
     """The receipts up to the first shard that is not complete, its own included."""
     receipts: list[Receipt] = []
-    # Most often nothing has been written yet, and one request tells.
+    # Most often nothing has been written yet, which one request shows.
     for some in (shards[:1], shards[1:]):
         with closing(read_receipts(folder, layout, some, block_bytes)) as found:
             for receipt in found:
@@ -109,7 +109,7 @@ def leading_receipts(folder: Folder, layout: Layout, shards: range, block_bytes:
 def read_label_part(folder: Folder, layout: Layout, shard_idx: int, receipt: Receipt) -> bytes | None:
     """The labels that a receipt stands for; None where they are not there, or are others.
 
-    A crash between labels and receipt leaves more of them than the receipt knows: only its own are returned.
+    A crash between labels and receipt leaves more of them than the receipt counts: only those are returned.
     """
     nbytes = receipt.used_nbytes // layout.example_nbytes * layout.content_tokens_per_example
     longest = layout.examples_in(shard_idx) * layout.content_tokens_per_example

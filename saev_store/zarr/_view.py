@@ -144,7 +144,7 @@ class ZarrView(Store):
         prototype: BufferPrototype,
         **limits: int,
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
-        """Many parts of one value, merged as the transport likes it; zarr's own limits do not know the transport."""
+        """Many parts of one value, merged by the transport's limits instead of zarr's."""
         del limits
         if byte_ranges and self._is_mapped:
             yield self.get_ranges_sync(key, byte_ranges, prototype=prototype)

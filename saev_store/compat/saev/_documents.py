@@ -123,7 +123,7 @@ class Metadata:
             raise UnsafeContentError(
                 "data is no JSON object; a pickle can run code when it is loaded, so it is not",
                 where="data",
-                remedy="If you trust whoever wrote it: pickle.loads(base64.b64decode(metadata.data)).",
+                remedy="If you trust its author: pickle.loads(base64.b64decode(metadata.data)).",
             )
         return SimpleNamespace(**cast("dict[str, object]", described))
 

@@ -22,7 +22,7 @@ Labels = npt.NDArray[np.uint8] | torch.Tensor
 
 
 class Transformer(Protocol):
-    """What is asked of a model: its name, the tokens to record, its residual blocks in the order of depth."""
+    """What a model must have: its name, the tokens to record, its residual blocks in the order of depth."""
 
     @property
     def name(self) -> str: ...

@@ -20,7 +20,7 @@ class EnergonFileSystem(AbstractFileSystem):
     """A read-only file system: `doc/000.img1.jpg` is part `img1.jpg` of sample `doc/000`.
 
     `fsspec.open("energon://doc/000.json::s3://bucket/dataset")` opens a part, and so does every tool that takes addresses
-    of fsspec. fsspec knows the protocol where this package is installed.
+    of fsspec. fsspec finds the protocol where this package is installed.
 
     Args:
         fo: The data set's folder.

@@ -1,1 +1,1 @@
-"""Every address that fsspec knows."""
+"""Addresses that fsspec supports."""

@@ -350,7 +350,7 @@ def _trusting(protocol: str, verify: object, client_kwargs: object) -> dict[str,
         read_authorities(authority)
     if authority is True:
         return found
-    if protocol in {"s3", "s3a"}:  # botocore takes a path, and knows AWS_CA_BUNDLE but not SSL_CERT_FILE
+    if protocol in {"s3", "s3a"}:  # botocore takes a path, and reads AWS_CA_BUNDLE but not SSL_CERT_FILE
         return {"client_kwargs": {**client, "verify": authority}}
     return {**found, "ssl": context_of(authority)}
 

@@ -59,7 +59,7 @@ _GET: dict[str, tuple[_Get, str]] = {
 
 
 def getter(protocols: Sequence[str], fs: _FileSystem) -> _Get | None:
-    """How a file system's ranges are asked for, or None where only `cat_ranges` knows."""
+    """How to request ranges of a file system, or None where only `cat_ranges` can."""
     get, module = _GET.get(protocols[0], (None, "")) if len(protocols) == 1 else (None, "")
     return get if type(fs).__module__.startswith(module) else None
 

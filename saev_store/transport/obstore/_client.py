@@ -104,7 +104,7 @@ class ObstoreClient:
     Making one reads no option, so a pickle opens also where credentials are missing; `check` and each request do.
 
     Args:
-        url: An address that `place_of` knows.
+        url: An address that `place_of` supports.
         options: Of that address; never shown.
         timeout_s: Time-out of one operation, retries included, plus one second per MiB that it moves.
     """
@@ -139,12 +139,12 @@ class ObstoreClient:
 
     @cached_property
     def place(self) -> Place:
-        """The address and its options, as obstore wants them."""
+        """The address and its options, as obstore takes them."""
         return place_of(self.url, self.options.all)
 
     @property
     def store(self) -> ObjectStore:
-        """The object that obstore knows."""
+        """The client object of obstore."""
         with self._lock:
             if self._store is None:
                 self._store = _open(self.place, timeout_s=self.timeout_s)
@@ -254,7 +254,7 @@ class ObstoreClient:
 
 
 def status_of(error: Exception) -> int | None:
-    """The HTTP status that an error of obstore tells."""
+    """The HTTP status in an error of obstore."""
     found = re.search(r"status code: (\d{3})", str(error))
     return int(found[1]) if found else None
 
@@ -298,7 +298,7 @@ def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectS
 
 
 def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") -> str | None:
-    """The region of a bucket, which AWS tells without credentials; None without an answer."""
+    """The region of a bucket, which AWS returns without credentials; None without an answer."""
     import urllib.error
     import urllib.request
 

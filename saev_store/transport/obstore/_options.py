@@ -79,7 +79,7 @@ _OWN_ENDPOINTS: dict[Kind, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An address and its options, as obstore wants them.
+    """An address and its options, as obstore takes them.
 
     Attributes:
         kind: Which of obstore's stores serves it.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A part; S3 wants at least 5 MiB and at most 10,000 parts.
+#: A part; S3 requires at least 5 MiB and at most 10,000 parts.
 PART_BYTES, _MOST_PARTS = 8 << 20, 9_000
 #: Blocks that are written ahead of a gap are held in memory, up to this much.
 _AHEAD_BYTES = 256 << 20

@@ -31,7 +31,7 @@ _MARK = f"{WORK_FOLDER}/copy.json"
 def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
     """Which tokens, by position, a copy of such tokens has."""
     kept = row_space(store.layout, tokens=tokens).tokens
-    # The protocol knows no store without content.
+    # The protocol has no store without content.
     return Progression(0, 1, kept.count + 1) if tokens == "special" else kept
 
 

@@ -41,7 +41,7 @@ def test_in_a_process_of_its_own(plain, what):
     """Where a thread collects garbage that holds a lock of the threads which are to end, and where the process ends."""
     if what == "tensors":
         pytest.importorskip("torch")
-    script = Path(__file__).parents[1] / "helpers/forgotten.py"
+    script = Path(__file__).parents[1] / "helpers/abandoned.py"
     command = [sys.executable, "-W", "ignore::DeprecationWarning", str(script), what, str(plain.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

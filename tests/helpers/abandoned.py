@@ -1,4 +1,4 @@
-"""A process whose garbage is collected at the worst of times, or that ends while a loader is at work; see test_loader_forgotten."""
+"""A process whose garbage is collected at the worst of times, or that ends while a loader is at work; see test_loader_abandoned."""
 
 from __future__ import annotations
 
