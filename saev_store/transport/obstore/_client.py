@@ -8,7 +8,9 @@ import contextlib
 import math
 import os
 import re
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import timedelta
@@ -47,6 +49,8 @@ _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureD
 _STUCK_S = 10.0
 #: A first answer that takes longer may never come: the certificate is looked at.
 _QUICK_S = 0.05
+#: At exit: the longest wait for each of the loop and obstore's threads; what those take to see that a request is cancelled.
+_LONGEST_STOP_S, _CANCELLED_S = 1.0, 0.05
 _RETRIES, _FIRST_WAIT_S, _LONGEST_WAIT_S = 6, 0.1, 3.0
 
 
@@ -55,14 +59,39 @@ class _Loop:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self._has_cancelled = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="saev_store-obstore", daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
-        if self.pid == os.getpid() and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(1.0)
+        """Cancel what is under way, and wait until no thread of obstore is inside Python.
+
+        Before 3.14, Python ends a thread that wants the GIL while the interpreter shuts down; inside Rust that aborts the
+        whole process. A thread of obstore hands over its answer by a call of `loop.call_soon_threadsafe`, which releases
+        the GIL half-way: the reader of the answer may be at the end of its program by then.
+        """
+        if self.pid != os.getpid() or self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self._cancel)
+        self.thread.join(_LONGEST_STOP_S)
+        ends_s = time.monotonic() + _LONGEST_STOP_S
+        pause_s = _CANCELLED_S if self._has_cancelled else 0.0
+        while (pause_s or _foreign_threads()) and time.monotonic() < ends_s:
+            time.sleep(pause_s or 0.001)
+            pause_s = 0.0
+
+    def _cancel(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        self._has_cancelled = bool(tasks)
+        for task in tasks:
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
+
+
+def _foreign_threads() -> bool:
+    """Whether a thread that Python did not start is running Python code."""
+    return bool(sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()})  # noqa: SLF001 - public in all but name
 
 
 _lock = ForkSafeLock()
