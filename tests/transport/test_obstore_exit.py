@@ -62,7 +62,7 @@ time.sleep(0.2)
 class SlowHandler(RangeHandler):
     """Answers requests for `slow.bin` after 0.4 s."""
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name of http.server
         if "slow" in self.path:
             time.sleep(0.4)
         with contextlib.suppress(BrokenPipeError):  # the reader is gone
@@ -80,7 +80,9 @@ def url(tmp_path):
 
 
 def run(script: str, url: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", script, url], capture_output=True, text=True, timeout=HANG_S, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, url], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

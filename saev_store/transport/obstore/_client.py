@@ -91,7 +91,8 @@ class _Loop:
 
 def _foreign_threads() -> bool:
     """Whether a thread that Python did not start is running Python code."""
-    return bool(sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()})  # noqa: SLF001 - public in all but name
+    running = sys._current_frames()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - documented, in spite of its name
+    return bool(running.keys() - {thread.ident for thread in threading.enumerate()})
 
 
 _lock = ForkSafeLock()
