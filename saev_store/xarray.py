@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
+from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import outer_block
 from saev_store.core.layout import DIMS
 from saev_store.errors import (
@@ -35,7 +36,7 @@ from saev_store.store.identity import recording_identity
 from saev_store.store.listing import list_stores
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of, coordinates
+from saev_store.zarr.documents import ARRAY, CONTENT, attributes_of, coordinates
 
 try:
     import pandas as pd
@@ -62,7 +63,7 @@ class StoreArray(BackendArray):
     def __init__(self, store: ShardStore) -> None:
         self.store = store
         self.shape = store.shape
-        self.dtype = store.dtype
+        self.dtype = FLOAT32
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
         if not isinstance(key, indexing.VectorizedIndexer):
@@ -83,19 +84,20 @@ class StoreArray(BackendArray):
         return self.store.__dask_tokenize__()
 
 
-class LabelsArray(StoreArray):
-    """The labels of content tokens as xarray indexes them; `labels.bin` is read, or mapped, when a value is needed."""
+class TokenVariable(StoreArray):
+    """A token array, such as labels, as xarray indexes it; its file is read, or mapped, when a value is needed."""
 
-    def __init__(self, store: ShardStore) -> None:
+    def __init__(self, store: ShardStore, name: str) -> None:
         super().__init__(store)
+        self._name = name
         self.shape = (len(store), store.layout.content_tokens_per_example)
-        self.dtype = np.dtype(np.uint8)
+        self.dtype = store.token_arrays.declared(name).numpy_dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
-        labels = np.asarray(self.store.labels)
+        values = self.store.token_arrays[self._name]
 
         def copied(part: tuple[int | slice, ...]) -> npt.NDArray[np.generic]:
-            return labels[part].copy()
+            return values[part].copy()
 
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, copied)
 
@@ -243,11 +245,18 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
         ARRAY: xarray.Variable(DIMS, indexing.LazilyIndexedArray(StoreArray(store))),
         "example": xarray.Variable("example", pd.RangeIndex(layout.n_examples)),  # of constant size
     }
-    for name, values in coordinates(layout, labelled=store.has_labels).items():
+    arrays = list(store.token_arrays)
+    for name, values in coordinates(layout, labelled=bool(arrays)).items():
         variables[name] = xarray.Variable(name, values)
-    if store.has_labels:
-        variables[LABELS] = xarray.Variable(("example", CONTENT), indexing.LazilyIndexedArray(LabelsArray(store)))
-    for name in {ARRAY, LABELS} & variables.keys():  # else xarray would make each variable one dask task
+    for name in arrays:
+        # A name of another variable gets a prefix: `token` is the axis, `positions` is not.
+        shown = f"tokens_{name}" if name in variables else name
+        variables[shown] = xarray.Variable(
+            ("example", CONTENT), indexing.LazilyIndexedArray(TokenVariable(store, name))
+        )
+    if layout.hook_points is not None:
+        variables["hook_point"] = xarray.Variable("layer", np.array(layout.hook_points))
+    for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
         variables[name].encoding["preferred_chunks"] = {**variables[name].sizes, "example": task_lengths(layout)}
     left_out = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
     # netCDF has neither objects nor booleans as attributes.

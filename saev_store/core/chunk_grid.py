@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.layout import DIMS, ITEMSIZE, Layout, shard_name
+from saev_store.core.layout import DIMS, Layout, shard_name
 from saev_store.errors import ArgumentError
 
 Shape = tuple[int, int, int, int]
@@ -105,7 +105,7 @@ class ChunkGrid:
             outer = (n_examples, *layout.shape[1:])
         inner_counts = tuple(whole // part for whole, part in zip(outer, chunk, strict=True))
         self.__dict__.update(  # frozen: fields cannot be assigned
-            chunk_nbytes=math.prod(chunk) * ITEMSIZE,
+            chunk_nbytes=math.prod(chunk) * layout.itemsize,
             outer=outer,
             counts=tuple(-(-full // part) for full, part in zip(layout.shape, outer, strict=True)),
             inner_counts=inner_counts,
@@ -118,8 +118,8 @@ class ChunkGrid:
         example, layer, token, column = (place * length for place, length in zip(position, self.outer, strict=True))
         shard_idx, in_shard = divmod(example, layout.examples_per_shard)
         vectors = (in_shard * layout.n_layers + layer) * layout.tokens_per_example + token
-        start = (vectors * layout.d_model + column) * ITEMSIZE
-        nbytes = math.prod(self.outer) * ITEMSIZE
+        start = (vectors * layout.d_model + column) * layout.itemsize
+        nbytes = math.prod(self.outer) * layout.itemsize
         end = min(start + nbytes, layout.used_nbytes(shard_idx))
         return Extent(shard_name(shard_idx), start, end, nbytes, shard_idx, self.index_nbytes)
 

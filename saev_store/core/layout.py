@@ -9,16 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex, cast
+from typing import SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.dtypes import ITEMSIZES
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError, brief
 
-#: The only dtype of protocol 1.x and 2.x: raw little-endian float32.
-DTYPE = np.dtype("<f4")
-ITEMSIZE = 4
 MAX_INT64 = 2**63 - 1
 #: Names of the axes, in storage order.
 DIMS = ("example", "layer", "token", "d_model")
@@ -26,7 +24,20 @@ DIMS = ("example", "layer", "token", "d_model")
 #: `True` is an integer to Python, but no label.
 _BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
 
+#: The hook point of a layer axis without hook points: the residual stream behind the block.
+RESID_POST = "resid_post"
+
 IntArray = npt.NDArray[np.int64]
+#: A label, or a label with a hook point.
+LayerKey: TypeAlias = int | tuple[int, str]
+
+
+def is_layer_pair(layer: object) -> bool:
+    """Whether it is a pair of a label and a hook point, such as `(3, "attn_out")`."""
+    if not isinstance(layer, tuple):
+        return False
+    pair = cast("tuple[object, ...]", layer)
+    return len(pair) == 2 and isinstance(pair[1], str)
 
 
 def shard_name(shard_idx: int) -> str:
@@ -49,9 +60,10 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Layout:
-    """The logical (example, layer, token, d_model) float32 tensor and how it is cut into shards.
+    """The logical (example, layer, token, d_model) tensor and how it is cut into shards.
 
-    Hashable, comparable, no IO. `layers` holds *labels*; the position of a label in it is the index on the layer axis.
+    Hashable, comparable, no IO. `layers` holds *labels*; the position of a label in it is the index on the layer axis. With
+    `hook_points` an entry of that axis is a pair (layer, hook point), and a label may occur several times.
 
     Args:
         n_examples: Length of the example axis.
@@ -60,8 +72,12 @@ class Layout:
         cls_token: Whether token 0 is a CLS token.
         d_model: Length of one vector.
         examples_per_shard: Capacity of a shard, in examples. Never the last shard's own count.
+        dtype: What one number is: "float32", "bfloat16" or "float16".
+        hook_points: Where in its layer each entry of the layer axis was taken; None where all are `RESID_POST`.
 
     Attributes:
+        layer_keys: What names each entry of the layer axis: its label, or with `hook_points` the pair (label, hook point).
+        itemsize: Bytes of one number.
         n_layers: Number of recorded layers.
         n_special_tokens: Tokens before the content: 1 with a CLS token, else 0.
         tokens_per_example: All tokens of an example, special ones included (T of section 4.1).
@@ -90,7 +106,11 @@ class Layout:
     cls_token: bool
     d_model: int
     examples_per_shard: int
+    dtype: str = "float32"
+    hook_points: tuple[str, ...] | None = None
 
+    layer_keys: tuple[LayerKey, ...] = field(init=False, repr=False, compare=False)
+    itemsize: int = field(init=False, repr=False, compare=False)
     n_layers: int = field(init=False, repr=False, compare=False)
     n_special_tokens: int = field(init=False, repr=False, compare=False)
     tokens_per_example: int = field(init=False, repr=False, compare=False)
@@ -107,15 +127,32 @@ class Layout:
             value = cast("object", getattr(self, name))
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
                 raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from 1 to 2^63 - 1", where=name)
-        if not self.layers or len(set(self.layers)) != len(self.layers):
+        if self.dtype not in ITEMSIZES:
             raise ArgumentError(
-                f"layers is {brief(self.layers)}; it must hold at least one label, and none twice", where="layers"
+                f"dtype is {brief(self.dtype)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype"
             )
+        if self.hook_points is not None and len(self.hook_points) != len(self.layers):
+            raise ArgumentError(
+                f"hook_points has {len(self.hook_points)} names for {len(self.layers)} layers; it must have one for each",
+                where="hook_points",
+            )
+        layer_keys: tuple[LayerKey, ...] = (
+            self.layers if self.hook_points is None else tuple(zip(self.layers, self.hook_points, strict=True))
+        )
+        if not self.layers or len(set(layer_keys)) != len(self.layers):
+            what = "layers" if self.hook_points is None else "pairs of layer and hook point"
+            raise ArgumentError(
+                f"layers is {brief(self.layers)}; it must hold at least one label, and no two equal {what}",
+                where="layers",
+            )
+        itemsize = ITEMSIZES[self.dtype]
         n_layers, n_special_tokens = len(self.layers), 1 if self.cls_token else 0
         tokens_per_example = self.content_tokens_per_example + n_special_tokens
-        vectors_per_example, vector_nbytes = n_layers * tokens_per_example, self.d_model * ITEMSIZE
+        vectors_per_example, vector_nbytes = n_layers * tokens_per_example, self.d_model * itemsize
         example_nbytes = vectors_per_example * vector_nbytes
         self.__dict__.update(  # frozen: fields cannot be assigned
+            layer_keys=layer_keys,
+            itemsize=itemsize,
             n_layers=n_layers,
             n_special_tokens=n_special_tokens,
             tokens_per_example=tokens_per_example,
@@ -145,6 +182,8 @@ class Layout:
         cls_token: bool,
         d_model: int,
         max_tokens_per_shard: int,
+        dtype: str = "float32",
+        hook_points: Sequence[str] | None = None,
     ) -> Layout:
         """The layout that a budget of vectors per shard implies (section 3: floor division).
 
@@ -160,7 +199,10 @@ class Layout:
                 where="max_tokens_per_shard",
                 remedy=f"Use at least {per_example}.",
             )
-        return cls(n_examples, tuple(layers), content_tokens_per_example, cls_token, d_model, max(capacity, 1))
+        hooks = None if hook_points is None else tuple(hook_points)
+        return cls(
+            n_examples, tuple(layers), content_tokens_per_example, cls_token, d_model, max(capacity, 1), dtype, hooks
+        )
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -180,18 +222,34 @@ class Layout:
     # -- coordinates ---------------------------------------------------------------------------------------------------
 
     def layer_index(self, layer: object) -> int:
-        """Position of a layer label on the layer axis (section 4.2): literal match only.
+        """Position of a layer label, or of a pair (label, hook point), on the layer axis (section 4.2): literal match only.
 
         Raises:
-            LayerNotFoundError: the label is not in `layers`.
+            LayerNotFoundError: it is not among the recorded ones, or a label stands for several hook points.
         """
-        try:
-            if not isinstance(layer, _BOOLEANS):
-                return self.layers.index(operator.index(cast("SupportsIndex", layer)))
-        except (TypeError, ValueError):
-            pass
+        label, hook_point = cast("tuple[object, object]", layer) if is_layer_pair(layer) else (layer, None)
+        found: list[int] = []
+        if not isinstance(label, _BOOLEANS):
+            try:
+                wanted = operator.index(cast("SupportsIndex", label))
+            except TypeError:
+                wanted = None
+            hooks = self.hook_points or (RESID_POST,) * self.n_layers
+            found = [
+                position
+                for position, pair in enumerate(zip(self.layers, hooks, strict=True))
+                if pair[0] == wanted and hook_point in {None, pair[1]}
+            ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise LayerNotFoundError(
+                f"layer {brief(layer)} was recorded at {len(found)} hook points: {[self.layer_keys[i] for i in found]}",
+                where="layer",
+                remedy="Name one of these pairs.",
+            )
         raise LayerNotFoundError(
-            f"layer {brief(layer)} was not recorded; the store holds the layers {list(self.layers)}",
+            f"layer {brief(layer)} was not recorded; the store holds the layers {list(self.layer_keys)}",
             where="layer",
             remedy="Labels match literally (-2 is a label of its own); for positions index the store like an array.",
         )

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.indexing import Axis, Progression, parse_axis
-from saev_store.core.layout import IntArray, Layout
+from saev_store.core.layout import IntArray, LayerKey, Layout, is_layer_pair
 from saev_store.errors import SelectionError, brief
 
 Labels = npt.NDArray[np.uint8]
 #: Which tokens of an example: those that stand for content, the special ones before them (CLS), or all.
 Tokens = Literal["content", "special", "all"]
-#: Which layers, by label: one, several in the order given, or every recorded one.
-Layers = int | Sequence[int] | Literal["all"]
+#: Which layers, by label or pair (label, hook point): one, several in the order given, or every recorded one.
+Layers = LayerKey | Sequence[LayerKey] | Literal["all"]
 
 #: Labels are counted in pieces of this many bytes, so that a mapped labels file never has to fit in memory.
 COUNT_CHUNK_BYTES = 16 << 20
@@ -178,13 +178,16 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     if isinstance(layer, str):
         if layer != "all":
             raise SelectionError(
-                f"layer is {brief(layer)}; it must be a label out of {list(layout.layers)}, a list of them, or 'all'",
+                f"layer is {brief(layer)}; it must be a label out of {list(layout.layer_keys)}, a list of them, or 'all'",
                 where="layer",
             )
         return tuple(range(layout.n_layers))
-    wanted: list[int] = list(layer) if isinstance(layer, (Sequence, np.ndarray)) else [layer]
+    is_several = isinstance(layer, (Sequence, np.ndarray)) and not is_layer_pair(layer)
+    wanted = list(cast("Sequence[LayerKey]", layer)) if is_several else [cast("LayerKey", layer)]
     if not wanted:
-        raise SelectionError(f"no layer was chosen; the store holds the layers {list(layout.layers)}", where="layer")
+        raise SelectionError(
+            f"no layer was chosen; the store holds the layers {list(layout.layer_keys)}", where="layer"
+        )
     positions = tuple(layout.layer_index(label) for label in wanted)
     if len(set(positions)) != len(positions):
         raise SelectionError(f"layers {wanted} names a layer twice", where="layer")

@@ -12,7 +12,7 @@ from saev_store.documents.metadata import (
     new_metadata,
     parse_metadata,
 )
-from saev_store.documents.shards import ShardsIndex, labels_nbytes, parse_labels_size, parse_shards
+from saev_store.documents.shards import ShardsIndex, parse_shards, parse_token_array_size
 from saev_store.documents.versions import (
     COUNT_KEYS,
     PROTOCOLS,
@@ -38,12 +38,11 @@ __all__ = [
     "WrittenVersion",
     "content_hashes",
     "depth_order",
-    "labels_nbytes",
     "match_hash",
     "new_metadata",
     "parse_json",
-    "parse_labels_size",
     "parse_metadata",
     "parse_shards",
+    "parse_token_array_size",
     "shards_bytes",
 ]

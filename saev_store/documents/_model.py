@@ -9,14 +9,17 @@ import contextlib
 import re
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, ClassVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 from pydantic_core import PydanticCustomError
 
+from saev_store.core.dtypes import ITEMSIZES
 from saev_store.core.layout import MAX_INT64, Layout
+from saev_store.core.token_arrays import MAX_ARRAYS, TokenArray
 from saev_store.documents._parse import Findings, key_list, shown
-from saev_store.documents.versions import FIELDS, PROTOCOLS, VERSIONS, Spelling, WrittenVersion
+from saev_store.documents.versions import FIELDS, PROTOCOLS, SPEC, VERSIONS, Spelling, WrittenVersion
 from saev_store.errors import ArgumentError, BreakingProtocolWarning, UnknownProtocolError
 
 MIN_INT64 = -(2**63)
@@ -28,12 +31,14 @@ _MAJORS = sorted({int(protocol.partition(".")[0]) for protocol in PROTOCOLS})
 _SPELLINGS = tuple(dict.fromkeys(version.spelling for version in VERSIONS))
 #: Keys that only documents from before protocol 1.0.0 have.
 _UNVERSIONED_KEYS = frozenset({"n_patches_per_shard", "model", "model_org", "model_ckpt"})
+_HOOK_POINT = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
+TEXT_LAYOUTS = ("window", "stream")
 _GEOMETRY = (
     "n_examples", "layers", "content_tokens_per_example", "cls_token", "d_model", "max_tokens_per_shard",
 )  # fmt: skip
 
 
-def _layers(value: object) -> object:
+def _layers(value: object, *, unique: bool = True) -> object:
     """Check labels one by one, and stop after some wrong ones: pydantic would list a million of them."""
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("wrong_type", "must be an array that is not empty")
@@ -42,7 +47,7 @@ def _layers(value: object) -> object:
     for i, label in enumerate(cast("list[object]", value)):
         if type(label) is not int or not MIN_INT64 <= label <= MAX_INT64:
             bad.append((i, label, "each layer must be an integer of 64 bits"))
-        elif label in seen:
+        elif unique and label in seen:
             bad.append((i, label, "each layer may occur once"))
         else:
             seen.add(label)
@@ -51,6 +56,44 @@ def _layers(value: object) -> object:
     if bad:
         raise PydanticCustomError("bad_layers", "has layers that break a rule", {"bad": bad})
     return cast("object", value)
+
+
+def _hook_points(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("wrong_type", "must be an array that is not empty")
+    for name in cast("list[object]", value):
+        if not isinstance(name, str) or not _HOOK_POINT.fullmatch(name):
+            raise PydanticCustomError("wrong_type", "must be an array of names of hook points")
+    return tuple(cast("list[str]", value))
+
+
+def _token_arrays(value: object) -> object:
+    if not isinstance(value, list) or len(cast("list[object]", value)) > MAX_ARRAYS:
+        raise PydanticCustomError("wrong_type", "must be an array of at most 64 token arrays")
+    found: list[TokenArray] = []
+    for item in cast("list[object]", value):
+        if not isinstance(item, dict) or {"name", "dtype"} != cast("dict[str, object]", item).keys():
+            raise PydanticCustomError("wrong_type", "must be an array of objects with name and dtype")
+        try:
+            found.append(TokenArray(**cast("dict[str, str]", item)))
+        except ArgumentError as error:
+            raise PydanticCustomError("bad_token_array", "is no token array", {"why": error.message}) from None
+    if len({array.name for array in found}) < len(found):
+        raise PydanticCustomError("bad_token_array", "is no token array", {"why": "two token arrays have one name"})
+    return tuple(found)
+
+
+def _text(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("wrong_type", "must be an object")
+    text = cast("dict[str, object]", value)
+    if text.get("layout") not in TEXT_LAYOUTS or not isinstance(text.get("bos", False), bool):
+        raise PydanticCustomError("wrong_type", "must have a layout")
+    return text
 
 
 # Not pydantic's own check of strings, which refuses half a surrogate pair: a path in an old document may hold one.
@@ -95,6 +138,34 @@ class DocumentWithDataset(Document):
     dataset: Text  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  # required here, optional in the base
 
 
+class Document3(DocumentWithDataset):
+    """The fields of protocol 3.0."""
+
+    layers: Annotated[
+        tuple[int, ...],
+        Field(strict=False, description="an array of integers, at least one"),
+        BeforeValidator(partial(_layers, unique=False)),
+    ]
+    hook_points: Annotated[
+        tuple[str, ...] | None,
+        Field(
+            description="an array of names of 1 to 128 letters, digits, '_', '.' and '-', one for each of the layers"
+        ),
+        BeforeValidator(_hook_points),
+    ] = None
+    token_arrays: Annotated[
+        tuple[InstanceOf[TokenArray], ...],
+        Field(description="an array of at most 64 objects that have a name and a dtype and nothing else"),
+        BeforeValidator(_token_arrays),
+    ] = ()
+    text: Annotated[
+        InstanceOf[dict[str, object]] | None,
+        Field(description='an object whose layout is "window" or "stream" and whose bos is true or false'),
+        BeforeValidator(_text),
+    ] = None
+    spec: Text
+
+
 def check_document(document: Mapping[str, object], findings: Findings) -> tuple[Document, WrittenVersion, Layout]:
     """The checked fields of a document, the version that it follows, and its geometry.
 
@@ -104,7 +175,8 @@ def check_document(document: Mapping[str, object], findings: Findings) -> tuple[
     """
     _refuse(document, findings)
     version = _choose_version(document, findings)
-    model = DocumentWithDataset if version.requires_dataset else Document
+    is_ours = "spec" in version.fields
+    model = Document3 if is_ours else DocumentWithDataset if version.requires_dataset else Document
     canonical = {key: name for name, key in version.spelling.keys.items()}
     # A canonical name that this version spells differently is an unknown key, not an alias.
     renamed = {
@@ -113,7 +185,8 @@ def check_document(document: Mapping[str, object], findings: Findings) -> tuple[
     checked = layout = None
     try:
         checked = model.model_validate(renamed)
-        layout = Layout.from_budget(**{name: getattr(checked, name) for name in _GEOMETRY})
+        geometry = (*_GEOMETRY, "dtype", "hook_points") if is_ours else _GEOMETRY
+        layout = Layout.from_budget(**{name: getattr(checked, name) for name in geometry})
     except ValidationError as error:
         _add_invalid(error, model, version, findings)
     except ArgumentError as error:
@@ -144,17 +217,28 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
             loc=("protocol",),
         )
         raise findings.error(remedy="Record the activations again; a guess could give wrong vectors.")
-    if isinstance(protocol, str) and not ((match := _VERSION.fullmatch(protocol)) and int(match[1]) in _MAJORS):
+    match = _VERSION.fullmatch(protocol) if isinstance(protocol, str) else None
+    major = int(match[1]) if match else None
+    is_foreign = major == 3 and document.get("spec") != SPEC
+    if is_foreign:
+        findings.add(
+            "unknown_protocol",
+            f'"protocol" is {shown(protocol)} without "spec": "{SPEC}": it is another project\'s version 3; this version of '
+            f"saev_store reads {', '.join(PROTOCOLS)}, the last one only with that key",
+            loc=("protocol",),
+        )
+    elif isinstance(protocol, str) and major not in _MAJORS:
         findings.add(
             "unknown_protocol",
             f'"protocol" is {shown(protocol)}; this version of saev_store reads {", ".join(PROTOCOLS)} and other minor '
             f"versions of {' and '.join(map(str, _MAJORS))}",
             loc=("protocol",),
         )
-    if isinstance(dtype, str) and dtype != "float32":
-        findings.add(
-            "unknown_dtype", f'"dtype" is {shown(dtype)}; protocols 1.x and 2.x hold "float32" only', loc=("dtype",)
-        )
+    is_ours = major == 3 and not is_foreign
+    held = tuple(ITEMSIZES) if is_ours else ("float32",)
+    if isinstance(dtype, str) and dtype not in held:
+        whose = "protocol 3.x holds" if is_ours else "protocols 1.x and 2.x hold"
+        findings.add("unknown_dtype", f'"dtype" is {shown(dtype)}; {whose} {key_list(held)} only', loc=("dtype",))
     if not findings.n_errors:
         return
     with contextlib.suppress(BreakingProtocolWarning):  # where warnings are errors: the error below says more
@@ -229,6 +313,8 @@ def _add_invalid(invalid: ValidationError, model: type[Document], version: Writt
             bad = cast("list[tuple[int, object, str]]", error.get("ctx", {})["bad"])
             for i, label, rule in bad:
                 findings.add("wrong_value", f'"{key}"[{i}] is {shown(label)}; {rule}', loc=(key, i))
+        elif error["type"] == "bad_token_array":
+            findings.add("wrong_value", f'"{key}": {error.get("ctx", {})["why"]}', loc=(key,))
         else:
             rule = model.model_fields[name].description
             findings.add("wrong_value", f'"{key}" is {shown(error["input"])}; it must be {rule}', loc=(key,))

@@ -11,9 +11,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
-from saev_store.core.layout import IntArray, Layout
+from saev_store.core.dtypes import StoredDtype
+from saev_store.core.layout import RESID_POST, IntArray, Layout
+from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents._parse import Findings, parse_json, shown
-from saev_store.documents.versions import FIELDS, PROTOCOLS, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.documents.versions import PROTOCOLS, SPEC, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.documents.writing import composed, content_hashes, known_names, replaced
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning
 from saev_store.problems import Problem
@@ -41,7 +43,7 @@ class Metadata:
         data: The description of the data set: a dict, or a string that may be a pickle. Opaque; treat it as read-only.
         dataset: Where the data set was, as the writer saw it; None in documents without it.
         pixel_agg: How pixel labels became token labels; None where it is null or absent.
-        dtype: Always "float32".
+        dtype: What one number in a shard is: "float32", with protocol 3.0 also "bfloat16" or "float16".
         protocol: The protocol version, as written.
         version: Which of the written versions this is.
         count_key: The key of the counts in its shards.json: "n_imgs", "n_ex" or "n_examples".
@@ -49,6 +51,9 @@ class Metadata:
         layout: The geometry it implies.
         problems: Warnings; a document with an error is never made.
         where: The file or URL it was read from.
+        hook_points: Where in its layer each entry of the layer axis was taken; None where all are "resid_post".
+        token_arrays: What the document declares for each content token; `labels.bin` of older stores is not among them.
+        text: How texts were cut into examples; None for other data.
 
     >>> meta = new_metadata(family="clip", ckpt="ViT-B-16/openai", layers=[2, 5, 11], content_tokens_per_example=4,
     ...                     cls_token=True, d_model=8, n_examples=7, max_tokens_per_shard=50)
@@ -75,6 +80,9 @@ class Metadata:
     layout: Layout = field(repr=False)
     problems: tuple[Problem, ...] = ()
     where: str = "metadata.json"
+    hook_points: tuple[str, ...] | None = None
+    token_arrays: tuple[TokenArray, ...] = ()
+    text: Mapping[str, object] | None = field(default=None, repr=False)
 
     def __eq__(self, other: object) -> bool:
         return self.raw == other.raw if isinstance(other, Metadata) else NotImplemented
@@ -83,9 +91,20 @@ class Metadata:
         return hash(self.raw)
 
     @property
+    def declares_token_arrays(self) -> bool:
+        """Whether the version lists its token arrays (3.0); else there may be a labels.bin that no document mentions."""
+        return "token_arrays" in self.version.fields
+
+    @property
+    def recordable(self) -> tuple[TokenArray, ...]:
+        """What may be recorded for each content token: what the document declares, before protocol 3.0 labels."""
+        return self.token_arrays if self.declares_token_arrays else (LABELS,)
+
+    @property
     def extra(self) -> dict[str, object]:
         """Keys that the version does not know, with their values."""
-        known = {*FIELDS, *self.version.spelling.keys.values()}
+        fields = self.version.fields
+        known = {*fields, *(self.version.spelling.keys[name] for name in fields)}
         return {key: value for key, value in _contents_of(self).items() if key not in known}
 
     @cached_property
@@ -142,7 +161,7 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     checked, version, layout = check_document(cast("dict[str, object]", contents), findings)
     _find_oddities(checked, version, findings)
     return Metadata(
-        **{name: getattr(checked, name) for name in FIELDS},
+        **{name: getattr(checked, name) for name in version.fields if name != "spec"},
         version=version,
         count_key=version.spelling.count_key,
         raw=raw,
@@ -233,7 +252,7 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
 
 def new_metadata(
     *,
-    protocol: str = "2.0",
+    protocol: str | None = None,
     family: str,
     ckpt: str,
     layers: Sequence[int] | IntArray,
@@ -245,12 +264,17 @@ def new_metadata(
     data: Mapping[str, object] | str | None = None,
     dataset: str | os.PathLike[str] | None = None,
     pixel_agg: str | None = None,
+    dtype: StoredDtype = "float32",
+    hook_points: Sequence[str] | None = None,
+    token_arrays: Mapping[str, str] | None = None,
+    text: Mapping[str, object] | None = None,
     extra: Mapping[str, object] | None = None,
 ) -> Metadata:
     """The metadata of a new store, with exactly the keys that its protocol version has.
 
     Args:
-        protocol: "2.0", "1.0.0" or "2.1", the only one that the reference project's code of today reads.
+        protocol: "2.0", "1.0.0", "2.1", the only one that the reference project's code of today reads, or "3.0". By default
+            2.0 where it can say everything, else 3.0, which only this package reads.
         family: The family of models, such as "clip".
         ckpt: The model.
         layers: Labels of the recorded layers, a sequence or array of distinct integers.
@@ -265,6 +289,12 @@ def new_metadata(
         dataset: Where the data set is, a string or path; "" by default. Not in 1.0.0.
         pixel_agg: How pixel labels became token labels. "majority" by default in 2.1, left out of 2.0 unless given, not
             in 1.0.0.
+        dtype: "float32", or with protocol 3.0 "bfloat16" or "float16".
+        hook_points: Protocol 3.0: where in its layer each of `layers` is taken, such as "resid_mid"; a layer may then occur
+            with several. None is "resid_post" for all.
+        token_arrays: Protocol 3.0: what is recorded for each content token, name to dtype, such as {"token_ids": "int32",
+            "mask": "bool"}; see `saev_store.core.token_arrays`.
+        text: Protocol 3.0: how texts were cut into examples: {"layout": "window" or "stream", "tokenizer": …, "bos": …}.
         extra: Further keys, appended after those of the protocol. They count in the hash.
 
     Raises:
@@ -286,9 +316,17 @@ def new_metadata(
         "data": data,
         "dataset": dataset,
         "pixel_agg": pixel_agg,
-        "dtype": "float32",
-        "protocol": protocol,
     }
+    hooks = None if hook_points is None else list(hook_points)
+    if hooks and set(hooks) == {RESID_POST} and len(hooks) == len(layers):
+        hooks = None  # said by leaving them out
+    arrays = None if not token_arrays else [{"name": name, "dtype": kind} for name, kind in token_arrays.items()]
+    ours = {"hook_points": hooks, "token_arrays": arrays, "text": text}
+    if protocol is None:
+        is_ours = dtype != "float32" or any(value is not None for value in ours.values())
+        protocol = "3.0" if is_ours else "2.0"
+    values |= ours
+    values |= {"spec": SPEC if protocol == "3.0" else None, "dtype": dtype, "protocol": protocol}
     raw = composed(values, extra or {})
     return _checked(raw, WRITABLE_VERSIONS[protocol])
 
@@ -304,7 +342,7 @@ def _checked(raw: bytes, version: WrittenVersion) -> Metadata:
         return parse_metadata(raw, where="metadata.json")
     except DocumentError as exc:
         message = exc.message
-        for name in FIELDS:  # The caller knows the canonical names.
+        for name in version.fields:  # The caller knows the canonical names.
             key = version.spelling.keys[name]
             message = re.sub(rf'"{key}"|^{key}\b', name, message)
         raise ArgumentError(message, where="metadata", remedy=exc.remedy) from None

@@ -1,4 +1,4 @@
-"""shards.json: which shards there are, and how many examples each one holds; and the size of labels.bin."""
+"""shards.json: which shards there are, and how many examples each one holds; and the sizes of token arrays."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from saev_store.core.layout import IntArray, Layout, shard_name
+from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents._parse import Findings, key_list, parse_json, shown
 from saev_store.documents.versions import COUNT_KEYS
 from saev_store.documents.writing import SHARDS_MAX_NBYTES
@@ -215,42 +216,38 @@ def _find_bad_counts(values: list[int], key: str, expected: list[int], layout: L
         findings.add("wrong_sum", f"its counts sum to {total}; the metadata says {layout.n_examples} examples")
 
 
-def labels_nbytes(layout: Layout) -> int:
-    """The exact size of a labels.bin, in bytes (docs/protocol.md, section 5).
-
-    >>> labels_nbytes(Layout(7, (2, 5, 11), 4, True, 8, 3))
-    28
-    """
-    return layout.n_examples * layout.content_tokens_per_example
-
-
-def parse_labels_size(nbytes: int, layout: Layout, *, where: str = "labels.bin") -> tuple[int, int]:
-    """The shape (n_examples, content tokens) of the uint8 labels, from the size of the file alone.
+def parse_token_array_size(nbytes: int, array: TokenArray, layout: Layout, *, where: str) -> tuple[int, int]:
+    """The shape (n_examples, content tokens) of a token array, from the size of its file alone.
 
     Args:
         nbytes: Size of the file, in bytes.
+        array: Which one it is.
         layout: The layout of its store.
         where: The file's name, for messages.
 
     Raises:
         DocumentError: the size is not the one that the layout demands.
 
-    >>> parse_labels_size(28, Layout(7, (2, 5, 11), 4, True, 8, 3))
+    >>> parse_token_array_size(28, LABELS, Layout(7, (2, 5, 11), 4, True, 8, 3), where="labels.bin")
     (7, 4)
     """
-    expected = labels_nbytes(layout)
+    expected, itemsize = array.nbytes(layout), array.numpy_dtype.itemsize
     shape = (layout.n_examples, layout.content_tokens_per_example)
     if nbytes == expected:
         return shape
-    message = f"it has {nbytes} bytes; {shape[0]} examples x {shape[1]} content tokens of one byte are {expected}"
-    if layout.cls_token and nbytes == layout.n_examples * layout.tokens_per_example:
-        message += ", while this size has a column for CLS, which has no label"
+    each = "one byte" if itemsize == 1 else f"{itemsize} bytes"
+    message = f"it has {nbytes} bytes; {shape[0]} examples x {shape[1]} content tokens of {each} are {expected}"
+    if layout.cls_token and nbytes == layout.n_examples * layout.tokens_per_example * itemsize:
+        message += f", while this size has a column for CLS, which has no {array.name.removesuffix('s')}"
         remedy = "Write it again without the first column."
     elif layout.n_layers > 1 and nbytes == expected * layout.n_layers:
-        message += ", while this size repeats the labels for every layer"
+        message += f", while this size repeats the {array.name} for every layer"
         remedy = "Write them once for each example."
     elif nbytes < expected:
-        remedy = "It is cut off or of another store: copy it again, or remove it to read the store without labels."
+        remedy = (
+            f"It is cut off or of another store: copy it again, or remove it to read the store without {array.name}."
+        )
     else:
-        remedy = "It is of another store, or not of one byte each: replace it, or remove it."
-    raise DocumentError(message, where=where, remedy=remedy, problems=[Problem("labels_size", message, where)])
+        remedy = f"It is of another store, or not of {each} each: replace it, or remove it."
+    problem = Problem("labels_size" if array == LABELS else "token_array_size", message, where)
+    raise DocumentError(message, where=where, remedy=remedy, problems=[problem])

@@ -21,6 +21,12 @@ FIELDS = (
 )  # fmt: skip
 
 
+#: Those that protocol 3.0 adds, in the order in which they are written, before `dtype` and `protocol`.
+NEW_FIELDS = ("hook_points", "token_arrays", "text", "spec")
+#: What `spec` says in a document of ours: a version 3 without it is another project's.
+SPEC = "saev_store"
+
+
 @dataclass(frozen=True)
 class Spelling:
     """How a family of versions spells the keys whose names have changed.
@@ -40,7 +46,7 @@ class Spelling:
     keys: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", {name: self.renamed.get(name, name) for name in FIELDS})
+        object.__setattr__(self, "keys", {name: self.renamed.get(name, name) for name in (*FIELDS, *NEW_FIELDS)})
 
 
 #: The renamed keys as their canonical names.
@@ -79,10 +85,10 @@ N_CONTENT_TOKENS = Spelling(
     majors=frozenset({2}),
 )
 TOKENS = Spelling(
-    "examples and tokens (protocol 2.x)",
+    "examples and tokens (protocol 2.x and 3.x)",
     _SAME_KEYS,
     count_key="n_examples",
-    majors=frozenset({2}),
+    majors=frozenset({2, 3}),
 )
 
 
@@ -99,6 +105,7 @@ class WrittenVersion:
         recipe: How its writer named the folder.
         style: How its writer formatted the file: `json.dump(indent=4)` in ASCII, or two spaces and raw UTF-8.
         writes: Canonical names of the keys of a new document, in order; empty for a version that is only read.
+        fields: Canonical names of the keys that it defines.
         title: What messages and cards call it, such as "protocol 2.1 (as written since 2025-10-13)".
         required_keys: The keys that a document must have.
     """
@@ -111,6 +118,7 @@ class WrittenVersion:
     recipe: Recipe = "sorted-ascii"
     style: Literal["indent-4-ascii", "indent-2-utf8"] = "indent-4-ascii"
     writes: tuple[str, ...] = ()
+    fields: tuple[str, ...] = FIELDS
 
     title: str = field(init=False)
     required_keys: tuple[str, ...] = field(init=False)
@@ -118,7 +126,8 @@ class WrittenVersion:
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", f"protocol {self.protocol} (as written since {self.since})")
         optional = {"pixel_agg"} if self.requires_dataset else {"dataset", "pixel_agg"}
-        keys = tuple(key for name, key in self.spelling.keys.items() if name not in optional)
+        optional |= {"hook_points", "token_arrays", "text"}
+        keys = tuple(self.spelling.keys[name] for name in self.fields if name not in optional)
         object.__setattr__(self, "required_keys", keys)
 
 
@@ -146,6 +155,11 @@ VERSIONS = (
     WrittenVersion(
         "2025-10-13", "2.1", TOKENS, data="string", requires_dataset=True, recipe="field-order-8",
         style="indent-2-utf8", writes=FIELDS,
+    ),
+    # Ours: 16 bits, hook points, token arrays. Written only where 2.0 cannot say it.
+    WrittenVersion(
+        "2026-11-22", "3.0", TOKENS, requires_dataset=True,
+        writes=(*_all_but("pixel_agg")[:-2], *NEW_FIELDS, *FIELDS[-2:]), fields=(*FIELDS[:-2], *NEW_FIELDS, *FIELDS[-2:]),
     ),
 )  # fmt: skip
 #: Every protocol version that has been written, oldest first.

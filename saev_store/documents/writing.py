@@ -13,14 +13,14 @@ import numpy as np
 
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents._parse import key_list, shown
-from saev_store.documents.versions import COUNT_KEYS, FIELDS, RECIPES, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.documents.versions import COUNT_KEYS, NEW_FIELDS, RECIPES, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.errors import ArgumentError
 
 #: The most bytes that a shards.json may have: room for about eight million shards.
 SHARDS_MAX_NBYTES = 512 * 2**20
 _SHORTEST_ENTRY_NBYTES = 45
 #: Fields that say which version a document is of; a change would make another version of it.
-_FIXED = frozenset({"dtype", "protocol"})
+_FIXED = frozenset({"dtype", "protocol", "spec"})
 #: What a new document has where no value was given, in the versions that write the key.
 _DEFAULTS = {"dataset": "", "pixel_agg": "majority"}
 #: A string, which is left alone, or a number with a positive exponent.
@@ -116,13 +116,14 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
         )
     version = WRITABLE_VERSIONS[protocol]
     document: dict[str, object] = {}
+    _check_needed(protocol, values)
     for name, given in values.items():
         value = _DEFAULTS.get(name) if given is None and name in version.writes else given
         if name == "dataset" and value is not None and name not in version.writes:
             raise ArgumentError(f"protocol {protocol} has no dataset", where="dataset", remedy="Leave it out.")
         if name == "pixel_agg" and value is not None and "dataset" not in version.writes:
             raise ArgumentError(f"protocol {protocol} has no pixel_agg", where="pixel_agg", remedy="Leave it out.")
-        if name in version.writes or value is not None:
+        if (name in version.writes and name not in NEW_FIELDS) or value is not None:
             document[version.spelling.keys[name]] = _data_for(version, value) if name == "data" else plain(value)
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
         raise ArgumentError(f"extra is {shown(extra)}; it must map names to JSON values", where="extra")
@@ -130,6 +131,23 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
     if taken:
         raise ArgumentError(f"extra has {key_list(taken)}, which protocol {protocol} defines itself", where="extra")
     return encoded({**document, **extra}, version, allow_nan=False)
+
+
+def _check_needed(protocol: str, values: Mapping[str, object]) -> None:
+    """Refuse what a protocol cannot say, and protocol 3.0 where an older one says the same."""
+    new = [name for name in ("hook_points", "token_arrays", "text") if values.get(name) is not None]
+    if values.get("dtype") != "float32":
+        new.append("dtype")
+    if protocol != "3.0" and new:
+        raise ArgumentError(
+            f"protocol {protocol} cannot hold {key_list(new)}", where="protocol", remedy='Leave it out, or use "3.0".'
+        )
+    if protocol == "3.0" and not new:
+        raise ArgumentError(
+            "protocol 3.0 is written only where 2.0 cannot say the same: 16 bits, hook points, token arrays, text",
+            where="protocol",
+            remedy="Leave protocol out: every reader then reads the store.",
+        )
 
 
 def replaced(document: Mapping[str, object], version: WrittenVersion, changes: Mapping[str, object]) -> bytes:
@@ -140,8 +158,8 @@ def replaced(document: Mapping[str, object], version: WrittenVersion, changes: M
     """
     changed = dict(document)
     for name, value in changes.items():
-        if name not in FIELDS or name in _FIXED:
-            can = [field for field in FIELDS if field not in _FIXED]
+        if name not in version.fields or name in _FIXED:
+            can = [field for field in version.fields if field not in _FIXED]
             raise ArgumentError(f"{name!r} cannot be changed; these can: {', '.join(can)}", where=name)
         key = version.spelling.keys[name]
         is_new = key not in changed

@@ -16,7 +16,7 @@ import numpy as np
 
 from saev_store.core.chunk_grid import ChunkGrid, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
-from saev_store.documents import labels_nbytes
+from saev_store.core.token_arrays import LABELS as LABELS_ARRAY
 from saev_store.errors import ArgumentError, SaevStoreWarning
 from saev_store.names import LABELS_NAME
 from saev_store.zarr import Chunks, chunk_shape
@@ -109,8 +109,14 @@ def references(
             need bytes and `inline` is false, or the store has no address for other processes and `base` is missing.
         CorruptShardError: shards are missing or short; other readers would return fill values.
     """
-    store.validate(progress=False).raise_if_bad()
     layout = store.layout
+    if layout.dtype == "bfloat16":
+        raise ArgumentError(
+            "the store holds bfloat16, which no reader of these references knows",
+            where="dtype",
+            remedy="Copy the store as float32, or export a TensorStore spec.",
+        )
+    store.validate(progress=False).raise_if_bad()
     address = usable_base(store, base)
     shape = chunk_shape(layout, chunks, max_gap_bytes=_MAX_GAP_BYTES)
     if not inline and (n_last := layout.examples_in(layout.n_shards - 1)) % shape[0]:
@@ -168,7 +174,7 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
         example, layer, token, column = np.unravel_index(numbers, grid.counts)
         k, layers, tokens, columns = grid.chunk
         files, offsets = layout.locate_many(example * k, layer * layers, token * tokens)
-        return files, offsets + column * columns * 4
+        return files, offsets + column * columns * layout.itemsize
 
     inline: dict[int, bytes] = {}
     n_examples_left = layout.examples_in(layout.n_shards - 1) % grid.chunk[0]
@@ -180,7 +186,9 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
             last = math.prod(grid.counts) - 1
             inline[last] = _padded(store, path, start, end, grid.chunk_nbytes, where="chunks")
     files = [shard_name(shard_idx) for shard_idx in range(layout.n_shards)]
-    return ArrayReferences(ARRAY, "float32", layout.shape, grid.chunk, DIMS, grid.chunk_nbytes, files, locate, inline)
+    return ArrayReferences(
+        ARRAY, layout.dtype, layout.shape, grid.chunk, DIMS, grid.chunk_nbytes, files, locate, inline
+    )
 
 
 def _labels(store: ShardStore, rows: int | None, *, inline: bool) -> ArrayReferences:
@@ -198,7 +206,7 @@ def _labels(store: ShardStore, rows: int | None, *, inline: bool) -> ArrayRefere
     short: dict[int, bytes] = {}
     if layout.n_examples % rows:
         last = layout.n_examples // rows
-        short[last] = _padded(store, LABELS_NAME, last * nbytes, labels_nbytes(layout), nbytes, where="labels")
+        short[last] = _padded(store, LABELS_NAME, last * nbytes, LABELS_ARRAY.nbytes(layout), nbytes, where="labels")
     shape, dims = (layout.n_examples, n_content), ("example", CONTENT)
     return ArrayReferences(LABELS, "uint8", shape, (rows, n_content), dims, nbytes, [LABELS_NAME], locate, short)
 

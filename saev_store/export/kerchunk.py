@@ -35,7 +35,7 @@ _STEP = 1 << 16
 #: References in one Parquet file: some hundred KB, which a reader loads for each access.
 _RECORD_SIZE = 100_000
 _ROOT = ".zmetadata"
-_DTYPES = {"float32": "<f4", "uint8": "|u1", "int64": "<i8"}
+_DTYPES = {"float32": "<f4", "float16": "<f2", "uint8": "|u1", "int64": "<i8"}
 
 
 def write_kerchunk(
@@ -117,7 +117,7 @@ def _array_documents(
         "compressor": None,
         "filters": None,
         # xarray masks values that equal a v2 fill value: a label 0 would become NaN.
-        "fill_value": "NaN" if data_type == "float32" else None,
+        "fill_value": "NaN" if data_type in {"float16", "float32"} else None,
         "order": "C",
         "dimension_separator": ".",
     }

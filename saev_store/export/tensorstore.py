@@ -65,11 +65,11 @@ def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mappi
     files = {f"c/{n}/0/0/0": shard_name(n) for n in range(layout.n_shards)}
     rest = layout.shape[1:]
     if in_last_file == layout.examples_per_shard or last == 0:
-        return _zarr3("float32", layout.shape, (in_last_file, *rest), DIMS, files, folder)
+        return _zarr3(layout.dtype, layout.shape, (in_last_file, *rest), DIMS, files, folder)
     n_before = last * layout.examples_per_shard
     tail_file = {"c/0/0/0/0": files.pop(f"c/{last}/0/0/0")}
-    before = _zarr3("float32", (n_before, *rest), (layout.examples_per_shard, *rest), DIMS, files, folder)
-    tail = _zarr3("float32", (layout.n_examples - n_before, *rest), (in_last_file, *rest), DIMS, tail_file, folder)
+    before = _zarr3(layout.dtype, (n_before, *rest), (layout.examples_per_shard, *rest), DIMS, files, folder)
+    tail = _zarr3(layout.dtype, (layout.n_examples - n_before, *rest), (in_last_file, *rest), DIMS, tail_file, folder)
     tail["transform"] = _moved_by(n_before, layout.shape)
     return {"driver": "stack", "layers": [before, tail]}
 

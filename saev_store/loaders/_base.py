@@ -29,7 +29,7 @@ from saev_store.loaders._ring import Allocate
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.order import Batching, Blocks
-from saev_store.store.reader import FloatArray
+from saev_store.store.reader import NumberArray
 from saev_store.store.selection import Selection
 
 #: The label of special tokens, which have none.
@@ -49,7 +49,7 @@ _TASK_BYTES = {
 class BatchSource(Protocol):
     """Brings the rows of batches."""
 
-    def batch(self, number: int) -> tuple[FloatArray, Positions]:
+    def batch(self, number: int) -> tuple[NumberArray, Positions]:
         """The vectors of a batch, and where they come from. Every batch once, in order."""
         ...
 
@@ -320,7 +320,7 @@ class Loader(ABC):
             keeps_pages=None if self._medium.path is None else not drops_pages,
             window_bytes=plan.window_bytes,
             in_flight_bytes=plan.ahead_bytes + (self.n_threads * self._read_bytes if is_copied else 0),
-            buffer_bytes=plan.n_buffers * self.batch_size * layout.vector_nbytes,
+            buffer_bytes=plan.n_buffers * self.batch_size * layout.d_model * self._rows.dtype.itemsize,
             n_partitions=plan.n_partitions,
             examples_per_block=plan.examples_per_block,
             mixing=plan.mixing,

@@ -13,12 +13,13 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.dtypes import converted
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.loaders._iteration import Task, Totals
 from saev_store.loaders._medium import TAKES_ADVICE, Advice, Medium
 from saev_store.loaders._ring import allocate
-from saev_store.store.reader import FloatArray, Reader
+from saev_store.store.reader import NumberArray, Reader
 from saev_store.store.selection import Selection
 from saev_store.transport import Buffer
 
@@ -103,8 +104,8 @@ def cut(runs: Runs, longest: int) -> Runs:
 class Reads:
     """Brings runs of vectors to targets, by whichever way the transport is best at.
 
-    A target is an array, float32 (n, d_model) in C order, whose memory is read into where the transport can, or a function
-    that copies rows to their places.
+    A target is an array (n, d_model) in C order, whose memory is read into where the transport can and the dtype is the stored
+    one, or a function that copies rows, as they are stored, to their places.
 
     Args:
         reader: The store's.
@@ -137,9 +138,11 @@ class Reads:
         self._task_bytes = int(min(task_bytes, max_request_bytes))
         self._scratch: Scratch = deque() if scratch is None else scratch
 
-    def tasks(self, runs: Runs, target: FloatArray | Put) -> Iterator[Task]:
+    def tasks(self, runs: Runs, target: NumberArray | Put) -> Iterator[Task]:
         """Tasks that together fill the rows of a target which `runs` name."""
         is_scattered, parts = self.split(runs)
+        if not callable(target) and target.dtype != self._reader.dtype:
+            target = partial(_put_rows, target, self._reader.dtype)
         read = self._gather if is_scattered else self._read
         for part in parts:
             yield partial(read, part, target), shard_name(int(part.shard[0]))
@@ -206,24 +209,24 @@ class Reads:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _gather(self, runs: Runs, target: FloatArray | Put) -> None:
+    def _gather(self, runs: Runs, target: NumberArray | Put) -> None:
         """Scattered vectors: the reader gathers them from maps, or merges them into requests."""
         started, place, nbytes = time.perf_counter(), runs.place, len(runs.place) * self._layout.vector_nbytes
         scratch = self._borrow(nbytes)
-        out = scratch[:nbytes].view(np.float32).reshape(len(place), -1)
+        out = scratch[:nbytes].view(self._reader.dtype).reshape(len(place), -1)
         self._retried(int(runs.shard[0]), lambda: self._reader.read_rows(*self.positions(runs), out))
         copied = time.perf_counter()
-        put = target if callable(target) else partial(_put_rows, target)
+        put = target if callable(target) else partial(_put_rows, target, self._reader.dtype)
         put(place, scratch[:nbytes].data)
         self._scratch.append(scratch)
         ended = time.perf_counter()
         self._totals.add(n_requests=len(place), bytes_read=nbytes, read_s=ended - started, copy_s=ended - copied)
 
-    def _read(self, runs: Runs, target: FloatArray | Put) -> None:
+    def _read(self, runs: Runs, target: NumberArray | Put) -> None:
         """Runs of one shard, in its order."""
         started, shard, v = time.perf_counter(), int(runs.shard[0]), self._layout.vector_nbytes
         places, counts, name = runs.place.tolist(), runs.n_vectors.tolist(), shard_name(shard)
-        put = target if callable(target) else partial(_put_rows, target)
+        put = target if callable(target) else partial(_put_rows, target, self._reader.dtype)
         array = None if callable(target) or not self._reads_into else target
         begins, stops, first = self.requests(runs, into_target=array is not None)
         # Examples that are known to be lost are refused before they are read.
@@ -320,9 +323,9 @@ class Reads:
             raise
 
 
-def _put_rows(array: FloatArray, place: slice | IntArray, source: Buffer) -> None:
-    """Copy rows, as bytes, to rows of an array."""
-    array[place] = np.frombuffer(source, np.float32).reshape(-1, array.shape[1])
+def _put_rows(array: NumberArray, stored: np.dtype[np.generic], place: slice | IntArray, source: Buffer) -> None:
+    """Copy rows, as bytes of a store, to rows of an array."""
+    array[place] = converted(np.frombuffer(source, stored).reshape(-1, array.shape[1]), array.dtype)
 
 
 #: What a task reads. A disk of this machine is told of 128 vectors at a time; a file system over a network may not listen to
@@ -352,7 +355,7 @@ class ScatteredReads:
             waits=True,
         )
 
-    def tasks(self, picked: IntArray, out: FloatArray) -> list[Callable[[], None]]:
+    def tasks(self, picked: IntArray, out: NumberArray) -> list[Callable[[], None]]:
         """Tasks that together fill `out` (n, d_model) with the rows `picked` (n,)."""
         where = Positions(*self._space.locate(picked))
         place = np.arange(len(picked), dtype=np.int64)

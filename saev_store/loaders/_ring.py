@@ -13,22 +13,23 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.dtypes import FLOAT32, convert
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
-from saev_store.store.reader import FloatArray
+from saev_store.store.reader import NumberArray
 from saev_store.transport import Buffer
 
-#: Makes memory: float32, C order, of the given shape, with undefined content.
-Allocate = Callable[[tuple[int, int]], FloatArray]
+#: Makes memory: C order, of the given shape and dtype, with undefined content.
+Allocate = Callable[[tuple[int, int], np.dtype[np.generic]], NumberArray]
 
 
-def allocate(shape: tuple[int, int]) -> FloatArray:
+def allocate(shape: tuple[int, int], dtype: np.dtype[np.generic] = FLOAT32) -> NumberArray:
     """Anonymous memory in huge pages where the system has them; given back when the last view goes.
 
     Raises:
         ArgumentError: the machine does not have that much.
     """
-    nbytes = max(shape[0] * shape[1] * 4, 1)
+    nbytes = max(shape[0] * shape[1] * dtype.itemsize, 1)
     try:
         # Private: a forked child must not see, nor overwrite, what its parent loads.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -42,10 +43,10 @@ def allocate(shape: tuple[int, int]) -> FloatArray:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.float32, count=shape[0] * shape[1]).reshape(shape)
+    return np.frombuffer(memory, dtype=dtype, count=shape[0] * shape[1]).reshape(shape)
 
 
-def lent(memory: FloatArray, release: Callable[[], object]) -> FloatArray:
+def lent(memory: NumberArray, release: Callable[[], object]) -> NumberArray:
     """The same memory as a new array; `release` is called when the last reference to it, or to any view of it, is gone.
 
     NumPy's views and tensors made of them refer, through any number of views, to one array, because its own base is no array.
@@ -58,8 +59,8 @@ def lent(memory: FloatArray, release: Callable[[], object]) -> FloatArray:
     """
     if memory.size == 0:
         release()
-        return np.empty(memory.shape, np.float32)
-    base = np.frombuffer(memoryview(memory).cast("B"), np.float32)  # pyright: ignore[reportArgumentType]  # an array is a buffer
+        return np.empty(memory.shape, memory.dtype)
+    base = np.frombuffer(memory.view(np.uint8).data.cast("B"), memory.dtype)  # pyright: ignore[reportArgumentType]  # an array is a buffer
     weakref.finalize(base, release).atexit = False
     return base.reshape(memory.shape)
 
@@ -73,21 +74,28 @@ class BufferPool:
         shape: Of one buffer.
         n_kept: How many buffers are used again; a consumer who keeps more batches gets memory that is not.
         make: Makes a buffer.
+        dtype: Of one buffer.
     """
 
-    def __init__(self, shape: tuple[int, int], n_kept: int, make: Allocate = allocate) -> None:
-        self.shape, self._make = shape, make
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        n_kept: int,
+        make: Allocate = allocate,
+        dtype: np.dtype[np.generic] = FLOAT32,
+    ) -> None:
+        self.shape, self.dtype, self._make = shape, dtype, make
         # Those that are not made yet are None.
-        self._idle: deque[FloatArray | None] = deque([None] * n_kept)
+        self._idle: deque[NumberArray | None] = deque([None] * n_kept)
 
-    def get(self) -> FloatArray:
+    def get(self) -> NumberArray:
         """A buffer that nothing refers to, with undefined content."""
         try:
             # The last one that came back is the most likely to be in the processor's cache.
             buffer = self._idle.pop()
         except IndexError:
-            return self._make(self.shape)
-        memory = buffer if buffer is not None else self._make(self.shape)
+            return self._make(self.shape, self.dtype)
+        memory = buffer if buffer is not None else self._make(self.shape, self.dtype)
         return lent(memory, lambda: self._idle.append(memory))
 
 
@@ -101,8 +109,8 @@ class RingMemory(Protocol):
     """The rows of a ring, wherever they are kept. Only `put` is called by several threads."""
 
     @property
-    def lendable(self) -> FloatArray | None:
-        """The rows themselves, float32 (n_rows, d_model), where batches may be views of them; None where they are copied."""
+    def lendable(self) -> NumberArray | None:
+        """The rows themselves, (n_rows, d_model), where batches may be views of them; None where they are copied."""
         ...
 
     def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
@@ -113,11 +121,11 @@ class RingMemory(Protocol):
         """Copy one row to another."""
         ...
 
-    def copied(self, start: int, n_rows: int) -> FloatArray:
+    def copied(self, start: int, n_rows: int) -> NumberArray:
         """Some rows as a batch in memory of its own."""
         ...
 
-    def scale(self, act: FloatArray, factor: float) -> None:
+    def scale(self, act: NumberArray, factor: float) -> None:
         """`act *= factor`."""
         ...
 
@@ -132,17 +140,28 @@ class HostMemory:
     Args:
         n_rows: How many rows.
         d_model: Numbers of a row.
-        pool: Where batches are copied to, such as pinned memory; default: batches are lent from the ring itself.
+        stored: The dtype of the rows, which are kept as they are stored.
+        dtype: Of the batches.
+        pool: Where batches are copied to, such as pinned memory; default: batches of the stored dtype are lent from the ring
+            itself.
 
     Attributes:
         lendable: See `RingMemory`.
     """
 
-    def __init__(self, n_rows: int, d_model: int, pool: BufferPool | None = None) -> None:
-        self._rows, self._pool = allocate((n_rows, d_model)), pool
-        self.lendable = self._rows if pool is None else None
+    def __init__(
+        self,
+        n_rows: int,
+        d_model: int,
+        pool: BufferPool | None = None,
+        *,
+        stored: np.dtype[np.generic] = FLOAT32,
+        dtype: np.dtype[np.generic] = FLOAT32,
+    ) -> None:
+        self._rows, self._dtype, self._pool = allocate((n_rows, d_model), stored), dtype, pool
+        self.lendable = self._rows if pool is None and stored == dtype else None
         # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
-        self._as_void: npt.NDArray[np.void] = self._rows.view(f"V{4 * d_model}")[:, 0]
+        self._as_void: npt.NDArray[np.void] = self._rows.view(f"V{stored.itemsize * d_model}")[:, 0]
 
     def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
         """See `RingMemory`."""
@@ -152,15 +171,16 @@ class HostMemory:
         """See `RingMemory`."""
         self._rows[to] = self._rows[source]
 
-    def copied(self, start: int, n_rows: int) -> FloatArray:
+    def copied(self, start: int, n_rows: int) -> NumberArray:
         """See `RingMemory`."""
-        act = allocate((n_rows, self._rows.shape[1])) if self._pool is None else self._pool.get()[:n_rows]
-        np.copyto(act, self._rows[start : start + n_rows])
+        shape = (n_rows, self._rows.shape[1])
+        act = allocate(shape, self._dtype) if self._pool is None else self._pool.get()[:n_rows]
+        convert(self._rows[start : start + n_rows], act)
         return act
 
-    def scale(self, act: FloatArray, factor: float) -> None:
+    def scale(self, act: NumberArray, factor: float) -> None:
         """See `RingMemory`."""
-        act *= np.float32(factor)
+        np.multiply(act, factor, out=act, casting="unsafe")
 
 
 class BatchRing:
@@ -226,7 +246,7 @@ class BatchRing:
         for column in (self.example, self.layer, self.token):
             column[row] = column[source]
 
-    def hand_out(self, batch: int, n_rows: int) -> FloatArray:
+    def hand_out(self, batch: int, n_rows: int) -> NumberArray:
         """A full batch, whose memory belongs to its consumer. Every batch once, in order."""
         start = self.first_row.pop(batch)
         slot = start // self._batch_rows

@@ -15,7 +15,7 @@ from saev_store.loaders._iteration import Group, Iteration
 from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
 from saev_store.loaders._ring import BatchRing
 from saev_store.order import Blocks, Partition, Placement
-from saev_store.store.reader import FloatArray
+from saev_store.store.reader import NumberArray
 
 
 def runs_of_blocks(blocks: Blocks, numbers: IntArray, n_blocks: IntArray) -> Runs:
@@ -92,7 +92,7 @@ class ShuffledBatches:
         self._reading: list[dict[int, Group]] = [{} for _ in partitions]
         self._pump()
 
-    def batch(self, number: int) -> tuple[FloatArray, Positions]:
+    def batch(self, number: int) -> tuple[NumberArray, Positions]:
         """A batch and where its rows come from, once they have been read. Every batch once, in order."""
         ring = self._ring
         for lane, part in enumerate(self._parts):

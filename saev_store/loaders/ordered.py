@@ -18,7 +18,7 @@ from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
 from saev_store.loaders._ring import Allocate, BufferPool, allocate
 from saev_store.loaders.options import ReadArguments, ReadOptions
 from saev_store.order import Batching
-from saev_store.store.reader import FloatArray
+from saev_store.store.reader import NumberArray
 from saev_store.store.selection import Selection
 
 
@@ -74,9 +74,9 @@ class OrderedBatches:
     ) -> None:
         self._space, self._batching, self._rank, self._next, self._n_ahead = space, batching, rank, first, n_ahead
         self._pool, self._iteration, self._reads, self._scale = pool, iteration, reads, scale
-        self._reading: deque[tuple[FloatArray, Positions, Group]] = deque()
+        self._reading: deque[tuple[NumberArray, Positions, Group]] = deque()
 
-    def batch(self, number: int) -> tuple[FloatArray, Positions]:
+    def batch(self, number: int) -> tuple[NumberArray, Positions]:
         """A batch, and where its rows come from; reads of the following ones are started before. Every batch once, in order."""
         while self._next <= min(number + self._n_ahead, self._batching.n_batches - 1):
             start, stop = self._batching.rows_of_rank(self._next, self._rank)
@@ -87,7 +87,7 @@ class OrderedBatches:
         act, where, group = self._reading.popleft()
         self._iteration.wait(group)
         if self._scale is not None:
-            act *= np.float32(self._scale)
+            np.multiply(act, self._scale, out=act, casting="unsafe")
         return act, where
 
 
@@ -144,7 +144,7 @@ class OrderedLoader(Loader):
         del epoch
         shape = (min(self.batch_size, max(self.n_samples, 1)), self.d_model)
         if self._pool is None or self._pool.shape != shape:
-            self._pool = BufferPool(shape, self._prefetch + 6, self._make_buffer or allocate)
+            self._pool = BufferPool(shape, self._prefetch + 6, self._make_buffer or allocate, self._rows.dtype)
         return partial(
             OrderedBatches,
             self._space,

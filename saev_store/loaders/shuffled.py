@@ -18,7 +18,7 @@ from saev_store.loaders._identity import whole_number
 from saev_store.loaders._iteration import Iteration
 from saev_store.loaders._medium import Kind
 from saev_store.loaders._reads import Reads, Runs
-from saev_store.loaders._ring import TABLE_BYTES, Allocate, BatchRing, BufferPool, HostMemory, MakeMemory
+from saev_store.loaders._ring import TABLE_BYTES, Allocate, BatchRing, BufferPool, HostMemory, MakeMemory, allocate
 from saev_store.loaders._shuffled_batches import ShuffledBatches, n_batches_ahead, runs_of_blocks
 from saev_store.loaders.options import ShuffleArguments, ShuffleOptions
 from saev_store.order import Batching, Blocks, Partition, ShuffledOrder, predict_mixing
@@ -192,10 +192,11 @@ class ShuffledLoader(Loader):
             self._ring = None  # give it back first: both at once might be too much
             make = self._memory
             if make is None:
-                pool = None
-                if self._make_buffer is not None:
-                    pool = BufferPool((self.batch_size, self.d_model), self._prefetch + 4, self._make_buffer)
-                make = partial(HostMemory, pool=pool)
+                pool, stored, dtype = None, self._reader.dtype, self._rows.dtype
+                if self._make_buffer is not None or stored != dtype:
+                    shape, make_buffer = (self.batch_size, self.d_model), self._make_buffer or allocate
+                    pool = BufferPool(shape, self._prefetch + 4, make_buffer, dtype)
+                make = partial(HostMemory, pool=pool, stored=stored, dtype=dtype)
             self._ring = BatchRing(
                 make,
                 n_slots=n_slots,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from saev_store.core.layout import LayerKey
 from saev_store.documents import WRITABLE_VERSIONS, Metadata
 from saev_store.problems import Problem
+from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Transport
 
 _SHOWN_PROBLEMS = 5
@@ -28,12 +30,17 @@ def human_bytes(nbytes: int) -> str:
     return f"{size:.1f} {unit}"
 
 
+def _layer_name(key: LayerKey) -> str:
+    return str(key) if isinstance(key, int) else f"{key[0]} {key[1]}"
+
+
 def card_rows(
-    metadata: Metadata, transport: Transport, problems: Sequence[Problem], *, has_labels: bool | None
+    metadata: Metadata, transport: Transport, problems: Sequence[Problem], *, token_arrays: TokenArrays
 ) -> list[tuple[str, str]]:
-    """The lines of the card as (name, text); `has_labels` is None where that is not known yet."""
+    """The lines of the card as (name, text); nothing is requested for it."""
     layout = metadata.layout
-    labels = {True: "yes (labels.bin)", False: "none", None: "not looked for yet"}[has_labels]
+    tokens = ", ".join(f"{name} ({token_arrays.declared(name).dtype})" for name in token_arrays.known)
+    labels = "yes (labels.bin)" if tokens else "none" if token_arrays.is_known else "not looked for yet"
     example, layer, token, d_model = layout.shape
     special = f" ({layout.content_tokens_per_example} content + CLS)" if layout.cls_token else " (content)"
     last = layout.examples_in(layout.n_shards - 1)
@@ -42,10 +49,10 @@ def card_rows(
         ("where", transport.url),
         ("model", f"{metadata.family} {metadata.ckpt}"),
         ("shape", f"example {example:,} x layer {layer} x token {token}{special} x d_model {d_model}"),
-        ("layers", ", ".join(str(label) for label in layout.layers)),
+        ("layers", ", ".join(_layer_name(key) for key in layout.layer_keys)),
         ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype}"),
         ("shards", f"{layout.n_shards:,} of {layout.examples_per_shard:,} examples{tail}"),
-        ("labels", labels),
+        ("tokens", tokens or "none") if metadata.declares_token_arrays else ("labels", labels),
         ("protocol", f"{metadata.protocol}, read through {transport.name}"),
     ]
     if metadata.version is not WRITABLE_VERSIONS["2.1"]:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import DIMS, Layout, shard_name
 from saev_store.core.rows import Labels
+from saev_store.core.token_arrays import LABELS
 from saev_store.documents import (
     METADATA_MAX_NBYTES,
     SHARDS_MAX_NBYTES,
     Metadata,
     ShardsIndex,
-    labels_nbytes,
     new_metadata,
-    parse_labels_size,
     parse_metadata,
     parse_shards,
 )
@@ -40,8 +40,8 @@ from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recording_identity
+from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Engine, MemoryTransport, Transport, open_transport
-from saev_store.transport.fetch import map_check
 
 if TYPE_CHECKING:
     from saev_store.validation import Report
@@ -92,14 +92,14 @@ class OpenedStore:
         shape: (n_examples, n_layers, tokens_per_example, d_model).
         dims: Names of the axes.
         ndim: 4.
-        dtype: float32.
+        dtype: What the shards hold: float32, bfloat16 (that of `ml_dtypes`) or float16.
         nbytes: Bytes of the tensor, padding excluded.
         layers: Labels of the recorded layers; the position of a label is its index on the layer axis.
+        token_arrays: What was recorded for each content token, by name: labels, token ids, masks.
     """
 
     dims = DIMS
     ndim = 4
-    dtype = np.dtype(np.float32)
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
@@ -107,36 +107,30 @@ class OpenedStore:
         self.metadata, self.index, self.problems = opened.metadata, opened.index, opened.problems
         self.readable_examples: Mapping[int, int] = opened.readable
         self.layout = opened.metadata.layout
+        self.dtype = numpy_dtype(self.layout.dtype)
         self.shape, self.nbytes, self.layers = self.layout.shape, self.layout.nbytes, self.layout.layers
-        self._labels: Labels | None = None
-        self._has_labels = opened.has_labels
+        self.token_arrays = TokenArrays(opened.transport, opened.metadata, opened.has_labels)
 
     @property
     def has_labels(self) -> bool:
-        """Whether there is a `labels.bin`; at most its size is requested.
+        """Whether labels were recorded; at most the size of `labels.bin` is requested.
 
         Raises:
             DocumentError: it has another size than the documents imply.
         """
-        if self._has_labels is None:
-            self._has_labels = find_labels(self.transport, self.layout)
-        return self._has_labels
+        return LABELS.name in self.token_arrays
 
     @property
     def labels(self) -> Labels | None:
         """Labels of the content tokens, uint8 (n_examples, content tokens), read-only; None where none were recorded.
 
-        A view of the mapped file locally; a remote file is read once, when it is first needed.
+        The same as `token_arrays["labels"]`.
 
         Raises:
             DocumentError: `labels.bin` has another size than the documents imply.
             CorruptShardError: the mapped file was cut since.
         """
-        if self._labels is not None:
-            map_check(self.transport)(LABELS_NAME, self._labels.nbytes)
-        elif self.has_labels:
-            self._labels = read_labels(self.transport, self.layout)
-        return self._labels
+        return cast("Labels", self.token_arrays[LABELS.name]) if self.has_labels else None
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
         """What is wrong with the store and which examples that costs; see `saev_store.validation.Report`.
@@ -189,7 +183,7 @@ class OpenedStore:
         return hash((self.url, self.metadata.raw))
 
     def _card(self) -> list[tuple[str, str]]:
-        return card_rows(self.metadata, self.transport, self.problems, has_labels=self._has_labels)
+        return card_rows(self.metadata, self.transport, self.problems, token_arrays=self.token_arrays)
 
     def __repr__(self) -> str:
         return card_text(self.name, self._card())
@@ -253,7 +247,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     problems = tuple(quick_checks(transport, metadata, index, dirname=name))
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:
-        raise _refusal(transport.url, errors)
+        raise _refusal(transport.url, errors, {array.file_name for array in metadata.recordable})
     return Opened(
         transport, name, metadata, index, problems,
         sizes_checked=True,
@@ -275,39 +269,11 @@ def open_in_memory(opened: Opened) -> Opened:
     for shard_idx in range(layout.n_shards):
         name = shard_name(shard_idx)
         (files[name],) = source.get_ranges(name, starts=[0], ends=[layout.used_nbytes(shard_idx)])
-    labels = read_labels(source, layout)
-    if labels is not None:
-        files[LABELS_NAME] = labels.data.cast("B")
+    arrays = TokenArrays(source, opened.metadata, opened.has_labels)
+    for name, values in arrays.items():
+        files[arrays.declared(name).file_name] = values.view(np.uint8).data.cast("B")
     transport = MemoryTransport(files, label=source.url)
-    return replace(opened, transport=transport, sizes_checked=True, has_labels=labels is not None)
-
-
-def find_labels(transport: Transport, layout: Layout) -> bool:
-    """Whether there is a `labels.bin`; its size is compared, nothing is read.
-
-    Raises:
-        DocumentError: the file has another size than the documents imply.
-    """
-    try:
-        size = transport.size(LABELS_NAME)
-    except NotFoundError:
-        return False
-    parse_labels_size(size, layout, where=f"{transport.url}/{LABELS_NAME}")
-    return True
-
-
-def read_labels(transport: Transport, layout: Layout) -> Labels | None:
-    """`labels.bin` as a read-only array, mapped where the transport maps; None where there is none.
-
-    Raises:
-        DocumentError: the file has another size than the documents imply.
-    """
-    if not find_labels(transport, layout):
-        return None
-    (buffer,) = transport.get_ranges(LABELS_NAME, starts=[0], ends=[labels_nbytes(layout)])
-    labels = np.frombuffer(buffer, dtype=np.uint8).reshape(layout.n_examples, -1)
-    labels.flags.writeable = False
-    return labels
+    return replace(opened, transport=transport, sizes_checked=True, has_labels=LABELS.name in arrays)
 
 
 def as_metadata(metadata: object) -> Metadata:
@@ -330,10 +296,10 @@ def as_metadata(metadata: object) -> Metadata:
         raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
 
 
-def _refusal(url: str, errors: Sequence[Problem]) -> SaevStoreError:
+def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> SaevStoreError:
     shown = "; ".join(str(problem) for problem in errors[:_SHOWN])
     more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
-    if all(problem.where == LABELS_NAME for problem in errors):
+    if token_files.issuperset(problem.where for problem in errors):
         return DocumentError(f"{shown}{more}", where=url, problems=errors)
     gone = any(problem.kind == "missing_shard" for problem in errors)
     return (MissingShardError if gone else CorruptShardError)(

@@ -13,14 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.threads import n_threads, share
+from saev_store.core.dtypes import FLOAT32, convert, converted, numpy_dtype
 from saev_store.core.indexing import Axis, Block, Key, Progression, length, parse_key
-from saev_store.core.layout import DTYPE, IntArray, Layout, shard_name
+from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch, fetch_ranges, map_check
 
 FloatArray = npt.NDArray[np.float32]
+#: Numbers of any dtype that a store may hold or a reader may ask for.
+NumberArray = npt.NDArray[np.generic]
 
 #: Rows that are placed one by one pass through a piece of memory that stays in the CPU's cache.
 SCRATCH_BYTES = 512 << 10
@@ -38,6 +41,9 @@ class Reader:
         check_sizes: Request the size of a shard before it is read for the first time (remote stores, whose sizes were
             not compared when they were opened).
         damaged_ok: Of a shard that turns out to be short, read what is there.
+
+    Attributes:
+        dtype: What the shards hold. Reads convert where the memory to fill has another dtype.
     """
 
     def __init__(
@@ -51,12 +57,13 @@ class Reader:
     ) -> None:
         self.transport = transport
         self.layout = layout
+        self.dtype = numpy_dtype(layout.dtype)
         self._planner = Planner(layout, transport.cost, transport.reads_into)
         self._readable = dict(readable or {})
         self._checks_sizes = check_sizes
         self._checked: set[int] = set()
         self._damaged_ok = damaged_ok
-        self._maps: dict[int, tuple[FloatArray, str]] = {}
+        self._maps: dict[int, tuple[NumberArray, str]] = {}
         self._check_mapped = map_check(transport)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
@@ -70,14 +77,14 @@ class Reader:
         """What reading n vectors takes, given by position, in any order, repeats allowed; for an output (n, d_model)."""
         return self._planner.rows(example, layer_idx, token)
 
-    def execute(self, plan: Iterable[Part], out: FloatArray) -> None:
-        """Read what is planned into `out`, which is in C order.
+    def execute(self, plan: Iterable[Part], out: NumberArray) -> None:
+        """Read what is planned into `out`, which is in C order and of any dtype that `ReadDtype` names.
 
         Raises:
             CorruptShardError: a shard that is needed is missing, was cut, or was lost.
             TransportError: it cannot be read.
         """
-        scratch: FloatArray | None = None
+        scratch: NumberArray | None = None
         for part in plan:
             if part.rows is None:
                 self._run(part.steps, out)
@@ -87,7 +94,7 @@ class Reader:
                 self._run(part.steps, out.reshape(-1, self.layout.d_model)[part.rows])
                 continue
             if scratch is None or len(scratch) < n_rows:
-                scratch = np.empty((n_rows, self.layout.d_model), dtype=np.float32)
+                scratch = np.empty((n_rows, self.layout.d_model), dtype=out.dtype)
             rows = scratch[:n_rows]
             self._run(part.steps, rows)
             width = 1 if part.is_pointwise else length(part.columns)
@@ -97,21 +104,21 @@ class Reader:
             else:
                 target[...] = rows[:, _index(part.columns)]
 
-    def read_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray, out: FloatArray) -> None:
+    def read_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray, out: NumberArray) -> None:
         """Fill `out` (n, d_model), C order, with n vectors given by position, in any order, repeats allowed."""
         self.execute((self.plan_rows(example, layer_idx, token),), out)
 
     def vector(self, example: int, layer_idx: int, token: int) -> FloatArray:
-        """One vector, a fresh array; the three positions are inside the tensor. The shortest way there is."""
+        """One vector as float32, a fresh array; the three positions are inside the tensor. The shortest way there is."""
         shard_idx, in_shard = divmod(example, self.layout.examples_per_shard)
         found = self._maps.get(shard_idx)
         if found is not None and in_shard < len(found[0]):
             mapped, name = found
             self._check_mapped(name, mapped.nbytes)
-            return mapped[in_shard, layer_idx, token].copy()
+            return mapped[in_shard, layer_idx, token].astype(FLOAT32)
         self.check(shard_idx, in_shard)
         if self._planner.is_mapped:
-            return self._mapped(shard_idx)[in_shard, layer_idx, token].copy()
+            return self._mapped(shard_idx)[in_shard, layer_idx, token].astype(FLOAT32)
         layout = self.layout
         start = ((in_shard * layout.n_layers + layer_idx) * layout.tokens_per_example + token) * layout.vector_nbytes
         try:
@@ -119,10 +126,10 @@ class Reader:
         except NotFoundError:
             self.check_size(shard_idx)
             raise
-        return np.frombuffer(buffer, dtype=DTYPE).copy()
+        return np.frombuffer(buffer, dtype=self.dtype).astype(FLOAT32)
 
-    def view(self, block: Block) -> FloatArray | None:
-        """A read-only view of mapped memory for a block, or None where there is no such thing.
+    def view(self, block: Block) -> NumberArray | None:
+        """A read-only view of mapped memory for a block, of the stored dtype, or None where there is no such thing.
 
         The size of the file is compared now; a file that is cut while the view is in use ends the process.
         """
@@ -193,7 +200,7 @@ class Reader:
     def _n_readable(self, shard_idx: int) -> int:
         return self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
 
-    def _mapped(self, shard_idx: int) -> FloatArray:
+    def _mapped(self, shard_idx: int) -> NumberArray:
         """A shard as a read-only array (readable examples, layer, token, d_model), its file compared in size now."""
         found = self._maps.get(shard_idx)
         if found is not None:
@@ -206,14 +213,14 @@ class Reader:
         except NotFoundError as error:
             self.check_size(shard_idx)
             raise MissingShardError("the shard is missing", where=f"{self.transport.url}/{name}") from error
-        mapped = np.frombuffer(buffer, dtype=DTYPE).reshape(n, *layout.shape[1:])
+        mapped = np.frombuffer(buffer, dtype=self.dtype).reshape(n, *layout.shape[1:])
         mapped.flags.writeable = False
         self._maps[shard_idx] = (mapped, name)
         return mapped
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, steps: Sequence[Step], out: FloatArray) -> None:
+    def _run(self, steps: Sequence[Step], out: NumberArray) -> None:
         gathers = [step for step in steps if isinstance(step, MappedRows)]
         if gathers:
             self._gather_all(gathers, out)
@@ -223,35 +230,38 @@ class Reader:
             self.check(step.shard_idx, step.highest)
             if isinstance(step, MappedBox):
                 examples, layers, tokens, columns = map(_index, step.axes)
-                np.copyto(out[step.place], self._mapped(step.shard_idx)[examples, layers, tokens][..., columns])
-            elif step.direct:
+                convert(self._mapped(step.shard_idx)[examples, layers, tokens][..., columns], out[step.place])
+            elif step.direct and out.dtype == self.dtype:
                 self._read_direct(step, out)
             else:
                 self._fetch(step, out)
 
-    def _gather_all(self, steps: Sequence[MappedRows], out: FloatArray) -> None:
+    def _gather_all(self, steps: Sequence[MappedRows], out: NumberArray) -> None:
         """Copy rows out of maps, with several threads where that is worth it."""
         n = n_threads(out.nbytes, part_bytes=THREAD_BYTES)
         most = len(out) if n == 1 else max(1, THREAD_BYTES // self.layout.vector_nbytes)
         parts = deque((step, slice(at, at + most)) for step in steps for at in range(0, len(step.vector), most))
         share(lambda part: self._gather(*part, out), parts, n)
 
-    def _gather(self, step: MappedRows, some: slice, out: FloatArray) -> None:
+    def _gather(self, step: MappedRows, some: slice, out: NumberArray) -> None:
         """Copy rows out of a map."""
         self.check(step.shard_idx, step.highest)
         source, vector = self._mapped(step.shard_idx).reshape(-1, self.layout.d_model), step.vector[some]
         # mode="clip" because take() would otherwise buffer its output; the positions have been checked.
-        if step.place is None:
+        if step.place is None and out.dtype == self.dtype:
             np.take(source, vector, axis=0, out=out[some], mode="clip")
             return
-        place, n = step.place[some], max(1, SCRATCH_BYTES // self.layout.vector_nbytes)
-        scratch = np.empty((min(n, len(vector)), self.layout.d_model), dtype=np.float32)
+        n = max(1, SCRATCH_BYTES // self.layout.vector_nbytes)
+        scratch = np.empty((min(n, len(vector)), self.layout.d_model), dtype=self.dtype)
         for start in range(0, len(vector), n):
             part = scratch[: len(vector[start : start + n])]
             np.take(source, vector[start : start + n], axis=0, out=part, mode="clip")
-            out[place[start : start + n]] = part
+            if step.place is None:
+                convert(part, out[some][start : start + n])
+            else:
+                out[step.place[some][start : start + n]] = converted(part, out.dtype)
 
-    def _read_direct(self, step: Runs, out: FloatArray) -> None:
+    def _read_direct(self, step: Runs, out: NumberArray) -> None:
         """Read runs straight into the output."""
         raw = out.reshape(-1).view(np.uint8).data
         unit_nbytes = step.n_vectors * self.layout.vector_nbytes
@@ -264,23 +274,23 @@ class Reader:
             self.check_size(step.shard_idx)
             raise
 
-    def _fetch(self, step: Runs, out: FloatArray) -> None:
+    def _fetch(self, step: Runs, out: NumberArray) -> None:
         """Fetch runs and copy what is kept of them to their places."""
         targets = out.reshape(-1, *step.unit)
         columns = slice(None) if step.columns is None else _index(step.columns)
         n = step.n_vectors
         try:
             for number, view in fetch(self.transport, shard_name(step.shard_idx), step.spans):
-                rows = np.frombuffer(view, dtype=DTYPE).reshape(-1, self.layout.d_model)
+                rows = np.frombuffer(view, dtype=self.dtype).reshape(-1, self.layout.d_model)
                 lo, hi = int(step.spans.first[number]), int(step.spans.first[number + 1])
                 at = step.first[lo:hi] - int(step.spans.starts[number]) // self.layout.vector_nbytes
                 place = step.place[lo:hi]
                 if n == 1:
-                    targets[place] = rows[at][:, columns].reshape(hi - lo, *step.unit)
+                    targets[place] = converted(rows[at][:, columns], out.dtype).reshape(hi - lo, *step.unit)
                     continue
                 for first, to in zip(at.tolist(), place.tolist(), strict=True):
                     run = rows[first : first + n] if step.kept is None else rows[first + step.kept]
-                    targets[to] = run[..., columns].reshape(step.unit)
+                    targets[to] = converted(run[..., columns], out.dtype).reshape(step.unit)
         except NotFoundError:
             self.check_size(step.shard_idx)
             raise

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis
 from saev_store.core.plan import Part
 from saev_store.core.rows import Coordinates, RowSpace
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.store.reader import FloatArray
+from saev_store.store.reader import FloatArray, NumberArray
 
 if TYPE_CHECKING:
     from saev_store.store.estimate import Estimate, Prices
@@ -34,9 +35,11 @@ class Selection:
     Coordinates(example_idx=array([0, 1]), layer=array([5, 5]), token_idx=array([0, 1]))
     """
 
-    def __init__(self, reader: Reader, space: RowSpace) -> None:
+    def __init__(self, reader: Reader, space: RowSpace, dtype: np.dtype[np.generic] = FLOAT32) -> None:
         self.reader = reader
         self.space = space
+        #: Of the vectors that come out.
+        self.dtype = dtype
 
     def __len__(self) -> int:
         return len(self.space)
@@ -47,12 +50,9 @@ class Selection:
         return len(self.space), self.space.layout.d_model
 
     @property
-    def dtype(self) -> np.dtype[np.float32]:
-        return np.dtype(np.float32)
-
-    @property
     def nbytes(self) -> int:
-        return len(self.space) * self.space.layout.vector_nbytes
+        """Bytes of all rows, as they come out."""
+        return len(self.space) * self.space.layout.d_model * self.dtype.itemsize
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -64,12 +64,12 @@ class Selection:
         picked = parse_axis(rows, len(self), "row")
         return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
 
-    def rows(self, rows: object, out: FloatArray | None = None) -> FloatArray:
-        """The vectors of many rows, float32 (n, d_model), in the order given; rows may repeat.
+    def rows(self, rows: object, out: NumberArray | None = None) -> FloatArray:
+        """The vectors of many rows, (n, d_model) of `dtype`, in the order given; rows may repeat.
 
         Args:
             rows: Row numbers: a list or array of integers (negative ones count from the end), a slice or a mask.
-            out: Memory to fill instead of fresh memory: float32, C order, (n, d_model).
+            out: Memory to fill instead of fresh memory: of `dtype`, C order, (n, d_model).
 
         Raises:
             SelectionError: a row is out of range.
@@ -77,7 +77,7 @@ class Selection:
             CorruptShardError: a shard of those rows is missing or short.
         """
         picked = parse_axis(rows, len(self), "row")
-        out = prepared(out, (length(picked), self.space.layout.d_model))
+        out = prepared(out, (length(picked), self.space.layout.d_model), self.dtype)
         self.reader.execute(self._plan(picked), out)
         return out
 
@@ -149,7 +149,7 @@ class Selection:
         block = self._block()
         if block is None:
             return self.rows(slice(None))
-        out = np.empty(block.full_shape, dtype=np.float32)
+        out = prepared(None, block.full_shape, self.dtype)
         self.reader.execute(self.reader.plan(block), out)
         return out.reshape(self.shape)
 
@@ -166,9 +166,9 @@ class Selection:
     def _view(self) -> FloatArray | None:
         block = self._block()
         strided = self.reader.view(block) if block is not None else None
-        if strided is None:
+        if strided is None or strided.dtype != self.dtype:
             return None
-        rows = strided.reshape(self.shape)
+        rows = cast("FloatArray", strided.reshape(self.shape))
         return rows if np.shares_memory(rows, strided) else None
 
     def __repr__(self) -> str:
@@ -177,13 +177,13 @@ class Selection:
         return f"<Selection {self.shape[0]:,} rows x {self.shape[1]} of layers {list(self.layers)}, {space.tokens.count} tokens{ignored}>"
 
 
-def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
-    """Fresh memory of a shape, or the caller's after a check."""
+def prepared(out: NumberArray | None, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> FloatArray:
+    """Fresh memory of a shape and dtype, or the caller's after a check."""
     if out is None:
         try:
-            return np.empty(shape, dtype=np.float32)
+            return cast("FloatArray", np.empty(shape, dtype=dtype))
         except (MemoryError, ValueError) as error:
-            nbytes = 4 * int(np.prod(np.array(shape, dtype=object)))
+            nbytes = dtype.itemsize * int(np.prod(np.array(shape, dtype=object)))
             raise ArgumentError(
                 f"a result of shape {shape} needs {nbytes:,} bytes, which this machine does not give",
                 where="index",
@@ -192,13 +192,13 @@ def prepared(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
     given = cast("object", out)  # callers may not check types
     if (
         not isinstance(given, np.ndarray)
-        or out.dtype != np.float32
+        or out.dtype != dtype
         or out.shape != shape
         or not out.flags.c_contiguous
         or not out.flags.writeable
     ):
         found = f"{out.dtype} {out.shape}" if isinstance(given, np.ndarray) else type(given).__name__
         raise ArgumentError(
-            f"out is {found}; it must be a writable float32 array of shape {shape} in C order", where="out"
+            f"out is {found}; it must be a writable {dtype.name} array of shape {shape} in C order", where="out"
         )
-    return out
+    return cast("FloatArray", out)

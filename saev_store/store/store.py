@@ -6,17 +6,19 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
+from saev_store.core.dtypes import ReadDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.store.opening import Opened, OpenedStore, as_metadata, open_store
-from saev_store.store.reader import FloatArray, Reader
+from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, prepared
+from saev_store.store.token_arrays import MASK, kept_tokens
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ TaskSizes: TypeAlias = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | L
 class ShardStore(OpenedStore):
     """An opened store of activations: index it like a NumPy array, or select from it by label.
 
-    Made by `ShardStore.open`. Reads return fresh float32 arrays. May be shared between threads, pickled (it reopens), and
+    Made by `ShardStore.open`. Reads return fresh float32 arrays, or those of another `dtype=` where a method takes one. May be shared between threads, pickled (it reopens), and
     used in forked children where its transport allows that. `as_*` methods give views, `to_*` methods write copies.
 
     >>> from saev_store import ShardStore
@@ -128,6 +130,7 @@ class ShardStore(OpenedStore):
         part: tuple[int, int] | None = None,
         pad: bool | None = None,
         on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
+        on_overflow: Literal["raise", "warn", "saturate"] = "raise",
         progress: bool | None = None,
     ) -> ShardWriter:
         """A writer of the new store `<root>/<metadata.hash>`, which is published, as a whole, when it is complete.
@@ -141,6 +144,7 @@ class ShardStore(OpenedStore):
             part: `(rank, world)`: write only this part of the shards; `ShardStore.finalize` publishes.
             pad: Write the last shard at full size, its tail zeros.
             on_nonfinite: What to do with NaN and infinity in appended activations.
+            on_overflow: What to do with finite numbers that become infinite in the dtype of a 16-bit store.
             progress: Show a bar on stderr; default: when it is a terminal.
         """
         from saev_store.writer import create_store
@@ -148,7 +152,7 @@ class ShardStore(OpenedStore):
         transport = open_transport(root, storage_options)
         return create_store(
             transport, as_metadata(metadata), resume=resume, exist_ok=exist_ok, part=part, pad=pad,
-            on_nonfinite=on_nonfinite, progress=progress,
+            on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
         )  # fmt: skip
 
     @classmethod
@@ -196,20 +200,22 @@ class ShardStore(OpenedStore):
         for example in range(len(self)):
             yield self[example]
 
-    def read(self, key: Key = ..., *, out: FloatArray | None = None) -> FloatArray:
-        """`self[key]`, optionally into memory that the caller owns.
+    def read(self, key: Key = ..., *, dtype: ReadDtype = "float32", out: NumberArray | None = None) -> FloatArray:
+        """`self[key]`, optionally of another dtype, and into memory that the caller owns.
 
         Args:
             key: Integers, slices with steps, lists, boolean masks, ellipsis: NumPy's rules, layers by position.
-            out: Memory to fill: float32, C order, of exactly the result's shape.
+            dtype: "float32", "float64", "bfloat16", "float16" or "stored"; a narrower one than the store's rounds to nearest
+                even.
+            out: Memory to fill: of that dtype, C order, of exactly the result's shape.
 
         Raises:
             SelectionError: the key does not fit the tensor.
-            ArgumentError: `out` does not fit the result.
+            ArgumentError: `out` does not fit the result, or the dtype is none of these.
             CorruptShardError: a shard that is needed is missing, short or was lost.
         """
         request = parse_key(key, self.layout.shape)
-        result = prepared(out, request.shape)
+        result = prepared(out, request.shape, read_dtype(dtype, self.layout.dtype))
         self._reader.execute(
             self._reader.plan(request), result.reshape(request.full_shape) if isinstance(request, Block) else result
         )
@@ -233,7 +239,7 @@ class ShardStore(OpenedStore):
 
         request, count = parse_key(key, self.layout.shape), PlanCount(self._reader)
         count.add(self._reader.plan(request))
-        return count.estimate(math.prod(request.shape) * self.dtype.itemsize, prices)
+        return count.estimate(math.prod(request.shape) * self.layout.itemsize, prices)
 
     def sel(
         self,
@@ -242,6 +248,9 @@ class ShardStore(OpenedStore):
         tokens: Tokens = "all",
         examples: object = None,
         ignore_labels: Sequence[int] | None = None,
+        where: Mapping[str, object] | None = None,
+        masked: bool = False,
+        dtype: ReadDtype = "float32",
     ) -> Selection:
         """Vectors chosen by label, as the rows of a lazy (n, d_model) array.
 
@@ -250,24 +259,33 @@ class ShardStore(OpenedStore):
             tokens: `"content"`, `"special"` (CLS) or `"all"`.
             examples: Positions: all by default, else an integer, slice, list or boolean mask.
             ignore_labels: Leave out content tokens that carry one of these labels, such as the background.
+            where: Only content tokens whose token arrays have these values: name to value, or to several.
+            masked: Choose also content tokens whose `mask` is false, in stores that record one.
+            dtype: Of the vectors that come out, as in `read`.
 
         Raises:
             LayerNotFoundError: a layer was not recorded; the message lists those that were.
             SelectionError: anything else this store does not hold.
         """
         labels = self.labels if ignore_labels is not None else None
+        hides = not masked and tokens != "special" and self.metadata.declares_token_arrays and MASK in self.token_arrays
+        if where is not None or hides:
+            kept = kept_tokens(self.token_arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
+            ignore_labels, labels = (0,), kept
         space = row_space(
             self.layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels, labels=labels
         )
-        return Selection(self._reader, space)
+        return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype))
 
-    def as_numpy(self, key: Key = ..., *, copy: bool | None = None) -> FloatArray:
+    def as_numpy(self, key: Key = ..., *, copy: bool | None = None, dtype: ReadDtype = "float32") -> FloatArray:
         """The tensor, or `key` of it, as one NumPy array.
 
         Args:
             key: As in `store[key]`.
             copy: `False` for a read-only view of the mapped file, without reading anything, or an error where there is
-                none; `True` for fresh memory; `None` for a view where there is one. A view keeps the map alive.
+                none; `True` for fresh memory; `None` for a view where there is one. A view keeps the map alive, and has
+                the stored dtype.
+            dtype: As in `read`.
 
         Raises:
             ArgumentError: `copy=False`, but the key spans shards, uses lists, or the store is not mapped.
@@ -275,16 +293,16 @@ class ShardStore(OpenedStore):
         if copy is not True:
             request = parse_key(key, self.layout.shape)
             view = self._reader.view(request) if isinstance(request, Block) else None
-            if view is not None:
-                return view
+            if view is not None and view.dtype == read_dtype(dtype, self.layout.dtype):
+                return cast("FloatArray", view)
             if copy is False:
                 raise ArgumentError(
                     f"{brief(key)} is no view: a view takes integers and slices of examples in one shard (of "
-                    f"{self.layout.examples_per_shard} examples) of a local store",
+                    f"{self.layout.examples_per_shard} examples) of a local store, in the stored dtype {self.dtype.name}",
                     where="copy=False",
                     remedy="Use copy=None to copy where needed.",
                 )
-        return self.read(key)
+        return self.read(key, dtype=dtype)
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, *, copy: bool | None = None) -> np.ndarray:
         array = self.as_numpy(copy=copy)
@@ -292,7 +310,9 @@ class ShardStore(OpenedStore):
 
     # -- views and exports ---------------------------------------------------------------------------------------------
 
-    def as_zarr(self, *, chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto") -> ZarrView:
+    def as_zarr(
+        self, *, chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto", dtype: ReadDtype = "float32"
+    ) -> ZarrView:
         """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and `labels` where they exist.
 
         Nothing is copied or listed: each chunk is a range of bytes of a shard. See `saev_store.zarr.open_view`.
@@ -305,7 +325,7 @@ class ShardStore(OpenedStore):
         """
         from saev_store.zarr import open_view
 
-        return open_view(self, chunks=chunks, sharded=sharded)
+        return open_view(self, chunks=chunks, sharded=sharded, dtype=dtype)
 
     def as_xarray(self, *, chunks: TaskSizes = None) -> xarray.Dataset:
         """A lazy `xarray.Dataset` of the activations with dimension names, layer labels and token numbers (-1 is CLS).

@@ -13,8 +13,8 @@ import torch
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
 from saev_store.loaders import Allocate, RowNumbers
-from saev_store.store.reader import FloatArray
-from saev_store.torch.batch import ExampleBatch, tensor_of
+from saev_store.store.reader import NumberArray
+from saev_store.torch.batch import ExampleBatch, tensor_of, torch_dtype
 from saev_store.transport import Buffer
 
 
@@ -137,10 +137,11 @@ def pinned(device: str) -> Allocate | None:
     if torch.device(device).type != "cuda":
         return None
 
-    def make(shape: tuple[int, int]) -> FloatArray:
+    def make(shape: tuple[int, int], dtype: np.dtype[np.generic]) -> NumberArray:
         """Pinned memory."""
-        found: np.ndarray = torch.empty(shape, dtype=torch.float32, pin_memory=True).numpy()
-        return found
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        found: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return found.view(dtype).reshape(shape)
 
     return make
 
@@ -178,6 +179,8 @@ class DeviceMemory:
         n_rows: How many rows.
         d_model: Numbers of a row.
         copies: How to get to the device.
+        stored: The dtype of the rows, which go to the device, and are kept there, as they are stored.
+        dtype: Of the batches.
 
     Raises:
         ArgumentError: the device does not have that much memory.
@@ -185,21 +188,23 @@ class DeviceMemory:
 
     lendable = None
 
-    def __init__(self, n_rows: int, d_model: int, copies: Copies) -> None:
-        self._copies = copies
+    def __init__(
+        self, n_rows: int, d_model: int, copies: Copies, *, stored: np.dtype[np.generic], dtype: np.dtype[np.generic]
+    ) -> None:
+        self._copies, self._stored, self._dtype = copies, stored, torch_dtype(dtype)
         try:
             with copies.queue():
-                self._rows = torch.empty((n_rows, d_model), dtype=torch.float32, device=copies.device)
+                self._rows = torch.empty((n_rows, d_model), dtype=torch_dtype(stored), device=copies.device)
         except RuntimeError as error:  # out of memory
             raise ArgumentError(
-                f"{copies.device} does not give {4 * n_rows * d_model:,} bytes: {error}",
+                f"{copies.device} does not give {stored.itemsize * n_rows * d_model:,} bytes: {error}",
                 where="window_bytes",
                 remedy="Use a smaller window.",
             ) from None
 
     def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
         """Copy the rows in `source`, bytes, to the rows `to[place]`. Of memory that is not pinned, all that is needed has been taken when this returns."""
-        rows = np.frombuffer(source, np.float32).reshape(-1, self._rows.shape[1])
+        rows = np.frombuffer(source, self._stored).reshape(-1, self._rows.shape[1])
         rows = rows if rows.flags.writeable else rows.copy()  # a tensor cannot be made of memory that is read-only
         with self._copies.queue():
             index = tensor_of(to[place].astype(np.int64)).to(self._rows.device, non_blocking=True)
@@ -210,12 +215,12 @@ class DeviceMemory:
         with self._copies.queue():
             self._rows[to].copy_(self._rows[source])
 
-    def copied(self, start: int, n_rows: int) -> FloatArray:
+    def copied(self, start: int, n_rows: int) -> NumberArray:
         """Some rows as a batch: a tensor, of which what makes batches only asks for the length."""
         with self._copies.queue():
-            return cast("FloatArray", self._rows[start : start + n_rows].clone())
+            return cast("NumberArray", self._rows[start : start + n_rows].to(self._dtype, copy=True))
 
-    def scale(self, act: FloatArray, factor: float) -> None:
+    def scale(self, act: NumberArray, factor: float) -> None:
         """`act *= factor`."""
         with self._copies.queue():
             cast("torch.Tensor", cast("object", act)).mul_(factor)

@@ -28,8 +28,20 @@ class ExampleBatch(dict[str, Value]):
         raise KeyError(key)
 
 
+def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
+    """The dtype of tensors for one of NumPy, bfloat16 of `ml_dtypes` included.
+
+    >>> torch_dtype(np.dtype(np.float16))
+    torch.float16
+    """
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """The same memory as a tensor."""
+    if array.dtype.name == "bfloat16":  # torch knows the bits, not the dtype of `ml_dtypes`
+        return tensor_of(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing about the array
 
 

@@ -75,6 +75,8 @@ class IndexedConfig(_OldNames):
         seed: Unused; understood because older scripts pass it.
         debug: Log what is done.
         ignore_labels: Leave out content tokens with these labels.
+        masked: Hand out also tokens whose `mask` is false, in stores that record one.
+        dtype: Of the vectors: "float32", or "stored", or another one that `ShardStore.read` takes.
         storage_options: What fsspec hands to the file system.
     """
 
@@ -84,6 +86,8 @@ class IndexedConfig(_OldNames):
     seed: int = 17
     debug: bool = False
     ignore_labels: tuple[int, ...] = ()
+    masked: bool = False
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
     storage_options: dict[str, object] | None = None
 
 
@@ -95,6 +99,8 @@ class _LoaderConfig(_OldNames):
     tokens: WhichTokens = "content"
     layer: Layer = -2
     ignore_labels: tuple[int, ...] = ()
+    masked: bool = False
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
     examples: Examples | None = None
     damaged_ok: bool = False
     buffer_size: Count = 64
@@ -115,7 +121,7 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
     Attributes:
         prefetch_batches: Default: by `buffer_size` and `buffer_bytes`.
         scale_norm: `True` takes the statistics beside the store, and makes them of a sample where there are none.
-        shards, tokens, layer, ignore_labels, storage_options: As in `IndexedConfig`.
+        shards, tokens, layer, ignore_labels, masked, dtype, storage_options: As in `IndexedConfig`.
         examples: Which examples: positions, a slice, or a mask over all of them; default: all.
         damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.

@@ -51,7 +51,13 @@ class IndexedDataset(Dataset[ExampleBatch]):
     def __init__(self, cfg: IndexedConfig) -> None:
         self.cfg = cfg
         self.store = ShardStore.open(cfg.shards, cfg.storage_options)
-        self.rows = self.store.sel(layer=cfg.layer, tokens=cfg.tokens, ignore_labels=cfg.ignore_labels or None)
+        self.rows = self.store.sel(
+            layer=cfg.layer,
+            tokens=cfg.tokens,
+            ignore_labels=cfg.ignore_labels or None,
+            masked=cfg.masked,
+            dtype=cfg.dtype,
+        )
         space = self.rows.space
         self._labels = self.store.labels if cfg.tokens != "special" else None
         self._several = len(space.layer_idx) > 1
@@ -120,16 +126,16 @@ class IndexedDataset(Dataset[ExampleBatch]):
             found["token_labels"] = np.where(where.token_idx < 0, np.uint8(NO_LABEL), labels)
         return tensors(found)
 
-    def _memory(self, n: int) -> npt.NDArray[np.float32]:
+    def _memory(self, n: int) -> npt.NDArray[np.generic]:
         """Memory for n rows without other references: touching fresh memory for the first time costs as much as filling it."""
         if n < _MIN_ROWS_PER_THREAD:
-            return np.empty((n, self.d_model), dtype=np.float32)
+            return np.empty((n, self.d_model), dtype=self.rows.dtype)
         buffers = self._buffers
         if buffers is None or buffers.shape[0] < n:
-            buffers = self._buffers = BufferPool((n, self.d_model), _N_BUFFERS)
+            buffers = self._buffers = BufferPool((n, self.d_model), _N_BUFFERS, dtype=self.rows.dtype)
         return buffers.get()[:n]
 
-    def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
+    def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.generic]) -> None:
         """Fill `act` with the rows `picked`, by whichever way the medium is best at."""
         n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
         if n_parts < 2:
@@ -150,7 +156,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         for task in tasks:
             task.result()
 
-    def _read(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.float32]) -> None:
+    def _read(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.generic]) -> None:
         """Scattered vectors from a disk, many at a time."""
         if self._scattered is None:
             self._scattered = ScatteredReads(self.rows, self._medium)

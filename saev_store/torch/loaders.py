@@ -101,7 +101,12 @@ class TorchLoader(ABC, Generic[Config]):
         cfg = self.cfg
         examples = list(cfg.examples) if isinstance(cfg.examples, tuple) else cfg.examples
         return self.store.sel(
-            layer=cfg.layer, tokens=cfg.tokens, ignore_labels=cfg.ignore_labels or None, examples=examples
+            layer=cfg.layer,
+            tokens=cfg.tokens,
+            ignore_labels=cfg.ignore_labels or None,
+            examples=examples,
+            masked=cfg.masked,
+            dtype=cfg.dtype,
         )
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -328,11 +333,16 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
                 where="window_device",
             )
         window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
-        memory = None
+        memory, rows = None, self._rows()
         if cfg.window_device is not None:
-            memory = partial(DeviceMemory, copies=self._copies or PlainCopies(torch.device("cpu")))
+            memory = partial(
+                DeviceMemory,
+                copies=self._copies or PlainCopies(torch.device("cpu")),
+                stored=self.store.dtype,
+                dtype=rows.dtype,
+            )
         return ShuffledLoader(
-            self._rows(),
+            rows,
             _fields_of(cfg, ShuffleOptions()),
             labels=self.store.labels,
             make_buffer=pinned(cfg.device),

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.layout import DTYPE, ITEMSIZE, IntArray, Layout, shard_name
+from saev_store.core.dtypes import ITEMSIZES
+from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.problems import Problem
 from saev_store.validation._report import Ranges, merge_ranges
 
 NO_RUNS: IntArray = np.empty((0, 2), dtype=np.int64)
+
+
+_Bits = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
+#: The bits of the exponent: all are set in infinities and NaN.
+_EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,38 +35,42 @@ class Scan:
     n_nonfinite: int
 
 
-def scan_piece(piece: memoryview, *, start: int, d_model: int) -> Scan:
+def scan_piece(piece: memoryview, *, start: int, d_model: int, dtype: str = "float32") -> Scan:
     """Find zero vectors and non-finite numbers in consecutive bytes of a shard.
 
     A vector is zero if all its bits are, as in a row of a sparse file that was never written.
 
     Args:
-        piece: Whole float32 elements.
+        piece: Whole elements.
         start: Position of the first one in the shard, in elements.
         d_model: Length of a vector.
+        dtype: Of an element, as a layout names it.
 
     >>> data = np.array([0, 0, 0, 0, 1, 0, 0, 0, 0, 2], dtype="<f4")
     >>> scan_piece(memoryview(data).cast("B"), start=1, d_model=3).zero_runs.tolist()
     [[1, 3], [6, 9]]
     """
-    values = np.frombuffer(piece, dtype=DTYPE)
-    bits = np.frombuffer(piece, dtype="<u4")
+    bits = np.frombuffer(piece, dtype=f"<u{ITEMSIZES[dtype]}")
     if not bits.size:
         return Scan(NO_RUNS, 0)
     if not bits[:1024].any() and not bits.any():
         return Scan(np.array([[start, start + bits.size]], dtype=np.int64), 0)
-    return Scan(_zero_runs(bits, start, d_model), _count_nonfinite(values))
+    return Scan(_zero_runs(bits, start, d_model), _count_nonfinite(bits, dtype))
 
 
-def _count_nonfinite(values: npt.NDArray[np.float32]) -> int:
+def _count_nonfinite(bits: _Bits, dtype: str) -> int:
+    if dtype != "float32":
+        exponent = _EXPONENTS[dtype]
+        return int(np.count_nonzero((bits & exponent) == exponent))
     # One dot product reads the piece once. It is finite unless an element is not, or elements exceed about 1e16.
+    values = bits.view(np.float32)
     with np.errstate(all="ignore"):
         if np.isfinite(np.dot(values, values)):
             return 0
     return values.size - int(np.count_nonzero(np.isfinite(values)))
 
 
-def _zero_runs(bits: npt.NDArray[np.uint32], start: int, d_model: int) -> IntArray:
+def _zero_runs(bits: _Bits, start: int, d_model: int) -> IntArray:
     edge = min((-start) % d_model, bits.size)
     n_vectors = (bits.size - edge) // d_model
     runs: list[IntArray] = []
@@ -78,7 +88,7 @@ def _zero_runs(bits: npt.NDArray[np.uint32], start: int, d_model: int) -> IntArr
     return np.concatenate(runs) if runs else NO_RUNS
 
 
-def _zero_vectors(vectors: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
+def _zero_vectors(vectors: _Bits) -> npt.NDArray[np.intp]:
     # Comparing a few columns touches one cache line per vector and excludes nearly all vectors, also sparse ones.
     d_model = vectors.shape[1]
     suspects = np.flatnonzero(vectors[:, 0] == 0)
@@ -119,7 +129,7 @@ def is_zero(piece: memoryview) -> bool:
     >>> is_zero(memoryview(bytes(9))), is_zero(memoryview(bytes([0, 0, 0, 0, 1])))
     (True, False)
     """
-    whole = len(piece) // ITEMSIZE * ITEMSIZE
+    whole = len(piece) // 4 * 4
     return not np.frombuffer(piece[:whole], dtype="<u4").any() and not any(piece[whole:])
 
 

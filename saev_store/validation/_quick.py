@@ -12,9 +12,10 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from saev_store.core.layout import Layout, shard_name
-from saev_store.documents import Metadata, ShardsIndex, labels_nbytes, match_hash
+from saev_store.core.token_arrays import LABELS, TokenArray
+from saev_store.documents import Metadata, ShardsIndex, match_hash
 from saev_store.errors import NotFoundError, SaevStoreError
-from saev_store.names import LABELS_NAME, WORK_FOLDER
+from saev_store.names import WORK_FOLDER
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Entry, Lists, Transport
 
@@ -156,12 +157,13 @@ def quick_checks(
         exactly its used bytes (cut), the full capacity (padded), or whole examples in between; any other size is a
         problem with the examples that it makes unreadable.
     """
-    return check_survey(survey_store(transport, index), metadata, index, dirname=dirname)
+    return check_survey(survey_store(transport, metadata, index), metadata, index, dirname=dirname)
 
 
-def survey_store(transport: Transport, index: ShardsIndex) -> Survey:
-    """Survey of the listed shards and the labels."""
-    return survey(transport, [*map(shard_name, range(index.n_listed)), LABELS_NAME])
+def survey_store(transport: Transport, metadata: Metadata, index: ShardsIndex) -> Survey:
+    """Survey of the listed shards and the token arrays."""
+    arrays = [array.file_name for array in metadata.recordable]
+    return survey(transport, [*map(shard_name, range(index.n_listed)), *arrays])
 
 
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
@@ -169,7 +171,9 @@ def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirnam
     layout = metadata.layout
     problems = [*metadata.problems, *index.problems, *check_dirname(metadata, dirname)]
     problems += _check_shards(layout, index, seen)
-    problems += _check_labels(layout, seen.found.get(LABELS_NAME))
+    for array in metadata.recordable:
+        found = seen.found.get(array.file_name, MISSING)
+        problems += _check_token_array(layout, array, found, is_declared=metadata.declares_token_arrays)
     if seen.complete:
         problems += _check_other_names(layout, index, seen)
     return problems
@@ -259,27 +263,32 @@ def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
     return None
 
 
-def _check_labels(layout: Layout, found: Found | None) -> Iterator[Problem]:
-    if found is None or found == MISSING:
-        return  # labels are optional
+def _check_token_array(layout: Layout, array: TokenArray, found: Found, *, is_declared: bool) -> Iterator[Problem]:
+    name, what = array.file_name, token_array_kind(array)
+    if found == MISSING:
+        if is_declared:  # labels of older stores are optional
+            message = f"{name} is missing. Vectors are readable, {array.name} are not"
+            yield Problem(f"missing_{what}", message, where=name)
+        return
     if found.size is None:
-        yield Problem("unreadable_labels", f"{LABELS_NAME} cannot be read: {found.why}", where=LABELS_NAME)
+        yield Problem(f"unreadable_{what}", f"{name} cannot be read: {found.why}", where=name)
         return
     if found.link:
-        yield Problem(
-            "symlinked_labels",
-            f"{LABELS_NAME} is a symbolic link to {found.link!r}",
-            where=LABELS_NAME,
-            severity="info",
-        )
-    expected = labels_nbytes(layout)
+        yield Problem(f"symlinked_{what}", f"{name} is a symbolic link to {found.link!r}", where=name, severity="info")
+    expected = array.nbytes(layout)
     if found.size != expected:
+        each = "" if array == LABELS else f" of {array.dtype}"
         yield Problem(
-            "labels_size",
-            f"{LABELS_NAME} has {found.size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} "
-            f"content tokens take {expected:,}. Vectors are readable, labels are not",
-            where=LABELS_NAME,
+            f"{what}_size",
+            f"{name} has {found.size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} "
+            f"content tokens{each} take {expected:,}. Vectors are readable, {array.name} are not",
+            where=name,
         )
+
+
+def token_array_kind(array: TokenArray) -> str:
+    """What codes of problems call a token array."""
+    return "labels" if array == LABELS else "token_array"
 
 
 def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,14 +18,15 @@ from xxhash import xxh3_128
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
-from saev_store.core.layout import ITEMSIZE, IntArray, Layout, shard_name
-from saev_store.documents import Metadata, ShardsIndex, labels_nbytes
+from saev_store.core.layout import IntArray, Layout, shard_name
+from saev_store.core.token_arrays import LABELS, TokenArray
+from saev_store.documents import Metadata, ShardsIndex
 from saev_store.errors import DocumentError, SaevStoreError
-from saev_store.names import DIGESTS_NAME, LABELS_NAME
+from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 from saev_store.validation._judge import NO_RUNS, ShardSummary, is_zero, judge, merge_runs, scan_piece
-from saev_store.validation._quick import Survey, check_survey, survey_store
+from saev_store.validation._quick import Survey, check_survey, survey_store, token_array_kind
 from saev_store.validation._report import Report
 
 #: Local pieces fit into a core's cache; a remote piece is one request.
@@ -64,11 +65,11 @@ def validate(
         SaevStoreError: the folder cannot be accessed.
     """
     started = time.perf_counter()
-    seen = survey_store(transport, index)
+    seen = survey_store(transport, metadata, index)
     problems = check_survey(seen, metadata, index, dirname=dirname)
     checked_bytes = 0
     if deep:
-        found, checked_bytes = _read_everything(transport, metadata.layout, index, seen, progress=progress)
+        found, checked_bytes = _read_everything(transport, metadata, index, seen, progress=progress)
         problems += found
     return Report(
         url=transport.url,
@@ -82,9 +83,10 @@ def validate(
 
 
 def _read_everything(
-    transport: Transport, layout: Layout, index: ShardsIndex, seen: Survey, *, progress: bool | None
+    transport: Transport, metadata: Metadata, index: ShardsIndex, seen: Survey, *, progress: bool | None
 ) -> tuple[list[Problem], int]:
-    digests = promised_digests(transport, layout)
+    layout = metadata.layout
+    digests = promised_digests(transport, layout, metadata.recordable)
     sizes = [
         (shard_idx, found.size)
         for shard_idx in range(index.n_listed)
@@ -103,30 +105,31 @@ def _read_everything(
             if summary is not None:
                 summaries.append(summary)
     problems = [*digests.problems, *judge(layout, summaries, digests.files, digests.block_bytes)]
-    labels = seen.found.get(LABELS_NAME)
-    if labels is not None and labels.size == labels_nbytes(layout):
-        checked_bytes += labels_nbytes(layout)
-        problems += _check_labels(transport, layout, digests)
-    elif labels is None and LABELS_NAME in digests.files:
-        message = "labels.bin is not there, but digests.json has its digests; vectors are readable, labels are lost"
-        problems.append(Problem("missing_labels", message, where=LABELS_NAME))
+    for array in metadata.recordable:
+        found = seen.found.get(array.file_name)
+        if found is not None and found.size == array.nbytes(layout):
+            checked_bytes += array.nbytes(layout)
+            problems += _check_token_array(transport, layout, array, digests)
+        elif found is None and not metadata.declares_token_arrays and array.file_name in digests.files:
+            message = "labels.bin is not there, but digests.json has its digests; vectors are readable, labels are lost"
+            problems.append(Problem("missing_labels", message, where=array.file_name))
     return problems, checked_bytes
 
 
-def _check_labels(transport: Transport, layout: Layout, digests: Promised) -> Iterator[Problem]:
-    read = _BlockReader(transport, None, digests.block_bytes)
-    blocks = [read(job)[1] for job in _blocks(-1, LABELS_NAME, 0, labels_nbytes(layout), digests.block_bytes)]
+def _check_token_array(transport: Transport, layout: Layout, array: TokenArray, digests: Promised) -> Iterator[Problem]:
+    read, name, what = _BlockReader(transport, None, digests.block_bytes), array.file_name, token_array_kind(array)
+    blocks = [read(job)[1] for job in _blocks(-1, name, 0, array.nbytes(layout), digests.block_bytes)]
     error = next((block.error for block in blocks if block.error), None)
     if error is not None:
-        yield Problem("unreadable_labels", f"{LABELS_NAME} cannot be read: {error}", where=LABELS_NAME)
+        yield Problem(f"unreadable_{what}", f"{name} cannot be read: {error}", where=name)
         return
-    promised = digests.files.get(LABELS_NAME)
+    promised = digests.files.get(name)
     n_wrong = sum(a.digest != b for a, b in zip(blocks, promised, strict=True)) if promised is not None else 0
     if n_wrong:
         message = (
-            f"{n_wrong} of the {len(blocks)} blocks of {LABELS_NAME} are not what was written; labels cannot be trusted"
+            f"{n_wrong} of the {len(blocks)} blocks of {name} are not what was written; {array.name} cannot be trusted"
         )
-        yield Problem("labels_digest_mismatch", message, where=LABELS_NAME)
+        yield Problem(f"{what}_digest_mismatch", message, where=name)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def _read_shards(
     Yields:
         The number of bytes read since the last item, and the summary of a shard after its last block (None otherwise).
     """
-    read = _BlockReader(transport, layout.d_model, block_bytes)
+    read = _BlockReader(transport, layout, block_bytes)
     jobs = (job for shard_idx, size in sizes for job in _shard_jobs(layout, shard_idx, size, block_bytes))
     summary, runs = ShardSummary(-1), list[IntArray]()
     with closing(read), closing(ahead(read, jobs, 2 * read.n_threads)) as results:
@@ -214,13 +217,13 @@ def _blocks(
 
 
 class _BlockReader:
-    """Reads a block in pieces until it is closed, and scans it for zero vectors where `d_model` is given."""
+    """Reads a block in pieces until it is closed, and scans it for zero vectors where a layout is given."""
 
-    def __init__(self, transport: Transport, d_model: int | None, block_bytes: int) -> None:
+    def __init__(self, transport: Transport, layout: Layout | None, block_bytes: int) -> None:
         is_near = transport.is_local or transport.cost.max_gap_bytes == math.inf
         self.n_threads = _LOCAL_THREADS if is_near else _REMOTE_THREADS
         self._transport = transport
-        self._d_model = d_model
+        self._layout = layout
         self._piece_bytes = min(block_bytes, _LOCAL_PIECE_BYTES) if is_near else block_bytes
         self._closed = False
 
@@ -241,9 +244,9 @@ class _BlockReader:
                     zero = zero and is_zero(piece)
                     continue
                 digest.update(piece)
-                if self._d_model is None:
+                if (layout := self._layout) is None:
                     continue
-                found = scan_piece(piece, start=start // ITEMSIZE, d_model=self._d_model)
+                found = scan_piece(piece, start=start // layout.itemsize, d_model=layout.d_model, dtype=layout.dtype)
                 n_nonfinite += found.n_nonfinite
                 runs.append(found.zero_runs)
         except SaevStoreError as error:
@@ -269,7 +272,7 @@ class Promised:
     problems: tuple[Problem, ...]
 
 
-def promised_digests(transport: Transport, layout: Layout) -> Promised:
+def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[TokenArray] = (LABELS,)) -> Promised:
     """The digests of a store. A missing document is an info, an invalid one a warning, an unreadable one an error."""
     from saev_store.writer import load_digests
 
@@ -293,18 +296,19 @@ def promised_digests(transport: Transport, layout: Layout) -> Promised:
             "makes a copy that has one"
         )
         return _none_promised("digests_absent", message, "info")
-    if digests.block_bytes % ITEMSIZE or digests.block_bytes > _MAX_BLOCK_BYTES:
-        message = f"block_bytes is {digests.block_bytes}; it must be a multiple of {ITEMSIZE}, at most 1 GiB"
+    if digests.block_bytes % 4 or digests.block_bytes > _MAX_BLOCK_BYTES:
+        message = f"block_bytes is {digests.block_bytes}; it must be a multiple of 4, at most 1 GiB"
         return _none_promised("digests_document", message, "warning")
     expected = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
-    expected[LABELS_NAME] = labels_nbytes(layout)
+    expected |= {array.file_name: array.nbytes(layout) for array in arrays}
+    optional = {LABELS.file_name}
     files: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
     for name, nbytes in expected.items():
         entry = digests.files.get(name)
         if entry is not None and entry.nbytes == nbytes:
             files[name] = entry.digests
-        elif entry is not None or name != LABELS_NAME:
+        elif entry is not None or name not in optional:
             what = "has no entry" if entry is None else f"has {entry.nbytes} bytes, metadata.json implies {nbytes}"
             message = f"{name} {what} in digests.json; its contents are not compared"
             problems.append(

@@ -21,7 +21,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Transport
 from saev_store.writer._digests import BLOCK_BYTES
-from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy
+from saev_store.writer._inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy
 from saev_store.writer._leftovers import unfinished
 from saev_store.writer._publish import Verify, published_already, remove_hidden
 from saev_store.writer._resume import Kept, check_claim, kept_of, metadata_differences
@@ -57,6 +57,7 @@ def create_store(
     part: tuple[int, int] | None = None,
     pad: bool | None = None,
     on_nonfinite: NonfinitePolicy = "raise",
+    on_overflow: OverflowPolicy = "raise",
     block_bytes: int = BLOCK_BYTES,
     checkpoint_bytes: int = CHECKPOINT_BYTES,
     verify: Verify = "digests",
@@ -74,6 +75,8 @@ def create_store(
         part: (rank, world): write only this part of the shards; `finalize_store` publishes when all parts are there.
         pad: The last file at full size, its tail zeros; None does so where that costs nothing.
         on_nonfinite: What to do with NaN and infinity: `"raise"`, `"warn"`, or `"allow"`; the bits are kept as they are.
+        on_overflow: What to do with finite numbers that become infinite in the store's dtype: `"raise"`, `"warn"` and store
+            infinity, or `"saturate"` at its largest finite number.
         block_bytes: One digest for this many bytes; also the size of a write.
         checkpoint_bytes: Make durable, at the latest, after this many bytes.
         verify: What resuming checks: every byte that is kept, or `"sizes"` only (and the digest of the last block).
@@ -87,14 +90,14 @@ def create_store(
         ArgumentError: an option breaks its rule.
         ReadOnlyError: the transport cannot write.
     """
-    rank, world = _checked_part(part, resume, on_nonfinite, block_bytes, checkpoint_bytes, verify)
+    rank, world = _checked_part(part, resume, on_nonfinite, on_overflow, block_bytes, checkpoint_bytes, verify)
     folder = Folder(root_transport, metadata.hash)
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
     here = Claim.of(metadata, options)
     claim = Owner(folder, CLAIM_PATH, asdict(here))
     owner = claim if world == 1 else Owner(folder, owner_path(rank), attempt=claim.attempt)
-    plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner)
+    plan = ShardPlan(folder, metadata.layout, options.pad, block_bytes, checkpoint_bytes, owner, metadata.recordable)
     open_writer = partial(
         ShardWriter,
         metadata=metadata,
@@ -102,6 +105,7 @@ def create_store(
         shards=shards,
         takeover=resume is not False,
         on_nonfinite=on_nonfinite,
+        on_overflow=on_overflow,
         progress=progress,
     )
 
@@ -139,8 +143,8 @@ def create_store(
             lambda: folder.read(LABELLED) if world > 1 and not is_new else None,
         )
         if not is_published:
-            if kept.labelled is None and declared:
-                kept = replace(kept, labelled=declared == b"true")
+            if kept.has_tokens is None and declared:
+                kept = replace(kept, has_tokens=declared == b"true")
             return open_writer(plan, kept=kept, held=held, complete=False)
     except BaseException as error:
         held.close()
@@ -159,7 +163,8 @@ def create_store(
 def _checked_part(
     part: tuple[object, object] | None,
     resume: object,
-    policy: object,
+    on_nonfinite: object,
+    on_overflow: object,
     block_bytes: object,
     checkpoint_bytes: object,
     verify: object,
@@ -167,7 +172,8 @@ def _checked_part(
     """The rank of the part and the number of parts, after a check of all options."""
     for name, value, allowed in (
         ("resume", resume, (True, False, "auto")),
-        ("on_nonfinite", policy, NONFINITE_POLICIES),
+        ("on_nonfinite", on_nonfinite, NONFINITE_POLICIES),
+        ("on_overflow", on_overflow, get_args(OverflowPolicy)),
         ("verify", verify, get_args(Verify)),
     ):
         if value not in allowed:

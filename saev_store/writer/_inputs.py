@@ -1,21 +1,26 @@
-"""What callers may append, turned into little-endian float32 and uint8 rows, or refused with a reason."""
+"""What callers may append, turned into numbers of the store's dtype and token rows, or refused with a reason."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.layout import DTYPE, Layout
+from saev_store.core.dtypes import ITEMSIZES, converted, numpy_dtype
+from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning
 
 NonfinitePolicy = Literal["raise", "warn", "allow"]
 NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
+OverflowPolicy = Literal["raise", "warn", "saturate"]
 
-#: Types whose values float32 holds exactly.
-_LOSSLESS = {"float16", "bfloat16"}
+#: The largest finite number of a dtype, and the smallest that rounds to infinity: half a step further.
+_LARGEST = {"bfloat16": (float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")), "float16": (65504.0, 65520.0)}
 
 
 class _Tensor(Protocol):
@@ -23,7 +28,7 @@ class _Tensor(Protocol):
 
     @property
     def dtype(self) -> object: ...
-    def float(self) -> _Tensor: ...
+    def view(self, dtype: object) -> _Tensor: ...
     def cpu(self) -> _Tensor: ...
     def numpy(self) -> object: ...
 
@@ -37,8 +42,9 @@ def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
         if not callable(detach):
             return np.asarray(value)
         tensor = cast("_Tensor", detach())
-        if str(tensor.dtype) == "torch.bfloat16":  # NumPy has no such type; float32 holds all of it
-            tensor = tensor.float()
+        if str(tensor.dtype) == "torch.bfloat16":  # NumPy takes its bits only
+            bits = np.asarray(tensor.cpu().view(sys.modules["torch"].int16).numpy())
+            return bits.view(numpy_dtype("bfloat16"))
         return np.asarray(tensor.cpu().numpy())
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise ArgumentError(
@@ -49,7 +55,7 @@ def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
 
 
 def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
-    """A (k, layers, tokens, d_model) array of floats whose values float32 holds exactly; nothing is copied if possible.
+    """A (k, layers, tokens, d_model) array of a dtype that a store may hold; nothing is copied if possible.
 
     Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece.
     """
@@ -64,44 +70,122 @@ def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
             where="acts",
         )
     kind = array.dtype.name
-    if not (array.dtype.newbyteorder("=") == np.float32 or kind in _LOSSLESS):
+    if kind not in ITEMSIZES:
         raise ArgumentError(
-            f"acts has dtype {kind}; a store holds float32, and only float16 and bfloat16 become that without loss",
+            f"acts has dtype {kind}; a writer takes {', '.join(ITEMSIZES)}",
             where="acts",
             remedy="Convert it yourself: `.float()` in torch, `.astype(np.float32)` in NumPy.",
         )
     return array
 
 
-def rows_as_bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
-    """The bytes of some rows as the protocol stores them: little-endian float32, C order; a view where they are so already."""
-    return np.ascontiguousarray(array, dtype=DTYPE).reshape(-1).view(np.uint8)
+def rows_as_bytes(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.uint8]:
+    """The bytes of some rows as the store holds them: little-endian, C order; a view where they are so already.
+
+    Numbers are rounded to nearest even where the store's dtype is narrower.
+    """
+    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    return converted(native, numpy_dtype(layout.dtype)).reshape(-1).view(np.uint8)
 
 
-def as_labels(labels: object, n_examples: int, layout: Layout) -> npt.NDArray[np.uint8]:
-    """A C-contiguous (n_examples, content tokens) uint8 array; `ArgumentError` for another shape or other values."""
-    array = _as_array(labels, where="labels")
-    content = layout.content_tokens_per_example
-    if array.ndim == 1 and n_examples == 1 and array.shape == (content,):
-        array = array[np.newaxis]
-    if array.shape != (n_examples, content):
+def token_rows(
+    given: Mapping[str, object], arrays: Sequence[TokenArray], n_examples: int, layout: Layout, *, required: bool
+) -> npt.NDArray[np.uint8] | None:
+    """The token rows of some examples, (n_examples, bytes of a row); None where nothing is given.
+
+    Args:
+        given: What the caller passed, by name.
+        arrays: What the store may hold for each content token, in the order of the row.
+        n_examples: How many examples these are.
+        layout: The geometry of the store.
+        required: Whether all of `arrays` must be there.
+
+    Raises:
+        ArgumentError: an array is missing or not declared, or has another shape, dtype or range.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    names = [array.name for array in arrays]
+    unknown = [name for name in given if name not in names]
+    if unknown:
         raise ArgumentError(
-            f"labels has shape {array.shape}; it must be ({n_examples}, {content}): one for every content token "
+            f"{unknown[0]} is not among the token arrays {names} of the metadata",
+            where=unknown[0],
+            remedy="Declare it: new_metadata(..., token_arrays={...}).",
+        )
+    missing = [name for name in names if name not in given]
+    if required and missing:
+        raise ArgumentError(
+            f"{missing[0]} is missing; the metadata declares it for every content token", where=missing[0]
+        )
+    if not given:
+        return None
+    rows = [
+        np.ascontiguousarray(_as_token_array(given[array.name], array, n_examples, layout)).view(np.uint8)
+        for array in arrays
+    ]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+
+
+def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: Layout) -> npt.NDArray[np.generic]:
+    """A (n_examples, content tokens) array of the declared dtype; `ArgumentError` for another shape or other values."""
+    found, name = _as_array(value, where=array.name), array.name
+    content, dtype = layout.content_tokens_per_example, array.numpy_dtype
+    if found.ndim == 1 and n_examples == 1 and found.shape == (content,):
+        found = found[np.newaxis]
+    if found.shape != (n_examples, content):
+        raise ArgumentError(
+            f"{name} has shape {found.shape}; it must be ({n_examples}, {content}): one for every content token "
             "of every example, none for CLS",
-            where="labels",
+            where=name,
         )
-    if array.dtype.kind not in "iub":
+    if dtype.kind == "f":
+        if found.dtype.name not in ITEMSIZES:
+            raise ArgumentError(f"{name} has dtype {found.dtype.name}; it must be float32", where=name)
+        return converted(found, dtype)
+    low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max))
+    rule = f"{name} are integers from {low} to {high}"
+    if found.dtype.kind not in "iub":
         raise ArgumentError(
-            f"labels has dtype {array.dtype.name}; labels are integers from 0 to 255",
-            where="labels",
-            remedy="Convert it yourself: `.astype(np.uint8)`.",
+            f"{name} has dtype {found.dtype.name}; {rule}",
+            where=name,
+            remedy=f"Convert it yourself: `.astype(np.{dtype.name})`.",
         )
-    if array.dtype != np.uint8 and array.size and not (0 <= int(array.min()) <= int(array.max()) <= 255):
-        raise ArgumentError(
-            f"labels holds values from {array.min()} to {array.max()}; labels are integers from 0 to 255",
-            where="labels",
+    if found.dtype != dtype and found.size and not (low <= int(found.min()) <= int(found.max()) <= high):
+        raise ArgumentError(f"{name} holds values from {found.min()} to {found.max()}; {rule}", where=name)
+    return found.astype(dtype, copy=False)
+
+
+def check_overflow(
+    array: npt.NDArray[np.generic], first_example: int, layout: Layout, policy: str
+) -> npt.NDArray[np.generic]:
+    """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged."""
+    if layout.dtype not in _LARGEST or array.dtype.name == layout.dtype or array.size == 0:
+        return array
+    largest, too_large = _LARGEST[layout.dtype]
+    if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
+        return array
+    for i, example in enumerate(array):
+        wide = example.astype(np.float64)
+        bad = np.isfinite(wide) & (np.abs(wide) >= too_large)
+        if not bad.any():
+            continue
+        if policy == "saturate":
+            return np.where(np.isfinite(array), np.clip(array, -largest, largest), array).astype(array.dtype)
+        layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
+        message = (
+            f"example {first_example + i} holds {int(bad.sum())} numbers that {layout.dtype} cannot hold; the first is "
+            f"{example[layer, token, dim]} at [layer position {layer}, token {token}, d_model {dim}]"
         )
-    return np.ascontiguousarray(array, dtype=np.uint8)
+        if policy == "raise":
+            raise ArgumentError(
+                message,
+                where="acts",
+                remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; bfloat16 '
+                "has the range of float32.",
+            )
+        warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=4)
+        break
+    return array
 
 
 def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: What is younger may belong to a writer that is still alive, or be wanted for a resume.
 OLDER_THAN_S = 86_400.0
 _SHARD = re.compile(r"acts\d{6}\.bin")
+#: A shard or a token array.
+_FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
@@ -93,7 +95,8 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         for what in (*(f"part{rank:05d}" for rank in range(claim.options.world)), "publish"):
             held.enter_context(folder.lock(what))
         if names is None:
-            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), LABELS_NAME, SHARDS_NAME, DIGESTS_NAME]
+            arrays = [array.file_name for array in metadata.recordable]
+            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), *arrays, SHARDS_NAME, DIGESTS_NAME]
         _discard(folder, names)
     folder.writes.delete(folder.name)
 
@@ -258,7 +261,7 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
     for upload in listed:
         folder, _, name = upload.path.rpartition("/")
         is_store = _STORE.fullmatch(folder) is not None if folder else root_is_store
-        if is_store and (_SHARD.fullmatch(name) or name == LABELS_NAME):
+        if is_store and _FILE.fullmatch(name):
             found.append(upload)
     return found
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
+import numpy as np
+
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
@@ -21,13 +23,13 @@ from saev_store.errors import (
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Transport
+from saev_store.names import CLAIM_PATH, DIGESTS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
+from saev_store.transport import Sink, Transport
 from saev_store.writer._digests import BlockDigester, Digests, FileDigests
 from saev_store.writer._resume import check_claim
-from saev_store.writer._shard_file import Receipt, read_label_part, read_receipts
+from saev_store.writer._shard_file import Receipt, read_receipts, read_token_rows
 from saev_store.writer.folder import (
-    BUILDING_LABELS,
+    BUILDING,
     JOURNAL,
     PUBLISHER,
     REPAIR,
@@ -35,10 +37,10 @@ from saev_store.writer.folder import (
     Claim,
     Folder,
     Owner,
-    label_part_path,
     part_examples,
     part_shards,
     read_claim,
+    token_rows_path,
 )
 
 if TYPE_CHECKING:
@@ -154,12 +156,12 @@ def publish(
                 return False
             if verify == "digests":  # takes long: before the documents, not beside them
                 _check_digests(folder, layout, claim, receipts, progress=progress)
-            if written is not None and (receipts[0].labels is not None or not folder.is_far):
-                written.settle()  # labels.bin is made of what is recorded with the receipts
+            if written is not None and (receipts[0].tokens is not None or not folder.is_far):
+                written.settle()  # token arrays are made of what is recorded with the receipts
             folder.together(
                 lambda: _check_sizes(folder, layout, claim, receipts),
                 lambda: folder.put(SHARDS_NAME, shards_bytes(layout, metadata.count_key)),
-                lambda: _write_digests(folder, layout, claim, receipts),
+                lambda: _write_digests(folder, metadata, claim, receipts),
                 publisher.check,
                 *([written.settle] if written is not None else []),
             )
@@ -224,7 +226,7 @@ def _receipts(folder: Folder, layout: Layout, claim: Claim) -> list[Receipt]:
     receipts = [receipt for receipt in found if receipt is not None]
     labelled: dict[bool, int] = {}
     for shard_idx, receipt in enumerate(receipts):
-        labelled.setdefault(receipt.labels is not None, shard_idx)
+        labelled.setdefault(receipt.tokens is not None, shard_idx)
     if len(labelled) == 2:
         raise IncompleteStoreError(
             f"{shard_name(labelled[True])} has labels, {shard_name(labelled[False])} has none; all must have them, or none",
@@ -263,40 +265,56 @@ def _not_as_written(folder: Folder, name: str, message: str) -> CorruptShardErro
     return CorruptShardError(message, where=folder.where(name), remedy="Resume the part that wrote it, then finalize.")
 
 
-def _write_digests(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> None:
-    """Write digests.json, and before it labels.bin; the same bytes whichever publisher writes them."""
+def _write_digests(folder: Folder, metadata: Metadata, claim: Claim, receipts: list[Receipt]) -> None:
+    """Write digests.json, and before it the token arrays; the same bytes whichever publisher writes them."""
     files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
-    if receipts[0].labels is not None:
-        files[LABELS_NAME] = _write_labels(folder, layout, claim, receipts)
+    if receipts[0].tokens is not None:
+        files |= _write_token_arrays(folder, metadata, claim, receipts)
     folder.put(DIGESTS_NAME, Digests(claim.options.block_bytes, files).to_bytes())
 
 
-def _write_labels(folder: Folder, layout: Layout, claim: Claim, receipts: list[Receipt]) -> FileDigests:
-    """Write labels.bin from the labels of all shards."""
+def _write_token_arrays(
+    folder: Folder, metadata: Metadata, claim: Claim, receipts: list[Receipt]
+) -> dict[str, FileDigests]:
+    """Write the file of each token array from the token rows of all shards."""
+    layout, arrays = metadata.layout, metadata.recordable
+    widths = [array.example_nbytes(layout) for array in arrays]
+    row_nbytes = sum(widths)
 
     def read(shard_idx: int) -> bytes | None:
-        return read_label_part(folder, layout, shard_idx, receipts[shard_idx])
+        return read_token_rows(folder, layout, shard_idx, receipts[shard_idx], row_nbytes)
 
-    nbytes = layout.n_examples * layout.content_tokens_per_example
-    longest = layout.examples_per_shard * layout.content_tokens_per_example
     # Replaced in one step: a publisher that took over may have published with it, and a link is replaced, not followed.
-    building = LABELS_NAME if folder.is_far else BUILDING_LABELS
-    sink = folder.open_sink(building, used_nbytes=nbytes, file_nbytes=nbytes)
-    try:
-        digester = BlockDigester(claim.options.block_bytes)
+    building = {
+        array.file_name: array.file_name if folder.is_far else f"{BUILDING}/{array.file_name}" for array in arrays
+    }
+    with contextlib.ExitStack() as on_error:
+        sinks, digesters = list[Sink](), list[BlockDigester]()
+        for array in arrays:
+            nbytes = array.nbytes(layout)
+            sinks.append(folder.open_sink(building[array.file_name], used_nbytes=nbytes, file_nbytes=nbytes))
+            on_error.callback(sinks[-1].abort)
+            digesters.append(BlockDigester(claim.options.block_bytes))
+        longest = layout.examples_per_shard * row_nbytes
         with contextlib.closing(folder.each(read, range(len(receipts)), most_nbytes=longest)) as parts:
             for shard_idx, rows in enumerate(parts):
                 if rows is None:
-                    message = "the labels of a shard are gone, or are not what was written"
-                    raise _not_as_written(folder, label_part_path(shard_idx), message)
-                sink.write(digester.nbytes, [memoryview(rows)])
-                digester.update(rows)
-        sink.commit()
-    except BaseException:
-        sink.abort()
-        raise
-    folder.move(building, LABELS_NAME)
-    return FileDigests(nbytes, tuple(digester.digests()))
+                    message = "what was recorded of the tokens of a shard is gone, or is not what was written"
+                    raise _not_as_written(folder, token_rows_path(shard_idx), message)
+                table, first = np.frombuffer(rows, np.uint8).reshape(-1, row_nbytes), 0
+                for width, sink, digester in zip(widths, sinks, digesters, strict=True):
+                    part = np.ascontiguousarray(table[:, first : first + width]).reshape(-1).data
+                    sink.write(digester.nbytes, [part])
+                    digester.update(part)
+                    first += width
+        for sink in sinks:
+            sink.commit()
+        on_error.pop_all()
+    found: dict[str, FileDigests] = {}
+    for array, digester in zip(arrays, digesters, strict=True):
+        folder.move(building[array.file_name], array.file_name)
+        found[array.file_name] = FileDigests(digester.nbytes, tuple(digester.digests()))
+    return found
 
 
 # -- hidden files ------------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -19,10 +21,13 @@ from saev_store.errors import (
     NotFoundError,
     TransportError,
 )
-from saev_store.names import DIGESTS_NAME, LABELS_NAME
+from saev_store.names import DIGESTS_NAME
 from saev_store.transport import Sink
 from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks, parse_digests
 from saev_store.writer.folder import JOURNAL, REPAIR, Folder
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
 
 BEGUN = f"{REPAIR}/begun"
 Ranges = list[tuple[int, int]]
@@ -69,18 +74,19 @@ class Damage:
     Attributes:
         digests: What digests.json says, None where there is none.
         shards: Those that have to be built anew, ascending.
-        labels: `"whole"`, `"absent"` (none were ever recorded, as far as is known) or `"lost"`.
+        arrays: For each token array `"whole"`, `"absent"` (it was never recorded, as far as is known) or `"lost"`.
     """
 
     digests: Digests | None
     shards: Sequence[DamagedShard]
-    labels: str
+    arrays: dict[str, str]
 
 
 def find_damage(
-    folder: Folder, layout: Layout, *, lost: Sequence[tuple[int, int]], deep: bool, progress: bool | None
+    folder: Folder, metadata: Metadata, *, lost: Sequence[tuple[int, int]], deep: bool, progress: bool | None
 ) -> Damage:
     """Find the damage: by sizes everywhere, by digests in shards that are suspect (with `deep`, in all)."""
+    layout = metadata.layout
     digests = load_digests(folder.transport)
     told = _told(lost, layout)
     suspects: dict[int, Ranges] = {}
@@ -103,7 +109,8 @@ def find_damage(
             ranges = lost_examples(bad, layout, shard_idx)
             if ranges:
                 found.append(DamagedShard(shard_idx, ranges, promised))
-    return Damage(digests, found, _labels_state(folder, layout, digests))
+    states = {array.name: _array_state(folder, metadata, array, digests) for array in metadata.recordable}
+    return Damage(digests, found, states)
 
 
 def _told(lost: Iterable[tuple[int, int]], layout: Layout) -> dict[int, Ranges]:
@@ -150,18 +157,18 @@ def _mismatches(
     return found
 
 
-def _labels_state(folder: Folder, layout: Layout, digests: Digests | None) -> str:
-    """Whether the labels are lost; see `Damage`."""
-    expected = layout.n_examples * layout.content_tokens_per_example
-    promised = digests.files.get(LABELS_NAME) if digests is not None else None
-    size = folder.size(LABELS_NAME)
+def _array_state(folder: Folder, metadata: Metadata, array: TokenArray, digests: Digests | None) -> str:
+    """Whether a token array is lost; see `Damage`."""
+    name, expected = array.file_name, array.nbytes(metadata.layout)
+    promised = digests.files.get(name) if digests is not None else None
+    size = folder.size(name)
     if size is None:
-        return "lost" if promised is not None else "absent"
+        return "lost" if promised is not None or metadata.declares_token_arrays else "absent"
     if size != expected:
         return "lost"
     if digests is None or promised is None or promised.nbytes != expected:
         return "whole"
-    return "whole" if folder.is_as_written(LABELS_NAME, promised, digests.block_bytes) else "lost"
+    return "whole" if folder.is_as_written(name, promised, digests.block_bytes) else "lost"
 
 
 # -- putting a rebuilt file in its place -------------------------------------------------------------------------------
@@ -200,13 +207,14 @@ def _settle(folder: Folder, journal: Digests) -> None:
     folder.delete(JOURNAL)
 
 
-def finish_journal(folder: Folder, layout: Layout) -> None:
+def finish_journal(folder: Folder, metadata: Metadata) -> None:
     """Carry out what a crashed repair had announced, if the file it announced is whole; else delete the journal."""
     raw = folder.read(JOURNAL)
     if raw is None:
         return
+    layout = metadata.layout
     lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
-    lengths[LABELS_NAME] = layout.n_examples * layout.content_tokens_per_example
+    lengths |= {array.file_name: array.nbytes(layout) for array in metadata.recordable}
     try:
         journal = parse_digests(raw, where=folder.where(JOURNAL))
     except DocumentError:

@@ -14,7 +14,7 @@ from saev_store.core.layout import shard_name
 from saev_store.errors import ResumeError, SaevStoreWarning
 from saev_store.transport import Sink
 from saev_store.writer._digests import BlockDigester, block_ranges, digest
-from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_label_part
+from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_token_rows
 from saev_store.writer.folder import Claim, Folder, receipt_path
 
 
@@ -25,13 +25,13 @@ class Kept:
     Attributes:
         shard_idx: The shard of the next example.
         file: That shard with what is kept of it, None where it begins anew.
-        labelled: Whether what is kept has labels; None where nothing is kept.
+        has_tokens: Whether what is kept has token rows; None where nothing is kept.
         receipts: Those of the complete shards before it.
     """
 
     shard_idx: int
     file: ShardFile | None = None
-    labelled: bool | None = None
+    has_tokens: bool | None = None
     receipts: list[Receipt] = field(default_factory=list[Receipt])
 
 
@@ -42,11 +42,11 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
     caller appended examples out of order.
     """
     receipts = leading_receipts(plan.folder, plan.layout, shards, plan.block_bytes)
-    labelled = receipts[0].labels is not None if receipts else None
+    has_tokens = receipts[0].tokens is not None if receipts else None
     total = sum(receipt.used_nbytes for receipt in receipts) if verify == "digests" else 0
     complete = [pair for pair in zip(shards, receipts, strict=False) if pair[1].complete]
     example_nbytes = plan.layout.example_nbytes
-    longest = plan.layout.examples_per_shard * plan.layout.content_tokens_per_example
+    longest = plan.layout.examples_per_shard * plan.token_row_nbytes
     with (
         Progress(total, "verifying", shown=progress if total else False) as bar,
         closing(plan.folder.each(lambda pair: _is_there(plan, *pair), complete, most_nbytes=longest)) as there,
@@ -62,7 +62,7 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
             ):
                 continue
             whole = receipts[: shard_idx - shards.start]
-            # Publishing deletes the hidden files after it creates metadata.json: a missing receipt or label file may be one
+            # Publishing deletes the hidden files after it creates metadata.json: a missing receipt or file of token rows may be one
             # that was deleted before our own owner document.
             plan.owner.check()
             plan.check_unpublished()
@@ -75,27 +75,31 @@ def kept_of(plan: ShardPlan, shards: range, *, verify: str, progress: bool | Non
                 _warn(plan, shard_idx, kept_nbytes, n_dropped=len(receipts) - (shard_idx - shards.start) - 1)
             if file is None:
                 plan.folder.delete(receipt_path(shard_idx))
-                return Kept(shard_idx, None, labelled if whole else None, whole)
+                return Kept(shard_idx, None, has_tokens if whole else None, whole)
             if kept_nbytes == plan.layout.used_nbytes(shard_idx):  # killed between its last byte and its completion
                 file.record(committed := file.commit())
-                return Kept(shard_idx + 1, None, labelled, [*whole, committed])
-            return Kept(shard_idx, file, labelled, whole)
-    return Kept(shards.start + len(receipts), None, labelled, receipts)
+                return Kept(shard_idx + 1, None, has_tokens, [*whole, committed])
+            return Kept(shard_idx, file, has_tokens, whole)
+    return Kept(shards.start + len(receipts), None, has_tokens, receipts)
 
 
 def _is_there(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bool:
-    """Whether a complete shard has its size, and its labels."""
+    """Whether a complete shard has its size, and its token rows."""
     if plan.folder.size(shard_name(shard_idx)) != plan.file_nbytes(shard_idx):
         return False
-    return receipt.labels is None or read_label_part(plan.folder, plan.layout, shard_idx, receipt) is not None
+    return receipt.tokens is None or _token_rows(plan, shard_idx, receipt) is not None
+
+
+def _token_rows(plan: ShardPlan, shard_idx: int, receipt: Receipt) -> bytes | None:
+    return read_token_rows(plan.folder, plan.layout, shard_idx, receipt, plan.token_row_nbytes)
 
 
 def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, bar: Progress) -> ShardFile | None:
     """A shard that continues after its last whole, undamaged example; None if nothing of it can be kept."""
-    labels = None
-    if receipt.labels is not None:
-        labels = read_label_part(plan.folder, plan.layout, shard_idx, receipt)
-        if labels is None:
+    tokens = None
+    if receipt.tokens is not None:
+        tokens = _token_rows(plan, shard_idx, receipt)
+        if tokens is None:
             return None
     if plan.folder.is_far:  # a whole file or none
         return None
@@ -109,8 +113,8 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
     except BaseException:
         sink.abort()
         raise
-    labels = labels[: plan.labels_nbytes(digester.nbytes)] if labels is not None else None
-    file = ShardFile(plan, shard_idx, sink=sink, digester=digester, labels=labels)
+    tokens = tokens[: plan.tokens_nbytes(digester.nbytes)] if tokens is not None else None
+    file = ShardFile(plan, shard_idx, sink=sink, digester=digester, tokens=tokens)
     # From here on the receipt must not promise more than is kept: those bytes are about to be written once more.
     kept = file.receipt(digester.nbytes, digester.digests(), complete=False)
     if kept != receipt:
@@ -143,7 +147,7 @@ def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) 
     first, _ = plan.layout.example_range(shard_idx)
     after = f" and the {n_dropped} shards after it" if n_dropped > 0 else ""
     warnings.warn(
-        f"{plan.folder.where(shard_name(shard_idx))}: not what was written (its file, its digests or its labels); "
+        f"{plan.folder.where(shard_name(shard_idx))}: not what was written (its file, its digests, or what was recorded of its tokens); "
         f"{kept_nbytes // plan.layout.example_nbytes} of its examples are kept, the rest of it{after} has to be appended "
         f"again, from example {first + kept_nbytes // plan.layout.example_nbytes} on.",
         SaevStoreWarning,

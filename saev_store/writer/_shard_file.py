@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from saev_store._runtime.threads import ABANDONED
 from saev_store.core.layout import Layout, shard_name
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import CorruptShardError, ForkError, SaevStoreError, TransportError
 from saev_store.names import METADATA_NAME
 from saev_store.transport import Sink
 from saev_store.writer._digests import BlockDigester, FileDigests, digest, is_digest, n_blocks
-from saev_store.writer.folder import Folder, Owner, label_part_path, receipt_path
+from saev_store.writer.folder import Folder, Owner, receipt_path, token_rows_path
 
 T = TypeVar("T")
 
@@ -39,13 +40,13 @@ class Receipt:
         used_nbytes: This many leading bytes of the file; they need not end with a whole example.
         complete: The file is committed: these are all the bytes it will ever have.
         digests: One for every block of those bytes, the last one perhaps of a short block.
-        labels: The digest of the labels of the whole examples among those bytes; None where none are recorded.
+        tokens: The digest of the token rows of the whole examples among those bytes; None where none are recorded.
     """
 
     used_nbytes: int
     complete: bool
     digests: tuple[str, ...]
-    labels: str | None
+    tokens: str | None
 
     @property
     def file(self) -> FileDigests:
@@ -61,7 +62,7 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
     """A receipt that agrees with the layout; None for one that does not."""
     try:
         document = cast("dict[str, object]", json.loads(raw))
-        used, complete, labels = document["used_nbytes"], document["complete"], document["labels"]
+        used, complete, tokens = document["used_nbytes"], document["complete"], document["tokens"]
         digests = cast("list[object]", document["digests"])
         limit = layout.used_nbytes(shard_idx)
         if (
@@ -71,11 +72,11 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
             and isinstance(complete, bool)
             and (used == limit or not complete)
             and len(digests) == n_blocks(used, block_bytes)
-            and (labels is None or is_digest(labels))
+            and (tokens is None or is_digest(tokens))
             and all(is_digest(item) for item in digests)
         ):
             found = tuple(cast("list[str]", digests))
-            return Receipt(used, complete, found, cast("str | None", labels))
+            return Receipt(used, complete, found, cast("str | None", tokens))
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
@@ -106,15 +107,16 @@ def leading_receipts(folder: Folder, layout: Layout, shards: range, block_bytes:
     return receipts
 
 
-def read_label_part(folder: Folder, layout: Layout, shard_idx: int, receipt: Receipt) -> bytes | None:
-    """The labels that a receipt stands for; None where they are not there, or are others.
+def read_token_rows(
+    folder: Folder, layout: Layout, shard_idx: int, receipt: Receipt, example_nbytes: int
+) -> bytes | None:
+    """The token rows that a receipt stands for; None where they are not there, or are others.
 
-    A crash between labels and receipt leaves more of them than the receipt counts: only those are returned.
+    A crash between token rows and receipt leaves more of them than the receipt counts: only those are returned.
     """
-    nbytes = receipt.used_nbytes // layout.example_nbytes * layout.content_tokens_per_example
-    longest = layout.examples_in(shard_idx) * layout.content_tokens_per_example
-    raw = folder.read(label_part_path(shard_idx), max_bytes=longest)
-    if raw is None or len(raw) < nbytes or digest(raw[:nbytes]) != receipt.labels:
+    nbytes = receipt.used_nbytes // layout.example_nbytes * example_nbytes
+    raw = folder.read(token_rows_path(shard_idx), max_bytes=layout.examples_in(shard_idx) * example_nbytes)
+    if raw is None or len(raw) < nbytes or digest(raw[:nbytes]) != receipt.tokens:
         return None
     return bytes(raw[:nbytes])
 
@@ -130,6 +132,8 @@ class ShardPlan:
         block_bytes: Each digest stands for this many bytes.
         checkpoint_bytes: A checkpoint follows after this many bytes.
         owner: This attempt.
+        arrays: What may be recorded for each content token. The token row of an example is the bytes of its row of each, one
+            behind the other.
         looks_at: At the completion of this shard one looks whether the store was published meanwhile; None: that is known.
     """
 
@@ -139,6 +143,7 @@ class ShardPlan:
     block_bytes: int
     checkpoint_bytes: int
     owner: Owner
+    arrays: tuple[TokenArray, ...]
     looks_at: int | None = None
 
     def check_unpublished(self) -> None:
@@ -150,9 +155,14 @@ class ShardPlan:
         """How long the finished file is: all shards but the last are full anyway."""
         return self.layout.shard_nbytes if self.pad else self.layout.used_nbytes(shard_idx)
 
-    def labels_nbytes(self, nbytes: int) -> int:
-        """Bytes of the labels of the whole examples in the first `nbytes` of a shard."""
-        return nbytes // self.layout.example_nbytes * self.layout.content_tokens_per_example
+    @property
+    def token_row_nbytes(self) -> int:
+        """Bytes of the token row of one example."""
+        return sum(array.example_nbytes(self.layout) for array in self.arrays)
+
+    def tokens_nbytes(self, nbytes: int) -> int:
+        """Bytes of the token rows of the whole examples in the first `nbytes` of a shard."""
+        return nbytes // self.layout.example_nbytes * self.token_row_nbytes
 
     def open_sink(self, shard_idx: int, *, resume: bool = False) -> Sink:
         """The file of a shard, from scratch unless `resume`."""
@@ -170,7 +180,7 @@ class ShardFile:
     Args:
         sink: A resumed file whose first bytes were verified; None for a new file, made at the first write.
         digester: The digests of these bytes.
-        labels: Their labels.
+        tokens: Their token rows.
 
     Attributes:
         shard_idx: Which shard it is.
@@ -184,20 +194,20 @@ class ShardFile:
         *,
         sink: Sink | None = None,
         digester: BlockDigester | None = None,
-        labels: bytes | None = None,
+        tokens: bytes | None = None,
     ) -> None:
         self.shard_idx = shard_idx
         self._plan = plan
         self._sink = sink
         self.digester = digester or BlockDigester(plan.block_bytes)
-        self._labels = bytearray(labels) if labels is not None else None
+        self._tokens = bytearray(tokens) if tokens is not None else None
         self._durable_nbytes = self.digester.nbytes
 
-    def add_labels(self, rows: bytes) -> None:
-        """Add the labels of the next examples, before their vectors."""
-        if self._labels is None:
-            self._labels = bytearray()
-        self._labels += rows
+    def add_token_rows(self, rows: bytes) -> None:
+        """Add the token rows of the next examples, before their vectors."""
+        if self._tokens is None:
+            self._tokens = bytearray()
+        self._tokens += rows
 
     def write(self, piece: memoryview, offset: int, done: Callable[[], object] | None = None) -> None:
         """Write the next piece of the shard, at `offset`; see `Sink.write` for `done`."""
@@ -256,17 +266,17 @@ class ShardFile:
 
     def receipt(self, nbytes: int, digests: list[str], *, complete: bool) -> Receipt:
         """The receipt of the first `nbytes`."""
-        labels = None
-        if self._labels is not None:
-            labels = digest(self._labels[: self._plan.labels_nbytes(nbytes)])
-        return Receipt(nbytes, complete, tuple(digests), labels)
+        tokens = None
+        if self._tokens is not None:
+            tokens = digest(self._tokens[: self._plan.tokens_nbytes(nbytes)])
+        return Receipt(nbytes, complete, tuple(digests), tokens)
 
     def record(self, receipt: Receipt) -> None:
-        """Record what is durable; labels first, so that no receipt promises what is not there."""
+        """Record what is durable; token rows first, so that no receipt promises what is not there."""
         folder = self._plan.folder
-        if self._labels is not None:
-            labels = bytes(self._labels[: self._plan.labels_nbytes(receipt.used_nbytes)])
-            folder.put(label_part_path(self.shard_idx), labels)
+        if self._tokens is not None:
+            rows = bytes(self._tokens[: self._plan.tokens_nbytes(receipt.used_nbytes)])
+            folder.put(token_rows_path(self.shard_idx), rows)
         folder.put(receipt_path(self.shard_idx), receipt.to_bytes())
 
     def abort(self) -> None:

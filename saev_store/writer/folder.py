@@ -49,8 +49,8 @@ PUBLISHER = f"{WORK_FOLDER}/publisher.json"
 REPAIR = f"{WORK_FOLDER}/repair"
 #: What a repair is about to do.
 JOURNAL = f"{REPAIR}/journal.json"
-#: Where labels.bin is built on a disk.
-BUILDING_LABELS = f"{WORK_FOLDER}/labels.bin"
+#: Where the files of token arrays are built on a disk.
+BUILDING = f"{WORK_FOLDER}/building"
 
 #: Version of the claim and of the owners' documents.
 VERSION = 1
@@ -66,9 +66,9 @@ def receipt_path(shard_idx: int) -> str:
     return f"{WORK_FOLDER}/receipts/acts{shard_idx:06d}.json"
 
 
-def label_part_path(shard_idx: int) -> str:
-    """Path of the labels of a shard."""
-    return f"{WORK_FOLDER}/labels/{shard_name(shard_idx)}"
+def token_rows_path(shard_idx: int) -> str:
+    """Path of the token rows of a shard."""
+    return f"{WORK_FOLDER}/tokens/{shard_name(shard_idx)}"
 
 
 def owner_path(rank: int) -> str:

@@ -13,24 +13,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.layout import Layout, shard_name
+from saev_store.core.layout import shard_name
+from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
-from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, WORK_FOLDER
+from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
 from saev_store.writer._digests import BLOCK_BYTES, BlockDigester, FileDigests, block_ranges
 from saev_store.writer._inputs import (
     NONFINITE_POLICIES,
     NonfinitePolicy,
     as_activations,
-    as_labels,
     check_finite,
     rows_as_bytes,
+    token_rows,
 )
 from saev_store.writer._repair_files import (
     Damage,
@@ -104,10 +105,10 @@ def open_repair(
                 where=folder.url,
                 remedy="Continue it with resume=True.",
             )
-        finish_journal(folder, metadata.layout)
+        finish_journal(folder, metadata)
         store_transport.close()  # maps of files that were replaced meanwhile
-        damage = find_damage(folder, metadata.layout, lost=lost, deep=deep, progress=progress)
-        return RepairWriter(folder, metadata.layout, damage, on_nonfinite=on_nonfinite, progress=progress, held=held)
+        damage = find_damage(folder, metadata, lost=lost, deep=deep, progress=progress)
+        return RepairWriter(folder, metadata, damage, on_nonfinite=on_nonfinite, progress=progress, held=held)
     except BaseException:
         held.close()
         raise
@@ -123,7 +124,7 @@ class RepairWriter:
     def __init__(
         self,
         folder: Folder,
-        layout: Layout,
+        metadata: Metadata,
         damage: Damage,
         *,
         on_nonfinite: NonfinitePolicy,
@@ -132,12 +133,12 @@ class RepairWriter:
     ) -> None:
         self.repaired: list[RepairedFile] = []
         self._folder = folder
-        self._layout = layout
+        self._metadata, self._layout = metadata, metadata.layout
         self._digests = digests = damage.digests
         self._block_bytes = digests.block_bytes if digests is not None else BLOCK_BYTES
         # The examples that are still to be appended, in order.
         self._todo = deque((shard, start, end) for shard in damage.shards for start, end in shard.lost)
-        self._labels_state = damage.labels
+        self._arrays = damage.arrays
         self._on_nonfinite = on_nonfinite
         self._held = held
         self._sink: Sink | None = None
@@ -145,7 +146,9 @@ class RepairWriter:
         self._closed = False
         self._failed = False
         n_lost = self.n_missing
-        self._progress = Progress(n_lost * layout.example_nbytes, "repairing", shown=progress if n_lost else False)
+        self._progress = Progress(
+            n_lost * self._layout.example_nbytes, "repairing", shown=progress if n_lost else False
+        )
 
     @property
     def url(self) -> str:
@@ -171,14 +174,20 @@ class RepairWriter:
     @property
     def labels_lost(self) -> bool:
         """Whether labels.bin is known to be missing or damaged: `restore_labels` takes them."""
-        return self._labels_state == "lost"
+        return self._arrays.get(LABELS.name) == "lost"
 
-    def append(self, acts: object, labels: object = None) -> None:
+    @property
+    def lost_arrays(self) -> list[str]:
+        """The token arrays that are known to be missing or damaged: `restore_array` takes them."""
+        return [name for name, state in self._arrays.items() if state == "lost"]
+
+    def append(self, acts: object, labels: object = None, **token_arrays: object) -> None:
         """Add the next missing examples.
 
         Args:
             acts: As for `ShardWriter.append`: the examples that `missing` begins with.
             labels: Only compared with those that the store still has.
+            token_arrays: Likewise, by name; none of them is needed.
 
         Raises:
             ArgumentError: wrong shape, dtype or values; more examples than are missing; other labels than the store's.
@@ -193,8 +202,9 @@ class RepairWriter:
                 remedy="See `missing`.",
             )
         pieces = self._next_ranges(len(batch))
-        if labels is not None:
-            self._compare_labels(as_labels(labels, len(batch), self._layout), pieces)
+        for name, values in {"labels": labels, **token_arrays}.items():
+            if values is not None:
+                self._compare(self._array(name), values, pieces)
         if pieces:
             check_finite(batch, pieces[0][0], self._on_nonfinite)
         at = 0
@@ -207,34 +217,39 @@ class RepairWriter:
             raise
 
     def restore_labels(self, labels: object) -> None:
-        """Write labels.bin anew.
+        """`restore_array("labels", labels)`."""
+        self.restore_array(LABELS.name, labels)
+
+    def restore_array(self, name: str, values: object) -> None:
+        """Write a token array anew.
 
         Args:
-            labels: (n_examples, content tokens) integers from 0 to 255: all of them.
+            name: Of the array, such as "token_ids".
+            values: (n_examples, content tokens): all of them.
 
         Raises:
-            ArgumentError: labels.bin is not lost, was never recorded, or these have another shape or other values.
+            ArgumentError: the array is not lost, was never recorded, or these have another shape or other values.
         """
         self._check_open()
-        rows = as_labels(labels, self._layout.n_examples, self._layout)
-        if self._labels_state == "whole":
-            raise ArgumentError("labels.bin is whole", where="labels", remedy="Repair does not change what is there.")
-        if self._labels_state == "absent" and self._digests is not None:
-            raise ArgumentError(
-                "this store was written without labels", where="labels", remedy="Labels make another store."
-            )
-        data = rows.reshape(-1)
-        sink = building_sink(self._folder, LABELS_NAME, used_nbytes=data.nbytes, file_nbytes=data.nbytes)
+        array = self._array(name)
+        rows = token_rows({name: values}, (array,), self._layout.n_examples, self._layout, required=True)
+        state, file_name = self._arrays[name], array.file_name
+        if state == "whole":
+            raise ArgumentError(f"{file_name} is whole", where=name, remedy="Repair does not change what is there.")
+        if state == "absent" and self._digests is not None:
+            raise ArgumentError(f"this store was written without {name}", where=name, remedy="They make another store.")
+        data = cast("npt.NDArray[np.uint8]", rows).reshape(-1)
+        sink = building_sink(self._folder, file_name, used_nbytes=data.nbytes, file_nbytes=data.nbytes)
         digester = BlockDigester(self._block_bytes)
         try:
             sink.write(0, [data.data])
             digester.update(data.data)
-            promised = self._digests.files.get(LABELS_NAME) if self._digests is not None else None
-            self._replace(LABELS_NAME, sink, digester, (), promised)
+            promised = self._digests.files.get(file_name) if self._digests is not None else None
+            self._replace(file_name, sink, digester, (), promised)
         except BaseException:
             sink.abort()
             raise
-        self._labels_state = "whole"
+        self._arrays[name] = "whole"
 
     def close(self) -> None:
         """Let go of the store; shards that are not whole yet stay as damaged as they were. Closing twice is fine."""
@@ -290,23 +305,41 @@ class RepairWriter:
             k -= n
         return pieces
 
-    def _compare_labels(self, rows: npt.NDArray[np.uint8], pieces: Ranges) -> None:
-        """Check that the labels of some missing examples are those that the store still has."""
-        if self._labels_state != "whole":
-            absent = self._labels_state == "absent"
+    def _array(self, name: str) -> TokenArray:
+        """The token array of a name; `ArgumentError` if the store has none of that name."""
+        for array in self._metadata.recordable:
+            if array.name == name:
+                return array
+        raise ArgumentError(
+            f"the store has no token array {name}; it has {list(self._arrays)}", where=name, remedy="Leave it out."
+        )
+
+    def _compare(self, array: TokenArray, values: object, pieces: Ranges) -> None:
+        """Check that a token array of some missing examples is what the store still has."""
+        n = sum(end - start for start, end in pieces)
+        rows = token_rows({array.name: values}, (array,), n, self._layout, required=True)
+        state = self._arrays[array.name]
+        if state != "whole":
+            absent = state == "absent"
+            restore = "restore_labels" if array == LABELS else "restore_array"
             raise ArgumentError(
-                "the store has no labels to compare these with" if absent else "labels.bin is lost as a whole",
-                where="labels",
-                remedy="Leave them out." if absent else "Give all of them to `restore_labels`.",
+                f"the store has no {array.name} to compare these with"
+                if absent
+                else f"{array.file_name} is lost as a whole",
+                where=array.name,
+                remedy="Leave them out." if absent else f"Give all of them to `{restore}`.",
             )
-        content, at = self._layout.content_tokens_per_example, 0
+        width, at = array.example_nbytes(self._layout), 0
         for start, end in pieces:
-            there = self._folder.get_range(LABELS_NAME, start * content, end * content)
-            same = np.frombuffer(there, np.uint8).reshape(-1, content) == rows[at : at + end - start]
+            there = self._folder.get_range(array.file_name, start * width, end * width)
+            same = (
+                np.frombuffer(there, np.uint8).reshape(-1, width)
+                == cast("npt.NDArray[np.uint8]", rows)[at : at + end - start]
+            )
             if not same.all():
                 raise ArgumentError(
-                    f"the labels of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
-                    where="labels",
+                    f"the {array.name} of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
+                    where=array.name,
                     remedy="These are most likely other examples than the missing ones.",
                 )
             at += end - start
@@ -322,7 +355,7 @@ class RepairWriter:
         self._copy_until(self._sink, name, (first - shard_start) * layout.example_nbytes)
         step = max(1, self._block_bytes // layout.example_nbytes)
         for i in range(0, len(rows), step):
-            self._write(self._sink, rows_as_bytes(rows[i : i + step]).data)
+            self._write(self._sink, rows_as_bytes(rows[i : i + step], layout).data)
         self._progress.advance(len(rows) * layout.example_nbytes)
         if first + len(rows) < end:
             self._todo[0] = (shard, first + len(rows), end)

@@ -17,7 +17,15 @@ import numpy.typing as npt
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ABANDONED
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
-from saev_store.writer._inputs import NonfinitePolicy, as_activations, as_labels, check_finite, rows_as_bytes
+from saev_store.writer._inputs import (
+    NonfinitePolicy,
+    OverflowPolicy,
+    as_activations,
+    check_finite,
+    check_overflow,
+    rows_as_bytes,
+    token_rows,
+)
 from saev_store.writer._publish import Verify, Written, publish
 from saev_store.writer._resume import Kept
 from saev_store.writer._shard_file import Background, Receipt, ShardFile, ShardPlan
@@ -61,6 +69,7 @@ class ShardWriter:
         takeover: bool,
         complete: bool,
         on_nonfinite: NonfinitePolicy,
+        on_overflow: OverflowPolicy,
         progress: bool | None,
         held: ExitStack,
     ) -> None:
@@ -70,8 +79,9 @@ class ShardWriter:
         self.example_range = part_examples(layout, shards)
         self.verify: Verify = "sizes"
         self.complete = self._closed = complete
-        self._plan, self._claim, self._takeover, self._on_nonfinite = plan, claim, takeover, on_nonfinite
-        self._shard_idx, self._file, self._labelled = kept.shard_idx, kept.file, kept.labelled
+        self._plan, self._claim, self._takeover = plan, claim, takeover
+        self._on_nonfinite, self._on_overflow = on_nonfinite, on_overflow
+        self._shard_idx, self._file, self._has_tokens = kept.shard_idx, kept.file, kept.has_tokens
         self._live = [kept.file] if kept.file is not None else []  # files that are not complete
         held.callback(_abort_all, self._live)
         self._offset = kept.file.digester.nbytes if kept.file is not None else 0
@@ -121,13 +131,15 @@ class ShardWriter:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def append(self, acts: object, labels: object = None) -> None:
+    def append(self, acts: object, labels: object = None, **token_arrays: object) -> None:
         """Add the next examples.
 
         Args:
-            acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, float32 (float16
-                and bfloat16 are widened). Read before this returns; any strides and byte order.
+            acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, float32, bfloat16 or
+                float16. What is of the store's dtype is written bit for bit, other numbers are widened exactly or rounded to
+                nearest even. Read before this returns; any strides and byte order.
             labels: (k, content tokens) integers from 0 to 255, for all examples of the store or for none.
+            token_arrays: Protocol 3.0: (k, content tokens) for each token array that the metadata declares, by name.
 
         Raises:
             ArgumentError: wrong shape, dtype or values; more examples than promised. Nothing of the batch was taken.
@@ -142,23 +154,26 @@ class ShardWriter:
                 where="acts",
                 remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
             )
-        rows = as_labels(labels, k, self.layout) if labels is not None else None
-        if k and self._labelled is not None and self._labelled != (rows is not None):
+        given = {"labels": labels, **token_arrays} if labels is not None else token_arrays
+        is_declared = self.metadata.declares_token_arrays
+        rows = token_rows(given, self._plan.arrays, k, self.layout, required=is_declared)
+        if k and self._has_tokens is not None and self._has_tokens != (rows is not None):
             raise ArgumentError(
                 "labels are missing for these examples; earlier ones have them"
-                if self._labelled
+                if self._has_tokens
                 else "labels for these examples, but earlier ones have none",
                 where="labels",
                 remedy="Give labels for every example of a store, or for none.",
             )
         check_finite(batch, self.next_example, self._on_nonfinite)
+        batch = check_overflow(batch, self.next_example, self.layout, self._on_overflow)
         if k == 0:
             return
         try:
-            if self._labelled is None:
-                if self._claim.options.world > 1:  # all parts have to agree
+            if self._has_tokens is None:
+                if self._claim.options.world > 1 and not is_declared:  # all parts have to agree
                     self._declare_labelled(labelled=rows is not None)
-                self._labelled = rows is not None
+                self._has_tokens = rows is not None
             self._take(batch, rows)
         except BaseException:
             self._torn = True  # part of the batch may have been taken: the caller cannot know where to continue
@@ -284,11 +299,11 @@ class ShardWriter:
             file = self._file
             if rows is not None:
                 part = rows[at : at + n].tobytes()
-                self._background.submit(partial(file.add_labels, part))
+                self._background.submit(partial(file.add_token_rows, part))
             # Views of contiguous input; anything else is made contiguous piece by piece, in bounded memory.
             step = max(1, self._plan.block_bytes // layout.example_nbytes)
             for i in range(at, at + n, step):
-                self._take_bytes(rows_as_bytes(batch[i : min(i + step, at + n)]))
+                self._take_bytes(rows_as_bytes(batch[i : min(i + step, at + n)], layout))
             at += n
             if self._offset == used:
                 self._background.submit(partial(file.finish, self._finished, self._live))

@@ -12,7 +12,7 @@ import google_crc32c
 
 from saev_store.core.chunk_grid import ChunkGrid, Extent, Shape, default_chunk
 from saev_store.core.layout import Layout
-from saev_store.documents import labels_nbytes
+from saev_store.core.token_arrays import LABELS as LABELS_ARRAY
 from saev_store.errors import ArgumentError
 from saev_store.names import LABELS_NAME
 from saev_store.zarr.documents import ARRAY, LABELS, array_documents, coordinates, group_document, to_json
@@ -34,11 +34,13 @@ class TensorKeys:
         grid: The grid of chunks.
         attributes: The group's attributes.
         labelled: Whether there is a `labels.bin`.
+        dtype: What readers see; where it is not the stored one, the view converts.
     """
 
     grid: ChunkGrid
     attributes: Mapping[str, object]
     labelled: bool
+    dtype: str = "float32"
     _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
     @cached_property
@@ -51,7 +53,7 @@ class TensorKeys:
     @cached_property
     def documents(self) -> dict[str, bytes]:
         """The documents by key."""
-        arrays = array_documents(self.grid, label_rows=self.label_rows if self.labelled else None)
+        arrays = array_documents(self.grid, label_rows=self.label_rows if self.labelled else None, dtype=self.dtype)
         documents = {f"{name}/{_DOCUMENT}": to_json(document) for name, document in arrays.items()}
         return {_DOCUMENT: to_json(group_document(self.attributes, arrays)), **documents}
 
@@ -82,7 +84,7 @@ class TensorKeys:
         if array == LABELS:
             nbytes = self.label_rows * layout.content_tokens_per_example
             start = position[0] * nbytes
-            return Extent(LABELS_NAME, start, min(start + nbytes, labels_nbytes(layout)), nbytes)
+            return Extent(LABELS_NAME, start, min(start + nbytes, LABELS_ARRAY.nbytes(layout)), nbytes)
         return coordinates(layout, labelled=self.labelled)[array].tobytes()
 
     def index(self, extent: Extent) -> bytes:
@@ -139,10 +141,16 @@ class TensorKeys:
 
     def __getstate__(self) -> dict[str, object]:
         # What can be computed again is not pickled.
-        return {"grid": self.grid, "attributes": self.attributes, "labelled": self.labelled, "_indexes": {}}
+        return {
+            "grid": self.grid,
+            "attributes": self.attributes,
+            "labelled": self.labelled,
+            "dtype": self.dtype,
+            "_indexes": {},
+        }
 
     def __hash__(self) -> int:
-        return hash((self.grid, self.labelled))
+        return hash((self.grid, self.labelled, self.dtype))
 
 
 def chunk_shape(layout: Layout, chunks: Chunks, *, max_gap_bytes: float) -> Shape:

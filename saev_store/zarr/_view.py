@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from saev_store._runtime.locks import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
-from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError
+from saev_store.core.dtypes import FLOAT32, ReadDtype, converted, numpy_dtype, read_dtype
+from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, brief
 from saev_store.transport import Buffer as Bytes
 from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch_ranges
@@ -47,7 +49,9 @@ def _pool() -> ThreadPoolExecutor:
     return pool
 
 
-def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = "auto") -> ZarrView:
+def open_view(
+    store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = "auto", dtype: ReadDtype = "float32"
+) -> ZarrView:
     """A read-only Zarr store over a store's shards: what `ShardStore.as_zarr` gives.
 
     Args:
@@ -56,9 +60,11 @@ def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = 
             examples of a local store, single layers of single examples elsewhere. Axes left of one pivot axis have
             length 1, axes right of it are whole, and the length on the pivot divides its axis.
         sharded: Make each shard one key with `chunks` as its inner chunks, which are then read many at a time. `"auto"`
-            does so for remote stores, if zarr is 3.3 or newer; older versions cannot.
+            does so for remote stores, if zarr is 3.3 or newer; older versions cannot. Not for a view that converts.
+        dtype: "float32", to which a view of a 16-bit store converts what it reads, or "stored", without copying.
 
     Raises:
+        ArgumentError: zarr has no such data type, as for bfloat16.
         ArgumentError: `chunks` is not such a shape (the message has the nearest ones), or zarr is too old for `sharded`.
         DocumentError: `labels.bin` has another size than the documents imply.
     """
@@ -72,9 +78,21 @@ def open_view(store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = 
         )
     layout, max_gap_bytes = store.layout, store.transport.cost.max_gap_bytes
     shape = chunk_shape(layout, chunks, max_gap_bytes=max_gap_bytes)
-    is_sharded = (_CAN_READ_SHARDS and not math.isinf(max_gap_bytes)) if sharded == "auto" else bool(sharded)
+    shown = read_dtype(dtype, layout.dtype).name
+    if shown not in {"float32", layout.dtype} or shown == "bfloat16":
+        raise ArgumentError(
+            f"dtype is {brief(dtype)}, which is {shown} here; the view shows float32, or what is stored if zarr knows it",
+            where="dtype",
+            remedy="Use float32, which holds every bfloat16 exactly.",
+        )
+    converts = shown != layout.dtype
+    if converts and sharded is True:
+        raise ArgumentError("a view that converts has no shards", where="sharded", remedy='Use dtype="stored".')
+    is_sharded = (
+        not converts and (_CAN_READ_SHARDS and not math.isinf(max_gap_bytes)) if sharded == "auto" else bool(sharded)
+    )
     attributes = attributes_of(store.metadata, url=store.url)
-    keys = TensorKeys(ChunkGrid(layout, shape, sharded=is_sharded), attributes, labelled=store.has_labels)
+    keys = TensorKeys(ChunkGrid(layout, shape, sharded=is_sharded), attributes, labelled=store.has_labels, dtype=shown)
     readable = {shard: n * layout.example_nbytes for shard, n in store.readable_examples.items()}
     return ZarrView(store.transport, keys, readable=readable)
 
@@ -97,6 +115,8 @@ class ZarrView(Store):
         self._keys = keys
         self._readable = dict(readable or {})
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
+        #: How many bytes a reader sees for one that is stored.
+        self._widening = np.dtype(keys.dtype).itemsize // keys.grid.layout.itemsize
 
     @property
     def keys(self) -> TensorKeys:
@@ -126,8 +146,10 @@ class ZarrView(Store):
         value = self._keys.find(key)
         if value is None:
             return None
-        start, stop = _bounds(byte_range, _nbytes(value))
-        (found,) = self._read(value, [(start, stop)])
+        start, stop = _bounds(byte_range, self._nbytes(value))
+        found = (
+            self._read_converted(value, start, stop) if self._converts(value) else self._read(value, [(start, stop)])[0]
+        )
         return (prototype or default_buffer_prototype()).buffer.from_bytes(found)  # no copy, except to a GPU
 
     async def get_partial_values(
@@ -160,7 +182,11 @@ class ZarrView(Store):
         value = self._keys.find(key)
         if value is None:
             raise BaseExceptionGroup("there is no such key", [FileNotFoundError(key)])
-        parts = self._read(value, [_bounds(part, _nbytes(value)) for part in byte_ranges])
+        bounds = [_bounds(part, self._nbytes(value)) for part in byte_ranges]
+        if self._converts(value):
+            parts = [self._read_converted(value, start, stop) for start, stop in bounds]
+        else:
+            parts = self._read(value, bounds)
         return [(number, prototype.buffer.from_bytes(part)) for number, part in enumerate(parts)]
 
     async def exists(self, key: str) -> bool:
@@ -176,9 +202,24 @@ class ZarrView(Store):
         value = self._keys.find(key)
         if value is None:
             raise FileNotFoundError(key)
-        return _nbytes(value)
+        return self._nbytes(value)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def _converts(self, value: bytes | Extent) -> bool:
+        return not isinstance(value, bytes) and value.shard_idx is not None and self._widening > 1
+
+    def _nbytes(self, value: bytes | Extent) -> int:
+        return _nbytes(value) * (self._widening if self._converts(value) else 1)
+
+    def _read_converted(self, value: bytes | Extent, start: int, stop: int) -> Bytes:
+        """Bytes of the float32 numbers that a value of 16-bit numbers stands for."""
+        size = FLOAT32.itemsize
+        first, last = start // size, -(-stop // size)
+        stored = numpy_dtype(self._keys.grid.layout.dtype)
+        (found,) = self._read(value, [(first * stored.itemsize, last * stored.itemsize)])
+        numbers = converted(np.frombuffer(found, stored), FLOAT32)
+        return numbers.view(np.uint8).data[start - first * size : stop - first * size]
 
     def _read(self, value: bytes | Extent, parts: Sequence[tuple[int, int]]) -> list[Bytes]:
         """Parts of a value: of the file, of the zeros after its end, of the index."""

@@ -26,6 +26,9 @@ _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _BYTES = {"name": "bytes"}
 
 
+_FLOATS = {"float16", "float32"}
+
+
 def coordinates(layout: Layout, *, labelled: bool) -> dict[str, IntArray]:
     """The coordinates by name, which is also the name of their axis, int64: labels of layers, numbers of tokens (-1 is CLS).
 
@@ -69,7 +72,7 @@ def array_document(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         # No chunk is ever missing. If this value is read all the same, it must not look like an activation.
-        "fill_value": "NaN" if data_type == "float32" else 0,
+        "fill_value": "NaN" if data_type in _FLOATS else 0,
         "codecs": codecs,
         "attributes": dict(attributes or {}),
         "dimension_names": list(dims),
@@ -77,16 +80,17 @@ def array_document(
     }
 
 
-def array_documents(grid: ChunkGrid, *, label_rows: int | None) -> dict[str, Document]:
+def array_documents(grid: ChunkGrid, *, label_rows: int | None, dtype: str = "float32") -> dict[str, Document]:
     """The documents of all arrays by name.
 
     Args:
         grid: How the tensor is cut.
         label_rows: Examples in a chunk of labels; None for a store without labels.
+        dtype: Of the activations.
     """
     layout = grid.layout
     documents = {
-        ARRAY: array_document("float32", layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None)
+        ARRAY: array_document(dtype, layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None)
     }
     for name, values in coordinates(layout, labelled=label_rows is not None).items():
         documents[name] = array_document("int64", values.shape, values.shape, [name])

@@ -165,9 +165,9 @@ def test_another_thread_may_hold_and_drop_batches(plain: Plain, kind: type) -> N
 def test_a_consumer_that_drops_its_batches_makes_no_memory(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
 
-    def counted(shape: tuple[int, int]) -> np.ndarray:
+    def counted(shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
         made.append(shape)
-        return allocate(shape)
+        return allocate(shape, dtype)
 
     monkeypatch.setattr("saev_store.loaders._ring.allocate", counted)
     loader = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5, tokens="content"), batch_size=9, n_threads=2)

@@ -204,9 +204,9 @@ def test_a_batch_belongs_to_whoever_holds_it(plain, store):
 def test_memory_is_used_again():
     made: list[int] = []
 
-    def make(shape):
+    def make(shape, dtype):
         made.append(1)
-        return allocate(shape)
+        return allocate(shape, dtype)
 
     pool = BufferPool((4, 3), n_kept=3, make=make)
     for _ in range(10):

@@ -6,7 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from saev_store.documents import content_hashes, labels_nbytes, match_hash, parse_metadata, parse_shards, shards_bytes
+from saev_store.core.token_arrays import LABELS
+from saev_store.documents import content_hashes, match_hash, parse_metadata, parse_shards, shards_bytes
 from saev_store.errors import BreakingProtocolWarning, DocumentError, UnknownProtocolError, UnsafeContentError
 
 SAMPLES = pathlib.Path(__file__).parents[1] / "data" / "saev"
@@ -61,7 +62,7 @@ def test_sample_equals_its_truth(case):
         == (store / "shards.json").read_bytes()
     )
     if truth.get("labels_shape"):
-        assert labels_nbytes(meta.layout) == (store / "labels.bin").stat().st_size
+        assert LABELS.nbytes(meta.layout) == (store / "labels.bin").stat().st_size
 
     assert {(p.kind, p.severity) for p in meta.problems} == (
         {("layer_order", "warning")} if spec["layers"] != sorted(spec["layers"]) else set()

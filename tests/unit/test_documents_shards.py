@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import LABELS
 from saev_store.documents import (
     COUNT_KEYS,
-    labels_nbytes,
     new_metadata,
-    parse_labels_size,
     parse_shards,
+    parse_token_array_size,
     shards_bytes,
 )
 from saev_store.errors import ArgumentError, DocumentError, UnsafeContentError
@@ -240,11 +240,11 @@ def test_writing_is_bounded_and_checks_its_key():
 @given(st.integers(1, 100), st.integers(1, 100), st.booleans(), st.integers(0, 20_000))
 def test_the_size_of_labels_is_exact(n_examples, tokens, cls_token, nbytes):
     layout = Layout(n_examples, (2, 5), tokens, cls_token, 8, 3)
-    assert labels_nbytes(layout) == n_examples * tokens
-    assert parse_labels_size(n_examples * tokens, layout) == (n_examples, tokens)
+    assert LABELS.nbytes(layout) == n_examples * tokens
+    assert parse_token_array_size(n_examples * tokens, LABELS, layout, where="labels.bin") == (n_examples, tokens)
     if nbytes != n_examples * tokens:
         with pytest.raises(DocumentError):
-            parse_labels_size(nbytes, layout)
+            parse_token_array_size(nbytes, LABELS, layout, where="labels.bin")
 
 
 @pytest.mark.parametrize(
@@ -260,5 +260,5 @@ def test_the_size_of_labels_is_exact(n_examples, tokens, cls_token, nbytes):
 )
 def test_a_wrong_size_of_labels_says_what_may_have_happened(nbytes, match):
     with pytest.raises(DocumentError, match=match) as caught:
-        parse_labels_size(nbytes, META.layout)
+        parse_token_array_size(nbytes, LABELS, META.layout, where="labels.bin")
     assert caught.value.problems[0].kind == "labels_size"

@@ -49,7 +49,7 @@ def test_new_documents_have_exactly_the_keys_of_their_specification(protocol):
     assert meta.problems == ()
     assert meta.extra == {}
     assert new_metadata(**GOOD).protocol == "2.0"
-    assert list(WRITABLE_VERSIONS) == list(KEYS)
+    assert list(WRITABLE_VERSIONS) == [*KEYS, "3.0"]
 
 
 @given(
@@ -181,6 +181,8 @@ def test_replace_makes_a_document_of_the_same_version(version):
     document |= {"data": "x" if version.data == "string" else {"a": 1}, "note": "kept"}
     if version.requires_dataset:
         document["dataset"] = "/data"
+    if version.protocol == "3.0":
+        document["spec"] = "saev_store"
     document |= {"dtype": "float32", "protocol": version.protocol, "tail": [1]}
     before = parse_metadata(json.dumps(document).encode(), where="a/metadata.json")
     after = before.replace(layers=(5,), n_examples=np.int64(3), max_tokens_per_shard=5)

@@ -13,7 +13,8 @@ import warnings
 
 import pytest
 
-from saev_store.documents import match_hash, parse_labels_size, parse_metadata, parse_shards, shards_bytes
+from saev_store.core.token_arrays import LABELS
+from saev_store.documents import match_hash, parse_metadata, parse_shards, parse_token_array_size, shards_bytes
 from saev_store.errors import SaevStoreError, SaevStoreWarning
 
 N_INPUTS = int(os.environ.get("SAEV_STORE_FUZZ_INPUTS", "5000"))
@@ -225,5 +226,7 @@ def test_labels():
         layout = rng.choice(layouts)
         exact = layout.n_examples * layout.content_tokens_per_example
         nbytes = rng.choice([exact, exact + rng.randrange(-exact, 3 * exact), rng.randrange(2**63), 0])
-        shape = only_ours(rng, b"", lambda _, n=nbytes, at=layout: parse_labels_size(n, at))
+        shape = only_ours(
+            rng, b"", lambda _, n=nbytes, at=layout: parse_token_array_size(n, LABELS, at, where="labels.bin")
+        )
         assert (shape is not None) == (nbytes == exact)

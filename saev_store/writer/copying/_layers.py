@@ -80,7 +80,6 @@ def copy_layers(
         return
     writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
-    labels = store.labels
     step = max(1, _BATCH_BYTES // layout.example_nbytes)
     with writer:
         if load_digests(store.transport) is not None:  # else the copy's digests would call damaged vectors right
@@ -88,11 +87,16 @@ def copy_layers(
         folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
         for start in range(writer.next_example, layout.n_examples, step):
             end = min(start + step, layout.n_examples)
-            batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=np.float32)
+            batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=store.dtype)
             for into, layer_idx in zip(batch, positions, strict=True):
-                store.read((slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)), out=into)
-            n_labels = layout.content_tokens_per_example
-            writer.append(batch.swapaxes(0, 1), labels=None if labels is None else labels[start:end, :n_labels])
+                store.read(
+                    (slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)),
+                    dtype="stored",
+                    out=into,
+                )
+            n_content = layout.content_tokens_per_example
+            arrays = {name: values[start:end, :n_content] for name, values in store.token_arrays.items()}
+            writer.append(batch.swapaxes(0, 1), **arrays)
     root.close()  # a map of a shorter file must not answer for the finished one
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import shard_name
-from saev_store.documents import labels_nbytes, shards_bytes
+from saev_store.documents import shards_bytes
 from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
@@ -38,7 +38,7 @@ _N_AHEAD = 4
 
 
 class _File(NamedTuple):
-    """One large file to copy; `shard_idx` is None for labels."""
+    """One large file to copy; `shard_idx` is None for token arrays."""
 
     name: str
     shard_idx: int | None
@@ -109,9 +109,9 @@ def _files(store: ShardStore, *, pads: bool) -> list[_File]:
                 continue
             size = min(size, there)
         files.append(_File(shard_name(shard_idx), shard_idx, used, max(used, size)))
-    if store.labels is not None:
-        nbytes = labels_nbytes(layout)
-        files.append(_File(LABELS_NAME, None, nbytes, nbytes))
+    for name in store.token_arrays:
+        array = store.token_arrays.declared(name)
+        files.append(_File(array.file_name, None, array.nbytes(layout), array.nbytes(layout)))
     return files
 
 
@@ -237,7 +237,7 @@ class _Copier:
                 remedy="Copy again; if it happens twice, suspect the disk or the network.",
             )
         if file.shard_idx is not None:
-            receipt = Receipt(file.used_nbytes, complete=True, digests=sent.digests, labels=None)
+            receipt = Receipt(file.used_nbytes, complete=True, digests=sent.digests, tokens=None)
             self._folder.put(receipt_path(file.shard_idx), receipt.to_bytes())
         return sent
 
@@ -321,7 +321,7 @@ def _publish(folder: Folder, store: ShardStore, metadata: Metadata, digests: Dig
     if metadata is not store.metadata:
         index = shards_bytes(store.layout, metadata.count_key, trailing_empty=store.index.trailing_empty)
     folder.put(SHARDS_NAME, index)
-    if store.labels is None and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
+    if not store.has_labels and folder.exists(LABELS_NAME):  # of an earlier attempt, when the source had some
         folder.delete(LABELS_NAME)
     if folder.create(METADATA_NAME, metadata.raw) == "taken":
         raise StoreExistsError("another store of this name was published meanwhile", where=folder.url)

@@ -1,0 +1,91 @@
+"""The numbers that a store holds, those that a reader gets, and the way from one to the other.
+
+bfloat16 is a dtype of the package `ml_dtypes`, which is imported when a store or a caller names it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.errors import ArgumentError, brief
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: What a store may hold: little-endian IEEE float32, bfloat16 (the upper half of one), and IEEE float16.
+StoredDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+#: What a reader may ask for; "stored" gives the bits of the store.
+ReadDtype: TypeAlias = Literal["float32", "float64", "bfloat16", "float16", "stored"] | np.dtype[np.generic]
+#: Bytes of one number, for all dtypes that a store may hold.
+ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT32 = np.dtype(np.float32)
+_READABLE = (*ITEMSIZES, "float64")
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """The NumPy dtype of a name in `ITEMSIZES`, little-endian; of bfloat16 that of `ml_dtypes`.
+
+    >>> numpy_dtype("float32"), numpy_dtype("bfloat16").itemsize
+    (dtype('float32'), 2)
+    """
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    dtype = np.dtype(name)
+    return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
+
+
+def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
+    """The NumPy dtype that a reader asks for.
+
+    Args:
+        asked: A name, `"stored"`, or a NumPy dtype of one of these names.
+        stored: The name of the store's dtype.
+
+    Raises:
+        ArgumentError: it is not one of `ReadDtype`.
+
+    >>> read_dtype("stored", "float16"), read_dtype("float32", "float16")
+    (dtype('float16'), dtype('float32'))
+    """
+    name = asked
+    if not isinstance(asked, str):
+        try:
+            name = np.dtype(asked).name
+        except TypeError:
+            name = None
+    if name == "stored":
+        name = stored
+    if name not in _READABLE:
+        choices = ", ".join(repr(choice) for choice in get_args(get_args(ReadDtype)[0]))
+        raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {choices}", where="dtype")
+    return numpy_dtype(str(name))
+
+
+def convert(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
+    """Copy numbers into an array of another float dtype and of the same shape; widening is exact, narrowing rounds to nearest even.
+
+    NumPy widens float16 at a tenth of the speed of a copy: torch does it where the process has imported it anyway.
+    """
+    torch = sys.modules.get("torch") if source.dtype == np.float16 and out.dtype == FLOAT32 else None
+    if torch is not None and source.flags.writeable and out.flags.c_contiguous and source.flags.c_contiguous:
+        torch.from_numpy(out).copy_(torch.from_numpy(source))
+        return
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # signalling NaNs, and numbers that the narrower dtype does not hold
+        np.copyto(out, source, casting="unsafe")
+
+
+def converted(source: npt.NDArray[np.generic], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    """The numbers in another dtype as a fresh array, or the array itself if it has that dtype."""
+    if source.dtype == dtype:
+        return source
+    out = np.empty(source.shape, dtype=dtype)
+    convert(source, out)
+    return out

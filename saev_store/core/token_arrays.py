@@ -1,0 +1,92 @@
+"""Numbers that a store holds for each content token beside its vectors: labels, token ids, masks.
+
+Section 5 of docs/protocol.md: the file `<name>.bin` of a token array holds (n_examples, content tokens) numbers in C order.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from saev_store.core.layout import Layout
+from saev_store.errors import ArgumentError, brief
+
+#: The dtypes of token arrays; a bool is a byte, 0 or 1.
+DTYPES = ("bool", "uint8", "int32", "int64", "float32")
+#: Names with a meaning, and the dtype that each must have.
+MEANINGS: Mapping[str, str] = {
+    "labels": "uint8",
+    "token_ids": "int32",
+    "mask": "bool",
+    "document_ids": "int64",
+    "positions": "int32",
+}
+#: The most token arrays of a store.
+MAX_ARRAYS = 64
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+_SHARD = re.compile(r"acts[0-9]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArray:
+    """One token array, as metadata.json declares it.
+
+    Args:
+        name: `[a-z][a-z0-9_]*`, at most 64 characters, not that of a shard.
+        dtype: One of `DTYPES`; for a name in `MEANINGS` the one given there.
+
+    Raises:
+        ArgumentError: a rule is broken.
+
+    >>> TokenArray("token_ids", "int32").file_name
+    'token_ids.bin'
+    """
+
+    name: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or _SHARD.fullmatch(self.name):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from a file
+            raise ArgumentError(
+                f"the token array {brief(self.name)} has a name that is not allowed; it must be of the letters a to z, digits "
+                "and _, begin with a letter, have at most 64 characters, and not be that of a shard",
+                where="token_arrays",
+            )
+        if self.dtype not in DTYPES:
+            raise ArgumentError(
+                f"the token array {self.name} has dtype {brief(self.dtype)}; it must be one of {', '.join(DTYPES)}",
+                where="token_arrays",
+            )
+        if self.dtype != MEANINGS.get(self.name, self.dtype):
+            raise ArgumentError(
+                f"the token array {self.name} has dtype {self.dtype}; arrays of that name are {MEANINGS[self.name]}",
+                where="token_arrays",
+                remedy="Use that dtype, or another name.",
+            )
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file in the store's folder."""
+        return f"{self.name}.bin"
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.generic]:
+        """Its NumPy dtype, little-endian."""
+        dtype = np.dtype(self.dtype)
+        return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
+
+    def nbytes(self, layout: Layout) -> int:
+        """The exact size of its file."""
+        return layout.n_examples * self.example_nbytes(layout)
+
+    def example_nbytes(self, layout: Layout) -> int:
+        """Bytes of one example."""
+        return layout.content_tokens_per_example * self.numpy_dtype.itemsize
+
+
+#: Labels, which stores of every version may have, declared or not.
+LABELS = TokenArray("labels", "uint8")

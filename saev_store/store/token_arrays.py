@@ -1,0 +1,179 @@
+"""The token arrays of an opened store: labels, token ids, masks and what else was recorded for each content token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import TokenArray
+from saev_store.documents import parse_token_array_size
+from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
+from saev_store.transport.fetch import map_check
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
+    from saev_store.transport import Transport
+
+#: The token array whose false values hide tokens.
+MASK = "mask"
+#: Conditions are looked at in pieces of about this many values.
+_PIECE = 4 << 20
+
+TokenValues = npt.NDArray[np.generic]
+
+
+class TokenArrays(Mapping[str, TokenValues]):
+    """Name to values, each read-only, (n_examples, content tokens); read, or mapped, when they are first asked for.
+
+    Holds what the document declares. Before protocol 3.0 no document does: there it holds `labels` if there is a
+    `labels.bin`, whose size is requested when that matters.
+
+    Args:
+        transport: Where the files are.
+        metadata: The store's document.
+        has_labels: Whether there is a `labels.bin` that no document declares; None where that is not known yet.
+    """
+
+    def __init__(self, transport: Transport, metadata: Metadata, has_labels: bool | None) -> None:
+        self._transport, self._layout = transport, metadata.layout
+        self._arrays = {array.name: array for array in metadata.recordable}
+        self._is_there = True if metadata.declares_token_arrays else has_labels
+        self._read: dict[str, TokenValues] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known without a request which arrays there are."""
+        return self._is_there is not None
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names that are known without a request."""
+        return tuple(self._arrays) if self._is_there else ()
+
+    def _known(self) -> dict[str, TokenArray]:
+        if self._is_there is None:
+            (array,) = self._arrays.values()
+            self._is_there = find_token_array(self._transport, self._layout, array)
+        return self._arrays if self._is_there else {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def declared(self, name: str) -> TokenArray:
+        """What is known of an array without reading it.
+
+        Raises:
+            KeyError: there is no such array.
+        """
+        return self._known()[name]
+
+    def __getitem__(self, name: str) -> TokenValues:
+        """The values of an array: a view of the mapped file locally; a remote file is read once.
+
+        Raises:
+            KeyError: there is no such array.
+            NotFoundError: its file is missing.
+            DocumentError: its file has another size than the documents imply, or holds what is no bool.
+            CorruptShardError: the mapped file was cut since.
+        """
+        values = self._read.get(name)
+        if values is not None:
+            map_check(self._transport)(f"{name}.bin", values.nbytes)
+            return values
+        self._read[name] = values = read_token_array(self._transport, self._layout, self._known()[name])
+        return values
+
+
+def find_token_array(transport: Transport, layout: Layout, array: TokenArray) -> bool:
+    """Whether the file of a token array is there; its size is compared, nothing is read.
+
+    Raises:
+        DocumentError: the file has another size than the documents imply.
+    """
+    try:
+        size = transport.size(array.file_name)
+    except NotFoundError:
+        return False
+    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}")
+    return True
+
+
+def read_token_array(transport: Transport, layout: Layout, array: TokenArray) -> TokenValues:
+    """The values of a token array, read-only, mapped where the transport maps.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DocumentError: the file has another size than the documents imply, or holds what is no bool.
+    """
+    where = f"{transport.url}/{array.file_name}"
+    if not find_token_array(transport, layout, array):
+        raise NotFoundError(
+            "the document declares this token array, but the file is missing",
+            where=where,
+            remedy="Copy it again from where it is whole.",
+        )
+    (buffer,) = transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(layout)])
+    values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(layout.n_examples, -1)
+    if array.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
+        raise DocumentError(
+            "it holds bytes other than 0 and 1; a bool is one of them",
+            where=where,
+            remedy="It is of another store, or damaged: copy it again.",
+        )
+    values.flags.writeable = False
+    return values
+
+
+def kept_tokens(
+    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens).
+
+    Args:
+        arrays: The store's.
+        where: Name to the value, or the values, that are wanted.
+        hides: Whether tokens whose `mask` is false are out.
+        ignore_labels: Labels that are out.
+
+    Raises:
+        SelectionError: there is no such array, or a value is not one of its dtype.
+    """
+    conditions = [(arrays[MASK], np.array([True]), True)] if hides else []
+    if ignore_labels is not None:
+        conditions.append((_named(arrays, "labels"), np.atleast_1d(np.asarray(ignore_labels)), False))
+    for name, wanted in where.items():
+        values = _named(arrays, name)
+        choices = np.atleast_1d(np.asarray(wanted))
+        is_float = choices.dtype.kind == "f"
+        if choices.ndim != 1 or choices.dtype.kind not in "biuf" or (is_float and values.dtype.kind != "f"):
+            raise SelectionError(
+                f"{name} is asked to be {brief(wanted)}; it must be a number of {values.dtype.name}, or a list of them",
+                where="where",
+            )
+        conditions.append((values, choices, True))
+    shape = conditions[0][0].shape if conditions else (0, 0)
+    kept = np.ones(shape, dtype=np.uint8)
+    step = max(1, _PIECE // max(shape[1], 1))
+    for first in range(0, shape[0], step):
+        some = slice(first, first + step)
+        for values, choices, is_wanted in conditions:
+            kept[some] &= np.isin(values[some], choices, invert=not is_wanted)
+    return kept
+
+
+def _named(arrays: TokenArrays, name: str) -> TokenValues:
+    try:
+        return arrays[name]
+    except KeyError:
+        raise SelectionError(
+            f"the store has no token array {brief(name)}; it has {list(arrays)}",
+            where="where",
+            remedy="Choose one of these.",
+        ) from None

@@ -1,0 +1,241 @@
+"""Stores of 16-bit numbers with token arrays: every way to read them gives what dense NumPy gives, bit for bit where asked."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from saev_store import ShardStore, new_metadata
+from saev_store.errors import ArgumentError, DocumentError, SelectionError
+from saev_store.loaders import OrderedLoader, ShuffledLoader
+
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+N, LAYERS, CONTENT, D = 11, (2, 5, 5), 6, 8
+META = {
+    "family": "gpt2", "ckpt": "random", "layers": LAYERS, "hook_points": ["resid_post", "attn_out", "resid_post"],
+    "content_tokens_per_example": CONTENT, "cls_token": True, "d_model": D, "n_examples": N, "max_tokens_per_shard": 90,
+    "token_arrays": {"token_ids": "int32", "labels": "uint8", "mask": "bool", "positions": "int32", "score": "float32"},
+}  # fmt: skip
+
+
+@pytest.fixture(params=DTYPES)
+def made(request, tmp_path):
+    """(path, bits, token arrays): every kind of number, NaN payloads, subnormals, infinities and negative zeros among them."""
+    rng, dtype = np.random.default_rng(3), DTYPES[request.param]
+    acts = rng.integers(0, 2**16, (N, len(LAYERS), CONTENT + 1, D), dtype=np.uint16)
+    acts[0, 0, 0, :6] = [0x8000, 0x0001, 0x7F80, 0xFF80, 0x7C00, 0x7FC1]
+    arrays = {
+        "token_ids": rng.integers(-(2**31), 2**31, (N, CONTENT), dtype=np.int32),
+        "labels": rng.integers(0, 4, (N, CONTENT), dtype=np.uint8),
+        "mask": rng.integers(0, 2, (N, CONTENT)).astype(bool),
+        "positions": np.tile(np.arange(CONTENT, dtype=np.int32), (N, 1)),
+        "score": rng.standard_normal((N, CONTENT)).astype(np.float32),
+    }
+    metadata = new_metadata(**META, dtype=request.param)
+    with ShardStore.create(tmp_path, metadata, on_nonfinite="allow", progress=False) as writer:
+        for first in (0, 4, 9):
+            some = slice(first, {0: 4, 4: 9, 9: N}[first])
+            writer.append(acts[some].view(dtype), **{name: values[some] for name, values in arrays.items()})
+    return tmp_path / metadata.hash, acts.view(dtype), arrays
+
+
+def same(found, truth):
+    assert (found.dtype, found.shape) == (truth.dtype, truth.shape)
+    if truth.dtype.itemsize == 2:
+        assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))
+    else:
+        assert np.array_equal(found, truth, equal_nan=True)
+
+
+def test_files_hold_the_bits(made):
+    path, acts, arrays = made
+    files = sorted(path.glob("acts*.bin"))
+    assert len(files) == 3
+    assert b"".join(file.read_bytes() for file in files)[: acts.nbytes] == acts.tobytes()
+    for name, values in arrays.items():
+        assert (path / f"{name}.bin").read_bytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
+def test_every_engine_reads_what_numpy_has(made, engine):
+    path, acts, arrays = made
+    store = ShardStore.open(path, engine=engine)
+    assert (store.dtype, store.layout.itemsize) == (acts.dtype, 2)
+    wide = acts.astype(np.float32)
+    keys = [np.s_[:], np.s_[3], np.s_[2, 1, 3], np.s_[::-2, 1], np.s_[[9, 0, 4], :, 2], np.s_[:, [0, 2], 1:3, ::3],
+            np.s_[..., 5], np.s_[[1, 2], [0, 2], [3, 4]]]  # fmt: skip
+    for key in keys:
+        same(store[key], wide[key])
+        same(store.read(key, dtype="stored"), acts[key])
+        with np.errstate(invalid="ignore"):
+            truth = acts[key].astype(np.float64)
+        same(store.read(key, dtype="float64"), truth)
+    other = DTYPES["float16" if acts.dtype == DTYPES["bfloat16"] else "bfloat16"]
+    with np.errstate(all="ignore"):
+        assert np.array_equal(
+            store.read(dtype=other.name).astype(np.float32), wide.astype(other).astype(np.float32), equal_nan=True
+        )
+    rows = store.sel(layer=[(5, "resid_post"), 2], tokens="content", masked=True, dtype="stored")
+    flat = acts[:, [2, 0], 1:].reshape(-1, D)
+    picked = np.random.default_rng(0).integers(0, len(rows), 50)
+    same(rows.rows(picked), flat[picked])
+    same(rows.as_numpy(), flat)
+    same(
+        store.sel(layer=[(5, "resid_post"), 2], tokens="content", masked=True).rows(picked),
+        flat[picked].astype(np.float32),
+    )
+    for name, values in arrays.items():
+        same(store.token_arrays[name], values)
+    same(store.labels, arrays["labels"])
+
+
+def test_a_view_has_the_stored_dtype(made):
+    path, acts, _ = made
+    store = ShardStore.open(path)
+    view = store.as_numpy(np.s_[0:2, 1], copy=False, dtype="stored")
+    assert view.base is not None
+    same(view, acts[0:2, 1])
+    with pytest.raises(ArgumentError, match="stored dtype"):
+        store.as_numpy(np.s_[0:2, 1], copy=False)
+    with pytest.raises(ArgumentError, match="dtype is 'int8'"):
+        store.read(dtype="int8")
+    with pytest.raises(ArgumentError, match="writable float32"):
+        store.read(0, out=np.empty(acts.shape[1:], acts.dtype))
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+@pytest.mark.parametrize("dtype", ["float32", "stored"])
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_loaders_hand_out_the_rows_of_their_coordinates(made, kind, dtype, engine):
+    path, acts, arrays = made
+    store = ShardStore.open(path, engine=engine)
+    truth = acts if dtype == "stored" else acts.astype(np.float32)
+    rows = store.sel(layer=[2, (5, "resid_post")], tokens="all", dtype=dtype)
+    options = {} if kind is OrderedLoader else {"seed": 3}
+    seen, held = [], []
+    with kind(rows, batch_size=16, labels=store.labels, n_threads=2, **options) as loader:
+        for batch in loader:
+            layer = np.where(batch["layer"] == 2, 0, 2)
+            same(batch["act"], truth[batch["example_idx"], layer, batch["token_idx"] + 1])
+            seen += list(zip(batch["example_idx"].tolist(), layer.tolist(), batch["token_idx"].tolist(), strict=True))
+            held.append((batch["act"], batch["act"].copy()))
+    for act, copy in held:
+        same(act, copy)
+    kept = [(e, la, t) for e in range(N) for la in (0, 2) for t in range(-1, CONTENT) if t < 0 or arrays["mask"][e, t]]
+    assert sorted(seen) == kept
+
+
+def test_conditions_choose_tokens(made):
+    path, acts, arrays = made
+    store = ShardStore.open(path)
+
+    def chosen(keep, **conditions):
+        rows = store.sel(layer=2, tokens="content", dtype="stored", **conditions)
+        where = rows.coordinates()
+        assert list(zip(where.example_idx.tolist(), where.token_idx.tolist(), strict=True)) == [
+            tuple(x) for x in np.argwhere(keep).tolist()
+        ]
+        same(rows.as_numpy(), acts[:, 0, 1:][keep])
+
+    mask, labels = arrays["mask"], arrays["labels"]
+    chosen(mask)
+    chosen(np.ones_like(mask), masked=True)
+    chosen(mask & (labels == 2), where={"labels": 2})
+    chosen(np.isin(labels, [1, 3]) & (arrays["positions"] == 4), where={"labels": [1, 3], "positions": 4}, masked=True)
+    chosen(mask & (labels != 0), ignore_labels=[0])
+    chosen((labels != 0) & ~mask, where={"mask": False}, ignore_labels=[0], masked=True)
+    for where in ({"nothing": 1}, {"labels": "sky"}, {"labels": 1.5}, {"labels": None}):
+        with pytest.raises(SelectionError):
+            store.sel(where=where)
+
+
+def test_views_show_float32(made):
+    import xarray as xr
+    import zarr
+
+    path, acts, arrays = made
+    store, wide = ShardStore.open(path), acts.astype(np.float32)
+    for chunks in ("auto", (1, 1, CONTENT + 1, D), (2, 3, CONTENT + 1, D)):
+        same(zarr.open_group(store.as_zarr(chunks=chunks), mode="r")["activations"][2:9, 1], wide[2:9, 1])
+    if acts.dtype == np.float16:
+        same(zarr.open_group(store.as_zarr(dtype="stored"), mode="r")["activations"][:], acts)
+    else:
+        with pytest.raises(ArgumentError, match="bfloat16"):
+            store.as_zarr(dtype="stored")
+    same(np.asarray(store.as_dask(chunks=(4, 1, -1, -1))[1:7, 2]), wide[1:7, 2])
+    with xr.open_dataset(path, engine="saev") as dataset:
+        same(dataset.activations[3:5].values, wide[3:5])
+        assert dataset.hook_point.values.tolist() == META["hook_points"]
+        for name, values in arrays.items():
+            same(dataset[name].values, values)
+
+
+def test_torch_batches(made):
+    torch = pytest.importorskip("torch")
+    from saev_store.torch import IndexedConfig, IndexedDataset, OrderedConfig, OrderedDataLoader
+
+    path, acts, arrays = made
+    flat = torch.from_numpy(acts[:, 0, 1:][arrays["mask"]].view(np.int16).copy()).view(getattr(torch, acts.dtype.name))
+    for dtype, truth in (("stored", flat), ("float32", flat.float())):
+        with OrderedDataLoader(OrderedConfig(shards=str(path), layer=2, batch_size=16, dtype=dtype)) as loader:
+            found = torch.cat([batch["act"] for batch in loader])
+        assert found.dtype == truth.dtype
+        assert torch.equal(found.view(torch.int16), truth.view(torch.int16))
+        dataset = IndexedDataset(IndexedConfig(shards=str(path), layer=2, dtype=dtype))
+        picked = [5, 0, 3]
+        assert torch.equal(dataset.batch(picked)["act"].view(torch.int16), truth[picked].view(torch.int16))
+
+
+def test_copies_and_checks(made, tmp_path):
+    path, acts, arrays = made
+    store = ShardStore.open(path)
+    report = store.validate(deep=True, progress=False)
+    assert [problem.kind for problem in report.problems if problem.severity == "error"] == []
+    from saev_store.writer.copying import copy_store
+
+    whole = ShardStore.open(copy_store(path, tmp_path / "whole", progress=False))
+    same(whole.read(dtype="stored"), acts)
+    for name, values in arrays.items():
+        same(whole.token_arrays[name], values)
+    data = bytearray((path / "token_ids.bin").read_bytes())
+    data[5] ^= 1
+    (path / "token_ids.bin").write_bytes(data)
+    kinds = [problem.kind for problem in ShardStore.open(path).validate(deep=True, progress=False).problems]
+    assert "token_array_digest_mismatch" in kinds
+    (path / "token_ids.bin").unlink()
+    with pytest.raises(DocumentError, match="token_ids"):
+        ShardStore.open(path)
+    assert ShardStore.open(path, damaged_ok=True)[2, 0, 1].shape == (D,)
+    with ShardStore.open(path, damaged_ok=True).repair() as repair:
+        assert repair.lost_arrays == ["token_ids"]
+        repair.restore_array("token_ids", arrays["token_ids"])
+    same(ShardStore.open(path).token_arrays["token_ids"], arrays["token_ids"])
+
+
+def test_numbers_are_rounded_to_nearest_even_and_never_become_infinite_unasked(tmp_path):
+    meta = {key: value for key, value in META.items() if key != "token_arrays"}
+    metadata = new_metadata(**meta, dtype="float16")
+    acts = np.zeros((N, 3, CONTENT + 1, D), np.float32)
+    acts[0, 0, 0, :4] = [1 + 2**-11, 1 + 3 * 2**-11, 65519.99, -65519.99]
+    acts[1, 2, 3, 4] = 65520.0
+    for policy, stored in (("raise", None), ("warn", np.inf), ("saturate", 65504.0)):
+        root = tmp_path / policy
+        writer = ShardStore.create(root, metadata, on_overflow=policy, progress=False)
+        if stored is None:
+            with pytest.raises(
+                ArgumentError, match=r"example 1 holds 1 numbers that float16 cannot hold.*layer position 2, token 3"
+            ):
+                writer.append(acts)
+            assert writer.n_written == 0
+            writer.close()
+            continue
+        if policy == "warn":
+            with pytest.warns(UserWarning, match="recorded as infinity"):
+                writer.append(acts)
+        else:
+            writer.append(acts)
+        writer.close()
+        store = ShardStore.open(root / metadata.hash)
+        assert store[0, 0, 0, :4].tolist() == [1.0, 1 + 2**-9, 65504.0, -65504.0]
+        assert store[1, 2, 3, 4] == stored
