@@ -198,6 +198,14 @@ def test_copies_and_checks(made, tmp_path):
     same(whole.read(dtype="stored"), acts)
     for name, values in arrays.items():
         same(whole.token_arrays[name], values)
+    some = ShardStore.open(
+        copy_store(path, tmp_path / "some", layers=[(5, "attn_out")], tokens="content", progress=False)
+    )
+    assert some.layout.layer_keys == ((5, "attn_out"),)
+    same(some.read(dtype="stored"), acts[:, 1:2, 1:])
+    same(some.token_arrays["score"], arrays["score"])
+    with pytest.raises(ArgumentError, match="2.0 cannot hold"):
+        copy_store(path, tmp_path / "old", protocol="2.0", progress=False)
     data = bytearray((path / "token_ids.bin").read_bytes())
     data[5] ^= 1
     (path / "token_ids.bin").write_bytes(data)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
+from saev_store.core.dtypes import StoredDtype
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Tokens
 from saev_store.documents import WRITABLE_VERSIONS, Metadata, new_metadata, parse_json
@@ -131,16 +132,16 @@ def target_of(
     store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens, protocol: str | None = None
 ) -> Target:
     """Where `copy_store` copies to when it is called like this, and what."""
-    chosen, kept = store.layers, kept_tokens(store, tokens)
+    chosen, kept = tuple(range(len(store.layers))), kept_tokens(store, tokens)
     if layers is not None:
         if not isinstance(layers, Sequence) or isinstance(layers, str):
             raise ArgumentError(f"layers is {brief(layers)}; it must be a list of layers", where="layers")
         wanted = {store.layout.layer_index(layer) for layer in layers}
-        chosen = tuple(layer for layer_idx, layer in enumerate(store.layers) if layer_idx in wanted)
+        chosen = tuple(sorted(wanted))
         if not chosen:
-            remedy = f"Choose some of {list(store.layers)}."
+            remedy = f"Choose some of {list(store.layout.layer_keys)}."
             raise ArgumentError("no layer is left to copy", where="layers", remedy=remedy)
-    is_whole = chosen == store.layers and kept.count == store.layout.tokens_per_example
+    is_whole = len(chosen) == len(store.layers) and kept.count == store.layout.tokens_per_example
     metadata = store.metadata if protocol is None else in_protocol(store.metadata, protocol)
     if not is_whole:
         metadata = part_of(metadata, chosen, kept)
@@ -179,4 +180,8 @@ def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
         data=cast("Mapping[str, object] | str", data),
         dataset=metadata.dataset if knows_dataset else None,
         pixel_agg=metadata.pixel_agg if knows_dataset else None,
+        dtype=cast("StoredDtype", metadata.dtype),
+        hook_points=metadata.hook_points,
+        token_arrays={array.name: array.dtype for array in metadata.token_arrays},
+        text=metadata.text,
     )

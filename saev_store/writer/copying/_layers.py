@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,10 +36,12 @@ def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
     return Progression(0, 1, kept.count + 1) if tokens == "special" else kept
 
 
-def part_of(metadata: Metadata, layers: tuple[int, ...], tokens: Progression) -> Metadata:
+def part_of(metadata: Metadata, layer_idx: Sequence[int], tokens: Progression) -> Metadata:
     """What describes a copy of these layers and tokens."""
-    changes: dict[str, object] = {"layers": list(layers)}
     layout = metadata.layout
+    changes: dict[str, object] = {"layers": [layout.layers[position] for position in layer_idx]}
+    if layout.hook_points is not None:
+        changes["hook_points"] = [layout.hook_points[position] for position in layer_idx]
     if tokens.count < layout.tokens_per_example:
         has_special = tokens.start == 0 and layout.cls_token
         changes["cls_token"] = has_special
@@ -58,7 +61,7 @@ def copy_layers(
 ) -> None:
     """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
     layout = metadata.layout
-    positions = [store.layout.layer_index(layer) for layer in layout.layers]
+    positions = [store.layout.layer_index(layer) for layer in layout.layer_keys]
     folder = Folder(root, metadata.hash)
     if replace and _is_of_other_recording(folder, store):
         with folder.lock("copy"):
