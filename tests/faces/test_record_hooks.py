@@ -92,13 +92,26 @@ def test_half_precision_comes_out_as_its_exact_float32(dtype: str) -> None:
     np.testing.assert_array_equal(acts[:, 1], states[4].float().numpy())
 
 
-def test_records_dropout_free_and_gives_the_model_back_as_it_was() -> None:
-    model, batch = tiny("ViTModel", hidden_dropout_prob=0.5).train(), pixels()
+@pytest.mark.parametrize("is_training", [False, True])
+def test_records_dropout_free_and_gives_the_model_back_as_it_was(*, is_training: bool) -> None:
+    model, batch = tiny("ViTModel", hidden_dropout_prob=0.5).train(is_training), pixels()
     with Recorder(model, layers=(2,)) as recorder:
-        assert not model.training
+        assert not any(module.training for module in model.modules())
         first, second = recorder(batch), recorder(batch)
     np.testing.assert_array_equal(first, second)
-    assert model.training
+    assert all(module.training is is_training for module in model.modules())
+    assert not any(vars(module)["_forward_hooks"] for module in model.modules())
+
+
+def test_each_module_gets_its_own_mode_back_also_after_an_error() -> None:
+    """A frozen part stays in evaluation mode while the rest is trained."""
+    model = tiny("ViTModel").train()
+    model.embeddings.eval()
+    before = [module.training for module in model.modules()]
+    assert {True, False} == set(before)
+    with pytest.raises(ArgumentError), Recorder(model, layers=(2,)) as recorder:
+        recorder(pixels(side=40))
+    assert [module.training for module in model.modules()] == before
     assert not any(vars(module)["_forward_hooks"] for module in model.modules())
 
 

@@ -388,6 +388,30 @@ def test_zero_vectors_however_the_bytes_are_cut(values, d_model, cuts):
     assert n_nonfinite == np.count_nonzero(~np.isfinite(array))
 
 
+def zero_vectors(array: np.ndarray, d_model: int) -> list[int]:
+    """Which vectors of some consecutive elements `scan_piece` finds to be zero."""
+    runs = merge_runs(scan_piece(memoryview(array.astype("<f4")).cast("B"), start=0, d_model=d_model).zero_runs)
+    return [vector for start, end in whole_units(runs, d_model).tolist() for vector in range(start, end)]
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 3, 5, 8, 63, 64])
+def test_a_vector_with_one_number_anywhere_is_not_zero(d_model):
+    """Sparse activations: most columns of most vectors are zero."""
+    vectors = np.eye(d_model, dtype=np.float32)
+    assert zero_vectors(vectors, d_model) == []
+    with_zeros = np.concatenate([np.zeros((1, d_model)), vectors, np.zeros((2, d_model)), vectors])
+    assert zero_vectors(with_zeros, d_model) == [0, d_model + 1, d_model + 2]
+
+
+@pytest.mark.parametrize("first", [0, 1023, 1024, 1025, 2999])
+def test_a_piece_that_begins_with_many_zeros_is_looked_at_to_its_end(first):
+    array = np.zeros(3000, np.float32)
+    array[first] = 1
+    assert zero_vectors(array, 3) == [vector for vector in range(1000) if vector != first // 3]
+    array[first] = np.nan
+    assert scan_piece(memoryview(array).cast("B"), start=0, d_model=3).n_nonfinite == 1
+
+
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 4096, 8191])
 def test_is_zero(n):
     assert is_zero(memoryview(bytes(n)))
