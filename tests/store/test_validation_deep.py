@@ -291,22 +291,41 @@ def test_an_empty_trailing_shard_that_is_not_empty(tmp_path):
     assert kinds(look(store)) == ["nonzero_padding"]
 
 
+class Bad:
+    """A disk on which a byte of some shards cannot be read."""
+
+    cost = FREE
+    is_local, local_path, reads_into = True, None, False
+
+    def __init__(self, store: Plain, names: set[str], byte: int) -> None:
+        inner = self.inner = MemoryTransport({path.name: path.read_bytes() for path in store.path.iterdir()})
+        self.url, self.name, self.read, self.size, self.close = (
+            inner.url,
+            inner.name,
+            inner.read,
+            inner.size,
+            inner.close,
+        )
+        self.names, self.byte = names, byte
+
+    def readinto(self, path, *, starts, buffers):
+        if path in self.names and starts[0] <= self.byte < starts[0] + len(buffers[0]):
+            raise TransportError("Input/output error", where=path)
+        self.inner.readinto(path, starts=starts, buffers=buffers)
+
+
+def test_what_was_not_read_or_not_whole_is_not_called_a_duplicate(store):
+    """A copy over another shard is told only where both were read to their end."""
+    store.shard(1).write_bytes(store.shard(0).read_bytes())
+    assert kinds(look(store)) == ["duplicate_shards"]
+    assert kinds(look(store, Bad(store, {"acts000000.bin", "acts000001.bin"}, 5))) == ["unreadable_shard"] * 2
+    for shard_idx in (0, 1):
+        os.truncate(store.shard(shard_idx), 2 * store.example_nbytes)
+    assert kinds(look(store)) == ["short_shard"] * 2
+
+
 def test_a_read_error_costs_only_the_examples_in_that_block(digested):
-    inner = MemoryTransport({path.name: path.read_bytes() for path in digested.path.iterdir()})
-
-    class Bad:
-        """A disk with one bad block."""
-
-        url, name, cost = inner.url, inner.name, FREE
-        is_local, local_path, reads_into = True, None, False
-        read, size, close = inner.read, inner.size, inner.close
-
-        def readinto(self, path, *, starts, buffers):
-            if path == "acts000001.bin" and starts[0] <= 500 < starts[0] + len(buffers[0]):
-                raise TransportError("Input/output error", where=path)
-            inner.readinto(path, starts=starts, buffers=buffers)
-
-    report = look(digested, Bad())
+    report = look(digested, Bad(digested, {"acts000001.bin"}, 500))
     assert kinds(report) == ["unreadable_shard"]
     assert "Input/output error" in report.problems[0].message
     assert report.lost == touched(digested, 1, 500, 256)

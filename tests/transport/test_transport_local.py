@@ -476,6 +476,21 @@ def test_put_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch, engine)
     assert transport.read("a.json") == b"old"
 
 
+@engines
+def test_the_bound_of_a_document_holds_for_what_is_read(tmp_path, engine):
+    """Virtual files report no size, and files grow while they are read."""
+    transport = engine("/proc/self")
+    whole = transport.read("status")
+    assert transport.size("status") == 0 < len(whole)
+    with pytest.raises(TransportError, match="at most 10 bytes"):
+        transport.read("status", max_bytes=10)
+    (tmp_path / "a.json").write_bytes(b"0123456789")
+    local = engine(tmp_path)
+    assert local.read("a.json", max_bytes=10) == b"0123456789"
+    with pytest.raises(TransportError, match="10 bytes, but at most 9"):
+        local.read("a.json", max_bytes=9)
+
+
 def test_put_is_never_seen_half_done(tmp_path):
     transport, stop, seen = MmapTransport(tmp_path), threading.Event(), set()
     contents = {letter * 20_000 for letter in (b"a", b"b", b"c")}

@@ -336,7 +336,8 @@ def test_the_mark_of_a_copy_that_came_no_further_is_replaced(tmp_path):
     assert ShardStore.open(url)[...].tobytes() == np.ascontiguousarray(source.acts[:, 1:2]).tobytes()
 
 
-def test_a_source_without_digests_that_is_rewritten_in_place_is_another_recording(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["in place", "replaced with the same time"])
+def test_a_source_without_digests_that_is_rewritten_is_another_recording(tmp_path, monkeypatch, how):
     source = plain_store(tmp_path / "source", labels=False)
     layer = ShardStore.open(str(source.path)).layers[1]
     interrupted(source, tmp_path / "to", monkeypatch, 2, layers=[layer])
@@ -344,10 +345,17 @@ def test_a_source_without_digests_that_is_rewritten_in_place_is_another_recordin
     before = shard.stat()
     data = bytearray(shard.read_bytes())
     data[0] ^= 1
-    with shard.open("r+b") as file:
-        file.write(data)
-    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert shard.stat().st_ino == before.st_ino
+    if how == "in place":
+        with shard.open("r+b") as file:
+            file.write(data)
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        assert shard.stat().st_ino == before.st_ino
+    else:
+        new = tmp_path / "new.bin"
+        new.write_bytes(data)
+        os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.replace(new, shard)
+        assert shard.stat().st_mtime_ns == before.st_mtime_ns
     with pytest.raises(IncompleteStoreError, match="no copy of this one"):
         copy_store(source.path, tmp_path / "to", layers=[layer])
 
