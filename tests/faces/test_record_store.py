@@ -125,7 +125,11 @@ def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, t
     record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
     with pytest.raises(ArgumentError, match="only 8 examples, but n_examples is 11"):
         record_to_store(model, batches(8), tmp_path / "cut", n_examples=N, **OPTIONS)
+    passes = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1))
     record_to_store(model, batches(N), tmp_path / "cut", n_examples=N, resume=True, **OPTIONS)
+    handle.remove()
+    assert len(passes) == 1  # of the batch that was missing
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 

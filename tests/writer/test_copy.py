@@ -240,6 +240,15 @@ def test_no_room(store, tmp_path, monkeypatch):
         copy_store(store.path, tmp_path / "to")
 
 
+def test_just_enough_room(store, tmp_path, monkeypatch):
+    needed = store.acts.nbytes + store.labels.nbytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, needed - 1))
+    with pytest.raises(TransportError, match="are free"):
+        copy_store(store.path, tmp_path / "to")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, needed))
+    assert np.array_equal(ShardStore.open(copy_store(store.path, tmp_path / "to"))[...], store.acts)
+
+
 def test_two_at_once_are_refused(store, tmp_path):
     folder = Folder(open_transport(tmp_path / "to"), store.path.name)
     script = (

@@ -506,8 +506,12 @@ def test_an_interrupt_within_append_is_not_guessed_about(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(writer, "_send", interrupted)
     with pytest.raises(KeyboardInterrupt), writer:
-        writer.append(*this.rows(3, 9))
-    with pytest.raises(ArgumentError):
+        try:
+            writer.append(*this.rows(3, 9))
+        finally:
+            with pytest.raises(ArgumentError, match="cut short by an error"):
+                writer.append(*this.rows(3, 9))
+    with pytest.raises(ArgumentError, match="closed"):
         writer.append(*this.rows(3, 9))
     with begin(disk, this, resume=True) as writer:
         assert 2 <= writer.next_example <= 9

@@ -109,6 +109,24 @@ def test_what_a_checkpoint_counts_survives_a_power_cut(tmp_path, disk):
             assert disk.survivors()[f"{this.name}/{name}"][:used] == this.acts[: start + 1].tobytes()
 
 
+@pytest.mark.parametrize("n_examples", [1, 2, 3])
+def test_a_checkpoint_follows_at_the_latest_after_so_many_bytes(tmp_path, disk, n_examples):
+    this = case(n=9, per_shard=9)
+    size = this.metadata.layout.example_nbytes
+    watch = Watch(disk, this.name)
+    options = {"block_bytes": BLOCK, "checkpoint_bytes": n_examples * BLOCK, "on_nonfinite": "allow"}
+    with (
+        pytest.raises(IncompleteStoreError),
+        create_store(open_transport(tmp_path), this.metadata, **options) as writer,
+    ):
+        for start in range(8):
+            writer.append(*this.rows(start, start + 1))
+            writer._background.drain()
+            written = (start + 1) * size // BLOCK * BLOCK  # whole blocks: the rest waits in memory
+            used = watch.receipts[-1][1] if watch.receipts else 0
+            assert used == written // (n_examples * BLOCK) * (n_examples * BLOCK)
+
+
 def test_parts_are_durable_before_another_process_publishes(tmp_path, disk):
     this = case(n=7, per_shard=2)
     expected = whole(this, tmp_path / "first")

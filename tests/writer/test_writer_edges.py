@@ -177,13 +177,15 @@ def test_receipts_behind_damage_go_from_the_last_one_down():
     assert deleted == [f"acts{shard_idx:06d}.json" for shard_idx in (3, 2, 1, 0)]
 
 
-@pytest.mark.parametrize(("key", "value"), [("world", 0), ("world", -1), ("block_bytes", 0), ("pad", 1)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("world", 0), ("world", -1), ("block_bytes", 0), ("pad", 1), ("version", 0), ("version", 2)]
+)
 def test_a_claim_with_impossible_options_is_not_understood(key, value):
     this, disk = case(), Disk(posix=True)
     with pytest.raises(IncompleteStoreError), create_store(disk, this.metadata, **OPTIONS) as writer:
         writer.append(*this.rows(0, 1))
     claim = json.loads(disk.files[hidden(this, "claim.json")].seen)
-    claim["options"][key] = value
+    (claim if key in claim else claim["options"])[key] = value
     disk._set(hidden(this, "claim.json"), json.dumps(claim).encode())
     with pytest.raises(IncompleteStoreError, match="cannot be understood"):
         create_store(disk, this.metadata, resume=True, **OPTIONS)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 
+import numpy as np
 import pytest
-from kill_harness_disk import Disk
+import xxhash
+from kill_harness_disk import Disk, DiskSink
 from kill_harness_oracle import Case, case
 
-from saev_store.errors import CorruptShardError, IncompleteStoreError, SaevStoreWarning
+from saev_store.errors import (
+    AccessError,
+    CorruptShardError,
+    IncompleteStoreError,
+    SaevStoreError,
+    SaevStoreWarning,
+    WriterConflictError,
+)
 from saev_store.transport import open_transport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.folder import part_shards
@@ -102,3 +113,96 @@ def test_who_found_a_damaged_shard_publishes_it_after_another_process_has_writte
         writer.append(*this.rows(writer.next_example, 6))
     assert finalize_store(ours, this.metadata, verify="digests")
     this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
+
+
+@pytest.mark.parametrize("name", ["acts000000.bin", "shards.json", "labels.bin"])
+def test_files_of_another_tool_are_found_also_where_a_folder_cannot_be_listed(name):
+    class Unlisted(Disk):
+        def list(self, path=""):
+            raise AccessError("no permission to list", where=path)
+
+    this, disk = case(), Unlisted(posix=False)
+    disk._set(f"{this.name}/{name}", b"precious")
+    with pytest.raises(IncompleteStoreError, match=f"the folder holds {name}, but neither"):
+        create_store(disk, this.metadata, pad=False, **OPTIONS)
+    assert disk.content(this.name) == {name: b"precious"}
+
+
+def test_empty_documents_of_a_kill_are_written_anew(tmp_path):
+    """Without hard links a document can have its name before its bytes."""
+    this = case()
+    folder = tmp_path / this.name
+    (folder / ".saev_store").mkdir(parents=True)
+    (folder / ".saev_store" / "claim.json").write_bytes(b"")
+    with (
+        pytest.raises(IncompleteStoreError),
+        create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer,
+    ):
+        writer.append(*this.rows(0, 4))
+    (folder / "metadata.json").write_bytes(b"")
+    with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
+        writer.append(*this.rows(writer.next_example, this.n))
+    this.check({path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+def test_who_begins_just_after_another_process_has_published_overwrites_nothing():
+    """In a bucket the first look is long ago when the claim is made, and the other's claim is gone by then."""
+    this, other = case(pad=False, seed=1), case(pad=False, seed=1)
+    acts = np.ones_like(this.acts)
+
+    class Hooked(Disk):
+        def create(self, path, data):
+            if path.endswith("/claim.json") and not hooked:
+                hooked.append(path)
+                with create_store(self, other.metadata, pad=False, **OPTIONS) as writer:
+                    writer.append(*other.rows(0, other.n))
+            super().create(path, data)
+
+    hooked: list[str] = []
+    disk = Hooked(posix=False)
+    with (
+        pytest.raises(WriterConflictError, match="published"),
+        create_store(disk, this.metadata, pad=False, **OPTIONS) as writer,
+    ):
+        writer.append(acts, this.labels)
+    files = disk.content(this.name)
+    other.check({name: data for name, data in files.items() if not name.startswith(".saev_store")})
+
+
+def test_an_older_writer_records_nothing_after_another_one_has_taken_over():
+    """On a disk without locks."""
+    this, disk = case(n=9, per_shard=9), Disk(posix=True)
+    disk.held = type("NoLocks", (set,), {"add": lambda *_: None})()
+    old = create_store(disk, this.metadata, **OPTIONS)
+    old.append(*this.rows(0, 2))
+    old.checkpoint()
+    new = create_store(disk, this.metadata, resume=True, **OPTIONS)
+    assert new.next_example == 2
+    receipt = bytes(disk.files[f"{this.name}/.saev_store/receipts/acts000000.json"].seen)
+    old.append(*this.rows(2, 5))
+    with pytest.raises(WriterConflictError, match="has taken over"):
+        old.checkpoint()
+    assert bytes(disk.files[f"{this.name}/.saev_store/receipts/acts000000.json"].seen) == receipt
+    with contextlib.suppress(SaevStoreError):
+        old.close()
+    with new:
+        new.append(*this.rows(2, 9))
+    this.check(disk.content(this.name))
+
+
+@pytest.mark.parametrize("n_unsafe", [1, 63, 64, 65])
+def test_a_receipt_counts_whole_blocks_of_what_a_back_end_has_flushed(monkeypatch, n_unsafe):
+    this, disk = case(n=9, per_shard=9), Disk(posix=True)
+    sync = DiskSink.sync
+    monkeypatch.setattr(DiskSink, "sync", lambda self: sync(self) - n_unsafe)
+    writer = create_store(disk, this.metadata, **OPTIONS)
+    writer.append(*this.rows(0, 6))
+    writer.checkpoint()
+    receipt = json.loads(disk.files[f"{this.name}/.saev_store/receipts/acts000000.json"].seen)
+    used = (6 * this.metadata.layout.example_nbytes - n_unsafe) // 64 * 64
+    data = this.acts.tobytes()
+    assert receipt["used_nbytes"] == used
+    assert receipt["digests"] == [xxhash.xxh3_128(data[i : i + 64]).hexdigest() for i in range(0, used, 64)]
+    writer.append(*this.rows(6, 9))
+    writer.close()
+    this.check(disk.content(this.name))
