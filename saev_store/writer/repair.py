@@ -195,8 +195,10 @@ class RepairWriter:
         pieces = self._next_ranges(len(batch))
         if labels is not None:
             self._compare_labels(as_labels(labels, len(batch), self._layout), pieces)
-        if pieces:
-            check_finite(batch, pieces[0][0], self._on_nonfinite)
+        at = 0
+        for start, end in pieces:  # before any of them is written
+            check_finite(batch[at : at + end - start], start, self._on_nonfinite)
+            at += end - start
         at = 0
         try:
             for start, end in pieces:

@@ -7,6 +7,7 @@ import pytest
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.record import Recorder
+from saev_store.record._hooks import resolve_layers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -135,6 +136,14 @@ def test_a_foreign_forward_pass_leaves_no_trace() -> None:
         with torch.no_grad():
             model(torch.from_numpy(pixels(7)))
         assert recorder(pixels(2)).shape[0] == 2
+
+
+def test_labels_from_the_first_block_to_the_last_one() -> None:
+    for label, depth in zip(range(-4, 4), (0, 1, 2, 3, 0, 1, 2, 3), strict=True):
+        assert resolve_layers((label,), 4) == (depth,)
+    for pair in ((0, -4), (3, -1), (2, 2)):
+        with pytest.raises(ArgumentError, match="the same block"):
+            resolve_layers(pair, 4)
 
 
 @pytest.mark.parametrize("layers", [(4,), (-5,), (1.0,), (True,), ("1",), (None,)])

@@ -250,12 +250,11 @@ def test_a_sample_is_kept_for_the_same_question_only(tmp_path: Path, monkeypatch
 def test_a_loader_takes_a_kept_sample_that_is_large_enough(tmp_path: Path):
     plain = plain_store(tmp_path)
     store = ShardStore.open(plain.path)
-    for n_examples, n_found in ((3, 3), (2, 3), (3, 3), (4, 4), (3, 4), (7, 7), (2, 7)):
-        found = sampled_stats(store, n_examples, seed=n_examples)
-        assert found.n_examples == n_found
+    calls = ((3, 3, 0), (2, 3, 0), (3, 3, 0), (4, 4, 3), (3, 4, 3), (7, 7, None), (2, 7, None))
+    for seed, (n_examples, n_found, seed_of_found) in enumerate(calls):
+        assert sampled_stats(store, n_examples, seed=seed).n_examples == n_found
         kept = parse_stats((plain.path / "stats.json").read_bytes(), store.metadata, where="x")
-        assert kept.stats.n_examples == n_found
-        assert kept.seed in {None, n_found}  # that of the call which drew it
+        assert (kept.stats.n_examples, kept.seed) == (n_found, seed_of_found)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,11 @@ def test_a_loader_takes_a_kept_sample_that_is_large_enough(tmp_path: Path):
         lambda text: json.dumps({**json.loads(text), "mean": [[1.0]]}),
         lambda text: json.dumps({**json.loads(text), "mean": [[1.0], []]}),
         lambda text: json.dumps({**json.loads(text), "n_examples": 3}),
-        lambda text: json.dumps({**json.loads(text), "n_zeros": [[9**9] * 5] * 3}),
+        *(
+            lambda text, name=name: json.dumps({**json.loads(text), name: [[9**9] * 5] * 3})
+            for name in ("n_values", "n_finite", "n_zeros", "n_vectors")
+        ),
+        lambda text: json.dumps({**json.loads(text), "n_examples": 8}),
         lambda text: json.dumps({**json.loads(text), "mean": [["nan"] * 5] * 3}),
         lambda text: json.dumps({**json.loads(text), "extra": 1}),
     ],

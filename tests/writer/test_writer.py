@@ -214,6 +214,13 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     memory = MemoryTransport()
     with pytest.warns(SaevStoreWarning, match="example 2 holds 1"):
         written(memory, Case(this.metadata, acts, None, True, 64), [4], on_nonfinite="warn")
+    with begin(MemoryTransport(), this, on_nonfinite="raise") as writer:
+        writer.append(np.zeros_like(acts[:1]), None)
+        with pytest.raises(ArgumentError, match="example 3 holds 1"):
+            writer.append(acts[:3], None)
+        with pytest.raises(ArgumentError, match="example 1 holds 1"):
+            writer.append(acts[2], None)
+        writer.append(np.zeros_like(acts[1:]), None)
     # Finite values whose sum overflows are fine.
     big = np.full(this.acts.shape, np.finfo(np.float32).max, np.float32)
     with warnings.catch_warnings():

@@ -235,6 +235,22 @@ def test_labels_of_several_lost_ranges_are_compared_with_their_own():
     assert bytes(disk.files["acts000000.bin"].seen)[: this.acts.nbytes] == this.acts.tobytes()
 
 
+@pytest.mark.parametrize("example", [1, 2, 5])
+def test_values_that_are_not_finite_are_told_by_the_number_of_their_example(example):
+    this, disk = damaged_store()
+    lost, acts = [1, 2, 5], np.zeros_like(this.acts)
+    acts[example, 0, 0, 0] = np.inf
+    with open_repair(disk, this.metadata, deep=True, on_nonfinite="warn", progress=False) as repair:
+        repair._on_nonfinite = "raise"
+        with pytest.raises(ArgumentError, match=f"example {example} holds 1 values"):
+            repair.append(acts[lost])
+        assert repair.missing == [(1, 3), (5, 6)]
+        repair._on_nonfinite = "warn"
+        with pytest.warns(SaevStoreWarning, match=f"example {example} holds 1 values"):
+            repair.append(acts[lost])
+    assert bytes(disk.files["acts000000.bin"].seen)[5 * 48 : 6 * 48] == acts[5].tobytes()
+
+
 def test_a_repair_is_not_continued_after_an_error():
     this, disk = damaged_store()
 
