@@ -135,7 +135,26 @@ def test_a_foreign_forward_pass_leaves_no_trace() -> None:
     with Recorder(model, layers=(2,)) as recorder:
         with torch.no_grad():
             model(torch.from_numpy(pixels(7)))
-        assert recorder(pixels(2)).shape[0] == 2
+        found = recorder(pixels(2, seed=1))
+        kept = found.copy()
+        with torch.no_grad():
+            model(torch.from_numpy(pixels(2, seed=2)))
+        np.testing.assert_array_equal(found, kept)
+        np.testing.assert_array_equal(recorder(pixels(2, seed=1)), kept)
+    assert kept.shape[0] == 2
+
+
+def test_other_lists_of_modules_are_not_taken_for_the_blocks() -> None:
+    model, batch = tiny("ViTModel"), pixels()
+    expected = hidden_states(model, batch)
+    nn = torch.nn
+    model.heads = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.LayerNorm(2)])
+    model.more = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+    with Recorder(model, layers=(1,)) as recorder:
+        np.testing.assert_array_equal(recorder(batch)[:, 0], expected[2])
+    model.twins = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+    with pytest.raises(ArgumentError, match="has 2 lists of 4 modules"):
+        Recorder(model, layers=(1,))
 
 
 def test_labels_from_the_first_block_to_the_last_one() -> None:

@@ -235,6 +235,23 @@ def test_labels_of_several_lost_ranges_are_compared_with_their_own():
     assert bytes(disk.files["acts000000.bin"].seen)[: this.acts.nbytes] == this.acts.tobytes()
 
 
+def test_examples_of_a_block_that_the_end_of_a_file_cuts_are_lost_with_it():
+    """Its digest is of the whole block, so nothing tells whether the rest of it is right."""
+    this, disk = case(n=8, per_shard=8), Disk(posix=True)
+    size = this.metadata.layout.example_nbytes
+    with create_store(disk, this.metadata, **{**OPTIONS, "block_bytes": 4 * size}) as writer:
+        writer.append(*this.rows(0, 8))
+    disk.files = {path.removeprefix(f"{this.name}/"): file for path, file in disk.files.items()}
+    shard = disk.files["acts000000.bin"]
+    del shard.seen[6 * size + 8 :]
+    shard.seen[5 * size] ^= 1
+    with open_repair(disk, this.metadata, on_nonfinite="allow", progress=False) as repair:
+        assert repair.missing == [(4, 8)]
+        repair.append(this.acts[4:])
+        assert [file.identical for file in repair.repaired] == [True]
+    assert bytes(disk.files["acts000000.bin"].seen) == this.acts.tobytes()
+
+
 @pytest.mark.parametrize("example", [1, 2, 5])
 def test_values_that_are_not_finite_are_told_by_the_number_of_their_example(example):
     this, disk = damaged_store()
