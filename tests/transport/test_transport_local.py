@@ -283,6 +283,34 @@ def test_errors_while_reading(tmp_path, monkeypatch):
         assert pickle.loads(pickle.dumps(caught.value)).transient
 
 
+@pytest.mark.parametrize("call", ["get_ranges", "readinto"])
+def test_a_stale_handle_goes_away_with_the_read_that_it_has_failed(tmp_path, monkeypatch, call):
+    """Of a network file system: the file is there, only the descriptor is not valid any more."""
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    transport = PreadTransport(tmp_path)
+    assert one(transport, "a.bin", 0, 4) == b"0123"
+    stale = DESCRIPTORS.peek(str(tmp_path / "a.bin"))
+    pread, preadv = os.pread, os.preadv
+
+    def check(fd):
+        if fd == stale.fd:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", lambda fd, *args: check(fd) or pread(fd, *args))
+    monkeypatch.setattr(os, "preadv", lambda fd, *args: check(fd) or preadv(fd, *args))
+
+    def read():
+        buffer = bytearray(4)
+        if call == "get_ranges":
+            return one(transport, "a.bin", 3, 7)
+        transport.readinto("a.bin", starts=[3], buffers=[memoryview(buffer)])
+        return buffer
+
+    with pytest.raises(TransportError, match="ESTALE"):
+        read()
+    assert read() == b"3456"
+
+
 def test_a_map_that_the_system_refuses_names_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "a.bin").write_bytes(b"x" * 10)
 

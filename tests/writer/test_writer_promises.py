@@ -206,3 +206,32 @@ def test_a_receipt_counts_whole_blocks_of_what_a_back_end_has_flushed(monkeypatc
     writer.append(*this.rows(6, 9))
     writer.close()
     this.check(disk.content(this.name))
+
+
+def test_who_is_overtaken_while_it_resumes_drops_nothing():
+    """Without locks: what looks like damage may be another writer's work."""
+    this = case(n=6, per_shard=2, pad=False)
+
+    class Hooked(Disk):
+        armed = False
+
+        def read(self, path, *, max_bytes=None):
+            raw = super().read(path, max_bytes=max_bytes)
+            if self.armed and path.endswith("/receipts/acts000000.json"):
+                claim = json.loads(self.files[f"{this.name}/.saev_store/claim.json"].seen)
+                self._set(f"{this.name}/.saev_store/claim.json", json.dumps({**claim, "attempt": "other"}).encode())
+            return raw
+
+    disk = Hooked(posix=False)
+    with (
+        pytest.raises(IncompleteStoreError),
+        create_store(disk, this.metadata, pad=False, **OPTIONS) as writer,
+    ):
+        writer.append(*this.rows(0, 4))
+    disk.files[f"{this.name}/acts000000.bin"].seen[0] ^= 1
+    disk.armed = True
+    with pytest.raises(WriterConflictError, match="has taken over"):
+        create_store(disk, this.metadata, pad=False, resume=True, **OPTIONS)
+    assert [path for path in disk.content(this.name) if "receipts" in path] == [
+        f".saev_store/receipts/acts{shard_idx:06d}.json" for shard_idx in (0, 1)
+    ]
