@@ -148,6 +148,20 @@ def test_what_this_transport_replaces_itself_is_read_at_once(tmp_path, engine):
 
 
 @engines
+def test_files_of_a_folder_that_this_transport_has_deleted_are_read_anew(tmp_path, engine):
+    transport, other = engine(tmp_path), engine(tmp_path)
+    other.put("store/a.bin", b"0123")
+    other.put("stores/b.bin", b"0123")
+    assert (one(transport, "store/a.bin", 0, 4), one(transport, "stores/b.bin", 0, 4)) == (b"0123", b"0123")
+    transport.delete("store")
+    for path in ("store/a.bin", "stores/b.bin"):
+        other.put(path, b"456789")
+    assert one(transport, "store/a.bin", 0, 6) == b"456789"
+    with pytest.raises(CorruptShardError, match="has taken the place"):
+        one(transport, "stores/b.bin", 0, 6)
+
+
+@engines
 def test_a_vanished_file_is_not_found(tmp_path, engine):
     (tmp_path / "a.bin").write_bytes(b"x" * 10)
     transport = engine(tmp_path)
