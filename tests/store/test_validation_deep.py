@@ -314,6 +314,39 @@ class Bad:
         self.inner.readinto(path, starts=starts, buffers=buffers)
 
 
+def test_zeros_that_begin_within_an_example_cost_only_whole_examples(store):
+    vector = 8 * 4
+    overwrite(store.shard(0), 7 * vector, bytes(2 * store.example_nbytes - 7 * vector))
+    report = look(store)
+    assert report.lost == ((1, 2),)
+    assert [(p.kind, p.severity) for p in report.problems] == [("zero_rows", "error"), ("zero_vectors", "info")]
+    assert report.problems[1].message.startswith("8 vectors")
+
+
+@pytest.mark.parametrize("position", [0, 8, 900, 959])
+def test_padding_is_looked_at_piece_by_piece(store, monkeypatch, position):
+    """Padding that cannot be read is no vector, and says nothing."""
+    monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", 8)
+    padding = store.truth(2).nbytes
+    assert padding + 960 == store.shard_nbytes
+    overwrite(store.shard(2), padding + position, b"\1")
+    assert kinds(look(store)) == ["nonzero_padding"]
+    assert kinds(look(store, Bad(store, {"acts000002.bin"}, padding + position))) == []
+
+
+def test_bytes_after_a_full_shard_are_not_called_padding(store):
+    with store.shard(2).open("ab") as file:
+        file.write(b"\1\1\1")
+    assert kinds(look(store)) == ["trailing_bytes"]
+
+
+@pytest.mark.parametrize(("block_bytes", "found"), [(1 << 30, []), ((1 << 30) + 4, ["digests_document"])])
+def test_blocks_of_digests_have_at_most_a_gibibyte(store, block_bytes, found):
+    """A buffer of that length would be made."""
+    store.write_digests(block_bytes)
+    assert kinds(look(store)) == found
+
+
 def test_what_was_not_read_or_not_whole_is_not_called_a_duplicate(store):
     """A copy over another shard is told only where both were read to their end."""
     store.shard(1).write_bytes(store.shard(0).read_bytes())

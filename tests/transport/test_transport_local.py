@@ -744,6 +744,16 @@ def test_sync_promises_only_what_was_written_without_a_gap(tmp_path):
     sink.abort()
 
 
+@pytest.mark.parametrize("n_missing", [1, 2])
+def test_a_file_without_its_last_bytes_is_not_committed(tmp_path, n_missing):
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=10, file_nbytes=10)
+    sink.write(0, [memoryview(b"0123456789")[: 10 - n_missing]])
+    with pytest.raises(ArgumentError, match=f"only the first {10 - n_missing} of 10 bytes"):
+        sink.commit()
+    sink.write(10 - n_missing, [memoryview(b"0123456789")[10 - n_missing :]])
+    sink.commit()
+
+
 def test_a_resumed_sink_cuts_what_is_too_long(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"x" * 1000)
     transport = MmapTransport(tmp_path)

@@ -235,3 +235,14 @@ def test_who_is_overtaken_while_it_resumes_drops_nothing():
     assert [path for path in disk.content(this.name) if "receipts" in path] == [
         f".saev_store/receipts/acts{shard_idx:06d}.json" for shard_idx in (0, 1)
     ]
+
+
+def test_labels_take_their_place_in_one_step():
+    """A publisher that took over may have published with those that are there."""
+    this, disk = case(n=6, per_shard=2), Disk(posix=True)
+    parts_written(disk, this, range(2), 2)
+    disk.log.clear()
+    assert finalize_store(disk, this.metadata)
+    labels = f"{this.name}/labels.bin"
+    changes = [what for what in disk.log if what.split()[-1] == labels or f" {labels} " in what]
+    assert changes == [f"move {this.name}/.saev_store/labels.bin {labels}"]
