@@ -66,6 +66,7 @@ class TestDatabase:
             (["UPDATE samples SET byte_size = 9223372036854775807 WHERE sample_index = 1"], "holds 9223372036854775807"),
             (["UPDATE samples SET sample_key = x'ff00' WHERE sample_key = 'sample_0001'"], "holds b'"),
             (["UPDATE samples SET sample_index = 7 WHERE sample_key = 'sample_0001'"], "not there exactly once"),
+            (["UPDATE samples SET sample_index = 0 WHERE sample_key = 'sample_0001'"], "not there exactly once"),
             (["UPDATE samples SET tar_file_id = 9 WHERE sample_key = 'sample_0001'"], "samples of shard 9"),
             (["DELETE FROM samples WHERE sample_key = 'sample_0001'"], "it has 1 samples"),
             (["UPDATE samples SET byte_size = 3585 WHERE sample_key = 'sample_0001'"], "no whole number of blocks"),
