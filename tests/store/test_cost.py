@@ -101,6 +101,16 @@ def test_files_on_this_machine(engine: type[Transport], key: object, tmp_path: P
     check(ShardStore.open(engine(stored)), key)
 
 
+@pytest.mark.parametrize("left", [1, 15, 16])
+def test_what_is_left_of_a_damaged_shard_is_mapped(left: int, tmp_path: Path):
+    folder = plain_store(LAYOUT).write(tmp_path)
+    with (folder / "acts000001.bin").open("r+b") as shard:
+        shard.truncate(left * LAYOUT.example_nbytes)
+    store = ShardStore.open(MmapTransport(folder), damaged_ok=True)
+    check(store, np.s_[16 : 16 + left, 0, 1])
+    check(store, np.s_[16 : 16 + left, 0, 1])
+
+
 def test_large_reads_of_mapped_files_are_direct(tmp_path: Path):
     layout = Layout(
         n_examples=8, layers=(3, 7), content_tokens_per_example=63, cls_token=True, d_model=1024, examples_per_shard=4
