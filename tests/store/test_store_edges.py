@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -174,16 +175,46 @@ def test_a_far_folder_with_another_name_is_remarked(plain: PlainStore):
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_in_memory_all_is_known_and_nothing_is_requested(labelled: bool, tmp_path: Path):
+@pytest.mark.parametrize("is_far", [True, False])
+def test_in_memory_all_is_known_and_nothing_is_requested(labelled: bool, is_far: bool, tmp_path: Path):
     plain = plain_store(LAYOUT, labelled=labelled)
-    store = ShardStore.open(plain.write(tmp_path), engine="memory")
+    folder = plain.write(tmp_path)
+    url = str(folder)
+    if is_far:
+        fsspec = pytest.importorskip("fsspec")
+        fsspec.filesystem("memory").put(str(folder), f"/{tmp_path.name}/", recursive=True)
+        url = f"memory://{tmp_path.name}/{plain.name}"
+    store = ShardStore.open(url, engine="memory")
+    shutil.rmtree(folder)
+    if is_far:
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
     before = store.transport.counters.operations
+    assert "labels" in repr(store).replace("not looked for", "")
     assert store.has_labels is labelled
     assert store.estimate(np.s_[3:5]).requests == 1  # the map: no size
     same_bits(store[3:5], plain.dense[3:5])
     assert store.transport.counters.operations.get("size", 0) == before.get("size", 0)
     if plain.labels is not None:
         assert np.array_equal(store.labels, plain.labels)
+
+
+def test_a_report_is_of_one_place(tmp_path: Path):
+    """Also where another one has files of the same sizes and times: what is lost here may be whole there."""
+    plain = plain_store(LAYOUT)
+    stores = []
+    for name in "ab":
+        folder = plain.write(tmp_path / name)
+        os.truncate(folder / "acts000001.bin", 0)
+        for file in folder.iterdir():
+            os.utime(file, ns=(1, 1))
+        stores.append(ShardStore.open(folder, damaged_ok=True))
+    one, other = (store.validate() for store in stores)
+    assert one.recording == other.recording
+    with pytest.raises(ArgumentError, match="another store"):
+        stores[1].repair(one)
+    with stores[1].repair(other, on_nonfinite="allow") as writer:
+        writer.append(plain.dense[3:6])
+    same_bits(ShardStore.open(stores[1].url)[...], plain.dense)
 
 
 def test_labels_are_read_once_and_cannot_be_changed(plain: PlainStore, tmp_path: Path):

@@ -57,7 +57,8 @@ def test_labels_in_chunks_of_any_size(
 
 
 @pytest.mark.parametrize(
-    "key", ["activations/x/0/0/0/0", "activations//0/0/0/0", "activations/zarr.json/0/0/0/0", "layer/d/0", "labels/C/0/0"]
+    "key",
+    ["activations/x/0/0/0/0", "activations//0/0/0/0", "activations/zarr.json/0/0/0/0", "layer/d/0", "labels/C/0/0"],
 )
 def test_only_the_folder_of_chunks_has_chunks(key: str):
     view = opened(MemoryTransport(plain_store(LAYOUT, labelled=True).files)).as_zarr(chunks=(1, 1, 5, 8))
@@ -141,3 +142,12 @@ def test_indices_of_full_and_cut_shards_are_kept_apart():
                 index = keys.index(keys.find(f"activations/c/{shard}/0/0/0"))
                 entries = np.frombuffer(index[:-4], "<u8").reshape(-1, 2)
                 assert (entries[:, 1] == 8).sum() == 2 * layout.examples_in(shard)
+
+
+def test_views_of_other_places_differ():
+    files = plain_store(LAYOUT).files
+    keys = TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, labelled=False)
+    one, same, other = (ZarrView(MemoryTransport(files, label=label), keys) for label in ("x", "x", "y"))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
