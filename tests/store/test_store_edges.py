@@ -16,7 +16,15 @@ from transports import CountingTransport
 
 from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, MissingShardError, SelectionError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    IncompleteStoreError,
+    MissingShardError,
+    SelectionError,
+)
+from saev_store.names import CLAIM_PATH
 from saev_store.problems import Problem
 from saev_store.store import card
 from saev_store.store.identity import recording_identity
@@ -86,6 +94,7 @@ def test_arrays_of_the_store_are_of_the_type_that_was_asked_for(plain: PlainStor
     one = plain_store(layout)
     store = ShardStore.open(one.write(tmp_path))
     with np.errstate(all="ignore"):
+        assert store.__array__(np.dtype(np.float64)).dtype == np.float64
         assert np.asarray(store, dtype=np.float64).dtype == np.float64
     assert np.shares_memory(np.asarray(store), store.as_numpy(copy=False))
     fresh = store.__array__(copy=True)
@@ -269,20 +278,50 @@ def test_at_most_eight_problems_are_shown_and_the_others_counted(n_missing: int,
         assert f"and {n_missing - 8} more" in message
 
 
-def test_what_is_left_of_each_shard(tmp_path: Path):
-    """Of neighbouring shards, and of one whose loss begins in the middle."""
-    plain = plain_store(LAYOUT)
+@pytest.mark.parametrize("n_examples", [7, 8, 9])
+@pytest.mark.parametrize("left", [(2, 0, 3), (3, 3, 0), (0, 1, 1), (1, 3, 2)])
+def test_what_is_left_of_each_shard(n_examples: int, left: tuple[int, int, int], tmp_path: Path):
+    """Of neighbouring shards, of the last one, and of those whose loss begins in the middle."""
+    layout = Layout(n_examples, (2, 5, 11), 4, True, 8, 3)
+    plain = plain_store(layout, tail="cut")
     folder = plain.write(tmp_path)
-    os.truncate(folder / "acts000000.bin", 2 * LAYOUT.example_nbytes)
-    os.truncate(folder / "acts000001.bin", 0)
+    for shard, n in enumerate(left):
+        if n < 3:
+            with (folder / f"acts{shard:06d}.bin").open("r+b") as file:
+                file.truncate(min(n * layout.example_nbytes, os.fstat(file.fileno()).st_size))
     store = ShardStore.open(folder, damaged_ok=True)
-    assert dict(store.readable_examples) == {0: 2, 1: 0}
-    for example in range(7):
-        if example in {2, 3, 4, 5}:
+    assert dict(store.readable_examples) == {shard: n for shard, n in enumerate(left) if n < layout.examples_in(shard)}
+    for example in range(n_examples):
+        if example % 3 >= left[example // 3]:
             with pytest.raises(CorruptShardError, match=f"example {example} was lost"):
                 store[example]
         else:
             same_bits(store[example], plain.dense[example])
+
+
+def test_documents_alone_are_a_store_of_which_all_is_lost(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    for shard in folder.glob("acts*"):
+        shard.unlink()
+    with pytest.raises(CorruptShardError, match="none of the 3 shards is there"):
+        ShardStore.open(folder)
+    store = ShardStore.open(folder, damaged_ok=True)
+    assert dict(store.readable_examples) == {0: 0, 1: 0, 2: 0}
+    assert np.array_equal(store.labels, plain.labels)
+    for example in range(7):
+        with pytest.raises(CorruptShardError, match=f"example {example} was lost.*only the first 0 can be read"):
+            store[example]
+    (entry,) = ShardStore.list(tmp_path)
+    assert (entry.state, entry.note) == ("damaged", "7 of 7 examples lost")
+
+
+@pytest.mark.parametrize("engine", ["mmap", "fsspec"])
+def test_a_folder_with_a_writers_claim_alone_was_never_published(engine: str, tmp_path: Path):
+    claim = tmp_path / "crashed" / CLAIM_PATH
+    claim.parent.mkdir(parents=True)
+    claim.write_text("{}")
+    with pytest.raises(IncompleteStoreError, match=r"never published.*resume=True"):
+        ShardStore.open(tmp_path / "crashed", engine=engine)
 
 
 def test_closing_gives_back_maps_and_labels(plain: PlainStore, tmp_path: Path):
