@@ -29,6 +29,7 @@ from saev_store.loaders.cache import Ledger
 from saev_store.loaders.staging import Lease
 from saev_store.transport import MemoryTransport, PreadTransport, ReadCost
 from saev_store.transport.limit import Wrapper
+from saev_store.writer import copying
 
 NAME = "acts000000.bin"
 KINDS = {"ordered": (OrderedLoader, {}), "shuffled": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 2})}
@@ -400,6 +401,40 @@ def test_a_copy_in_a_bucket_goes_with_its_metadata_first():
     staging._remove(place, "copy")
     assert deleted[0].endswith("metadata.json")
     assert place.list() == []
+
+
+def test_a_copy_that_another_process_has_replaced_meanwhile_stays(plain, tmp_path, monkeypatch):
+    """Two see that the copy is of an old recording; the second gets the lease when the first is done."""
+    bucket, opened = MemoryTransport(), staging.open_transport
+    bucket.is_local = False
+
+    def there(url, options=None, **more):
+        return bucket if str(url).startswith("bucket://") else opened(url, options, **more)
+
+    monkeypatch.setattr(staging, "open_transport", there)
+    monkeypatch.setattr(copying, "open_transport", there)
+    monkeypatch.setattr(staging, "_POLL_S", 0.001)
+    name = stage(plain.path, "bucket://near", layers=5).rpartition("/")[2]
+    np.multiply(plain.acts, 2, out=plain.acts)
+    for shard in range(plain.n_shards):
+        (np.fromfile(plain.shard(shard), "<f4") * 2).tofile(plain.shard(shard))
+    removed: list[str] = []
+    remove, enter = staging._remove, Lease.__enter__
+
+    def noted(root, name: str) -> None:
+        removed.append(name)
+        remove(root, name)
+
+    def after_another(lease: Lease) -> bool:
+        monkeypatch.setattr(Lease, "__enter__", enter)
+        stage(plain.path, "bucket://near", layers=5)
+        return enter(lease)
+
+    monkeypatch.setattr(staging, "_remove", noted)
+    monkeypatch.setattr(Lease, "__enter__", after_another)
+    stage(plain.path, "bucket://near", layers=5)
+    assert removed == [name]
+    assert ShardStore.open(bucket.at(name))[:].tobytes() == plain.acts[:, [1]].tobytes()
 
 
 def test_what_is_trained_on_is_all_that_is_copied_to_tmpdir(plain, tmp_path, monkeypatch):
