@@ -260,7 +260,7 @@ def test_a_data_set_with_other_modes_is_another_one(tmp_path: Path):
         dataset[0]
 
 
-@pytest.mark.parametrize("documents", [range(0, 3), range(1, 3), range(2, 8), range(5, 7)])
+@pytest.mark.parametrize("documents", [range(3), range(1, 3), range(2, 8), range(5, 7)])
 @pytest.mark.parametrize("below", [0.0, 0.8, 1.0])
 def test_a_description_of_samples_makes_them_again(documents: range, below: float, tmp_path: Path):
     """Of documents that do not begin with the first, with every setting that decides their order."""
