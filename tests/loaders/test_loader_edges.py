@@ -437,6 +437,24 @@ def test_a_copy_that_another_process_has_replaced_meanwhile_stays(plain, tmp_pat
     assert ShardStore.open(bucket.at(name))[:].tobytes() == plain.acts[:, [1]].tobytes()
 
 
+def test_only_who_has_the_lease_replaces_a_copy_on_a_disk(plain, tmp_path, monkeypatch):
+    """Making one needs none: a lock of the system, which ends with its process, guards that."""
+    entered: list[int] = []
+    enter = Lease.__enter__
+
+    def noted(lease: Lease) -> bool:
+        entered.append(1)
+        return enter(lease)
+
+    monkeypatch.setattr(Lease, "__enter__", noted)
+    for n_leases, factor in ((0, 1), (0, 1), (1, 2), (1, 1)):
+        for shard in range(plain.n_shards if factor > 1 else 0):
+            (np.fromfile(plain.shard(shard), "<f4") * factor).tofile(plain.shard(shard))
+        near = stage(plain.path, tmp_path / "near", layers=5)
+        assert len(entered) == n_leases
+    assert ShardStore.open(near)[:].tobytes() == (2 * plain.acts[:, [1]]).tobytes()
+
+
 def test_what_is_trained_on_is_all_that_is_copied_to_tmpdir(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     for use, tokens, shape in (

@@ -429,10 +429,18 @@ def test_damage_that_loses_no_example_is_named(plain: PlainStore, tmp_path: Path
 
 
 def test_what_is_only_remarkable_is_no_damage(plain: PlainStore, tmp_path: Path):
-    plain.write(tmp_path).rename(tmp_path / "renamed")
-    (tmp_path / "a-file").write_text("no folder")
-    (entry,) = ShardStore.list(tmp_path)
-    assert (entry.name, entry.state) == ("renamed", "complete")
+    """Another name, a link, a file that does not belong there."""
+    folder = plain.write(tmp_path / "root").rename(tmp_path / "root/renamed")
+    (tmp_path / "root/a-file").write_text("no folder")
+    (folder / "acts000001.bin").rename(tmp_path / "elsewhere.bin")
+    (folder / "acts000001.bin").symlink_to(tmp_path / "elsewhere.bin")
+    (folder / "acts000009.bin").write_bytes(b"more")
+    with pytest.warns(SaevStoreWarning):
+        store = ShardStore.open(folder)
+    assert {problem.severity for problem in store.problems} <= {"info", "warning"}
+    assert "symlinked_shard" in {problem.kind for problem in store.problems}
+    (entry,) = ShardStore.list(tmp_path / "root")
+    assert (entry.name, entry.state, entry.note) == ("renamed", "complete", "")
 
 
 @pytest.mark.parametrize(
