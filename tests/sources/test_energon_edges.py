@@ -129,6 +129,12 @@ def test_offsets_of_a_tar_ascend_in_whole_blocks_to_its_end(offsets: list[int], 
             parse_tar_idx(raw, where="x", n_samples=n_samples, tar_nbytes=10240)
 
 
+@pytest.mark.parametrize("missing", [1, 511, 512])
+def test_offsets_behind_a_tar_that_was_cut_are_refused(missing: int):
+    with pytest.raises(DocumentError, match="its last offset is 1,024"):
+        parse_tar_idx(tar_idx_bytes([0, 1024]), where="x", n_samples=1, tar_nbytes=1024 - missing)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
