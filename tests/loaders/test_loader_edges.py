@@ -207,6 +207,23 @@ def test_zeros_have_no_scale(tmp_path):
         _ = loader.scale
 
 
+def test_a_loader_that_refused_a_state_is_as_it_was(tmp_path):
+    """Its order, and the memory that it plans for."""
+    store = ShardStore.open(plain_store(tmp_path, n=400, tokens=7, per_shard=50, d_model=64).path)
+    rows = store.sel(layer=5, tokens="content")
+    options = {"batch_size": 28, "seed": 3, "n_partitions": 1}
+    large = ShuffledLoader(rows, window_blocks=300, **options)
+    small = ShuffledLoader(rows, window_bytes=120_000, **options)
+    before, plan, whole = small.state_dict(), small.explain(), acts(small)
+    for changed in ({}, {"n_partitions": 3}, {"examples_per_block": 0}, {"window_blocks": 0}):
+        with pytest.raises(ArgumentError):
+            small.load_state_dict({**large.state_dict(), **changed})
+        assert small.state_dict() == {**before, "epoch": 1}
+        small.set_epoch(0)
+        assert small.explain().window_bytes == plan.window_bytes
+        assert acts(small) == whole
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
