@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import sqlite3
@@ -13,7 +14,7 @@ import pytest
 from energon_tars import FORMATS, tar_bytes
 
 from saev_store.errors import CorruptShardError, DocumentError, SelectionError
-from saev_store.sources.energon import EnergonDataset, _fetch
+from saev_store.sources.energon import EnergonDataset, _fetch, joins
 from saev_store.sources.energon.field_map import FieldPath, decode, resolve
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import is_safe_path
@@ -372,3 +373,18 @@ def test_an_image_has_at_most_so_many_pixels(size: tuple[int, int], is_right: bo
     else:
         with pytest.raises(DocumentError, match="pixels"):
             decode("png", buffer.getvalue(), where="x")
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+def test_a_sample_names_at_most_so_many_files(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(joins, "MAX_NAMES", 2)
+    names = [f"{i}.jpg" for i in range(n)]
+    (tmp_path / "a.tar").write_bytes(tar_bytes([("a.json", json.dumps({"files": names}).encode())]))
+    prepare(tmp_path, split="1,0,0", progress=False)
+    media = joins.FolderFiles("", transport=MemoryTransport({name: name.encode() for name in names}))
+    joined = joins.JoinedDataset(EnergonDataset(tmp_path), {"images": media}, names={"images": "json[files]"})
+    if n <= 2:
+        assert joined[0].media == {"images": {name: name.encode() for name in names}}
+    else:
+        with pytest.raises(DocumentError, match="no list of up to 2"):
+            joined[0]
