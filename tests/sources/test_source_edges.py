@@ -13,8 +13,9 @@ from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError
 from saev_store.sources import PatchPlace, _files, open_source, provenance, recorded_from, reopen
 from saev_store.sources.energon import EnergonDataset
-from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
 from saev_store.sources.mmididx import reader as mmididx_reader
+from saev_store.sources.mmididx import writer as mmididx_writer
 from saev_store.transport import MemoryTransport, PreadTransport
 
 IMAGES = Path(__file__).parents[1] / "data" / "energon" / "captioning_ratio_split" / "dataset"
@@ -274,3 +275,46 @@ def test_a_description_of_samples_makes_them_again(documents: range, below: floa
     assert isinstance(again, TokenSamples)
     assert np.array_equal(again.rows(slice(None)), samples.rows(slice(None)))
     assert {int(token) // 100 for token in samples.rows(slice(None)).reshape(-1)} == set(documents)
+
+
+def test_other_modes_are_noticed_where_no_versions_are_told():
+    """After closing, the index alone tells."""
+    files = [mmididx_bytes(SEQUENCES, modes=modes) for modes in ([0] * 8, [1] * 8)]
+    memory = MemoryTransport({"x.idx": files[0][0], "x.bin": files[0][1]})
+    dataset = IndexedDataset("x", transport=memory)
+    dataset.close()
+    assert dataset[0].tolist() == SEQUENCES[0].tolist()
+    dataset.close()
+    memory.put("x.idx", files[1][0])
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+@pytest.mark.parametrize("modes", [False, True])
+def test_an_index_is_written_in_pieces_of_any_number(n: int, modes: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mmididx_writer, "_STRIDE", 3)
+    sequences = [np.arange(number % 3 + 1, dtype=np.int32) for number in range(n)]
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("x", multimodal=modes, transport=memory) as builder:
+        for number, sequence in enumerate(sequences):
+            builder.add_sequence(sequence, number % 2 if modes else 0)
+            builder.end_document()
+    idx, bin_ = mmididx_bytes(sequences, modes=[number % 2 for number in range(n)] if modes else None)
+    assert (memory.files["x.idx"], memory.files["x.bin"]) == (idx, bin_)
+
+
+@pytest.mark.parametrize("n", [0, 1, 9, 10, 10**17])
+def test_parts_of_a_data_set_end_where_it_does(n: int):
+    """Ten tenths are a little less than one."""
+    parts = split_documents(n, [0.1] * 10)
+    assert parts[0].start == 0
+    assert parts[-1].stop == n
+    assert all(one.stop == other.start for one, other in itertools.pairwise(parts))
+    assert split_documents(n, [1, 0, 0])[1:] == [range(n, n)] * 2
+
+
+@pytest.mark.parametrize("weights", [[], [0], [0, 0], [2, -1], [-1, 2], [float("nan")], [float("inf"), 1]])
+def test_weights_that_are_none(weights: list[float]):
+    with pytest.raises(ArgumentError, match="weights"):
+        split_documents(10, weights)
