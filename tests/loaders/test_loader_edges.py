@@ -207,6 +207,37 @@ def test_zeros_have_no_scale(tmp_path):
         _ = loader.scale
 
 
+@every_kind
+def test_iterating_again_ends_the_iteration_before(plain, kind):
+    """And begins at the beginning of the epoch, however far the other one was."""
+    loader = make(plain, kind)
+    whole = acts(loader)
+    loader.set_epoch(0)
+    first = iter(loader)
+    for _ in range(3):
+        next(first)
+    second = iter(loader)
+    assert loader.next_batch == 0
+    with pytest.raises(ArgumentError, match="closed"):
+        next(first)
+    assert acts(second) == whole
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")
+@every_kind
+def test_a_forked_child_makes_no_batches(plain, kind):
+    loader = make(plain, kind)
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.is_iterating
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not loader.is_iterating else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loader.close()
+    assert not loader.is_iterating
+
+
 def test_a_loader_that_refused_a_state_is_as_it_was(tmp_path):
     """Its order, and the memory that it plans for."""
     store = ShardStore.open(plain_store(tmp_path, n=400, tokens=7, per_shard=50, d_model=64).path)

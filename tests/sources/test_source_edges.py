@@ -11,8 +11,10 @@ from token_files import mmididx_bytes
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError
-from saev_store.sources import PatchPlace, _files, open_source, provenance, recorded_from, reopen
+from saev_store.sources import PatchPlace, _files, convert, open_source, provenance, recorded_from, reopen
+from saev_store.sources._source import check_count
 from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
 from saev_store.sources.mmididx import reader as mmididx_reader
 from saev_store.sources.mmididx import writer as mmididx_writer
@@ -318,3 +320,56 @@ def test_parts_of_a_data_set_end_where_it_does(n: int):
 def test_weights_that_are_none(weights: list[float]):
     with pytest.raises(ArgumentError, match="weights"):
         split_documents(10, weights)
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, "1", None, 0, 11])
+def test_a_count_is_an_integer_in_its_bounds(value: object):
+    assert [check_count(n, name="x", most=10) for n in (1, np.int64(2), 10)] == [1, 2, 10]
+    with pytest.raises(ArgumentError, match="it must be an integer from 1 to 10"):
+        check_count(value, name="x", most=10)
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_long_document_only_what_fits_into_its_record_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convert, "_PIECE_TOKENS", 4)
+    source = dataset_of([np.arange(100, dtype=np.int32), np.arange(3, dtype=np.int32)])
+    read: list[tuple[int, int]] = []
+    document = source.document
+
+    def noted(number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        read.append((start, stop))
+        return document(number, start, stop)
+
+    monkeypatch.setattr(source, "document", noted)
+    memory = MemoryTransport()
+    options = {"seq_len": 6, "batch_size": 1, "pad_token": 9, "transport": memory, "verify": False}
+    assert convert.documents_to_batches(source, "x.batch", **options) == 2
+    assert max(stop for _, stop in read) == 8
+    records = sorted(BatchFileReader("x.batch", transport=memory).rows([0, 1]).tolist())
+    assert records == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 9, 9, 9]]
+
+
+def test_the_largest_tokens_keep_their_values():
+    """Also beyond 2^63, which no signed integer holds, and with a token behind them."""
+    tokens = np.array([2**64 - 1, 2**63, 1], np.uint64)
+    memory = MemoryTransport()
+    options = {"dtype": "uint64", "end_token": 7, "transport": memory}
+    assert convert.samples_to_documents(dataset_of([tokens]), "y", **options) == 1
+    assert IndexedDataset("y", transport=memory)[0].tolist() == [2**64 - 1, 2**63, 1, 7]
+
+
+def test_a_reader_that_was_handed_over_stays_open(tmp_path: Path):
+    """A loader closes what it has opened itself."""
+    write_batch_file(tmp_path / "x.batch", np.arange(12).reshape(6, 2), 2)
+    closed: list[int] = []
+    with BatchFileReader(tmp_path / "x.batch") as reader:
+        close, reader.close = reader.close, lambda: closed.append(1)
+        BatchNativeLoader(reader, output="numpy").close()
+        assert not closed
+        reader.close = close
+    loader = BatchNativeLoader(tmp_path / "x.batch", output="numpy")
+    loader.reader.close = lambda: closed.append(1)
+    loader.close()
+    assert closed == [1]
