@@ -141,6 +141,7 @@ def test_which_runs_share_a_request(begins, origins, gap, first):
 @pytest.mark.parametrize("at_once", [1, 2, 3, 1000])
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
 def test_however_many_requests_are_made_at_once(at_once: int, kind: type, plain: Plain, monkeypatch):
+    monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", 1)  # else such short runs are gathered vector by vector
     monkeypatch.setattr(_reads, "_REQUESTS_AT_ONCE", at_once)
     store = ShardStore.open(PreadTransport(plain.path))
     rows = store.sel(layer=[2, 11], tokens="content")
@@ -154,9 +155,14 @@ def test_however_many_requests_are_made_at_once(at_once: int, kind: type, plain:
         assert vector == plain.acts[example, layers.index(layer), token + 1].tobytes()
 
 
+@pytest.mark.parametrize("small_run_bytes", [1, _reads.SMALL_RUN_BYTES])
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-def test_examples_that_are_left_are_read_to_the_last(kind: type, engine: str, plain: Plain):
+def test_examples_that_are_left_are_read_to_the_last(
+    kind: type, engine: str, small_run_bytes: int, plain: Plain, monkeypatch
+):
+    """In runs, and vector by vector."""
+    monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", small_run_bytes)
     os.truncate(plain.shard(1), 2 * plain.example_nbytes)
     store = ShardStore.open(plain.path, engine=engine, damaged_ok=True)
     for layer in ("all", 11):
@@ -185,6 +191,7 @@ class Failing(Wrapper):
 @pytest.mark.parametrize("n_failures", [0, 1, 3, 4])
 def test_a_read_is_tried_four_times(n_failures: int, plain: Plain, monkeypatch):
     monkeypatch.setattr(_reads, "_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", 1)
     files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
     far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * n_failures)
     with pytest.warns(match="renamed|no recipe"):
@@ -215,8 +222,10 @@ def test_what_will_not_pass_is_not_tried_again(plain: Plain):
     assert loader.metrics().n_retries == 0
 
 
+@pytest.mark.parametrize("small_run_bytes", [1, _reads.SMALL_RUN_BYTES])
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-def test_a_shard_that_is_gone_is_named_with_its_examples(kind: type, plain: Plain):
+def test_a_shard_that_is_gone_is_named_with_its_examples(kind: type, small_run_bytes: int, plain: Plain, monkeypatch):
+    monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", small_run_bytes)
     store = ShardStore.open(plain.path, engine="pread")
     plain.shard(1).unlink()
     with pytest.raises(MissingShardError, match="the shard of examples 3 to 5 is missing"):
