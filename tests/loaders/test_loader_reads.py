@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from transports import CountingTransport
+from waiting import soon
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, CorruptShardError, MissingShardError, TransportError
 from saev_store.loaders import OrderedLoader, ShuffledLoader, _medium, _reads, batch_entropy
-from saev_store.loaders._iteration import Totals
+from saev_store.loaders._iteration import Iteration, Totals
 from saev_store.loaders._reads import Positions, Reads, Runs, cut, runs_of_planes
 from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.loaders.ordered import runs_of_rows
@@ -232,6 +233,45 @@ def test_a_shard_that_is_gone_is_named_with_its_examples(kind: type, small_run_b
         list(kind(store.sel(layer=5), batch_size=8, n_threads=1))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1)])
+def test_a_failure_among_reads_is_told_whatever_ends_after_it(order: tuple[int, ...]):
+    """Else a batch would be handed out with rows that were never read."""
+    iteration = Iteration(1, 2, Totals(32), helps=False)
+
+    def fails() -> None:
+        raise TransportError("broken", where="x")
+
+    group = iteration.read([((lambda: None) if is_right else fails, "x") for is_right in order])
+    try:
+        assert soon(lambda: group.n_left == 0)
+        with pytest.raises(TransportError, match="broken"):
+            iteration.wait(group)
+    finally:
+        iteration.close()
+
+
+@pytest.mark.skipif(not _medium.TAKES_ADVICE, reason="this system takes no advice")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_pages_that_are_not_kept_are_dropped_to_the_last(keeps: bool, plain: Plain, monkeypatch):
+    monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", 1)
+    dropped: dict[int, list[tuple[int, int]]] = {}
+
+    def after(_: object, shard: int, starts: list[int], ends: list[int]) -> None:
+        dropped.setdefault(shard, []).extend(zip(starts, ends, strict=True))
+
+    monkeypatch.setattr(_medium.Advice, "after", after)
+    rows = ShardStore.open(plain.path, engine="pread").sel(layer=5)
+    for batch in OrderedLoader(rows, batch_size=9, n_threads=2, medium="flash", keep_pages=keeps):
+        del batch
+    if keeps:
+        assert dropped == {}
+        return
+    plane = 8 * 16 * 4
+    found = {(shard, byte) for shard, spans in dropped.items() for start, end in spans for byte in range(start, end)}
+    wanted = {(e // 3, ((e % 3) * 3 + 1) * plane + byte) for e in range(9) for byte in range(plane)}
+    assert wanted <= found
+
+
 # -- media and ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -328,3 +368,42 @@ def test_the_entropy_of_small_batches(indices, n, nats, normalized, coverage):
     for bad in (([], n), (indices, 0), (indices, -1)):
         with pytest.raises(ArgumentError):
             batch_entropy(*bad)
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/data/x", ("xfs", "8:2")), ("/data", ("xfs", "8:2")), ("/data2/x", ("ext4", "8:0")), ("/data/fast/x", ("tmpfs", "0:5")),
+        ("/data/faster", ("xfs", "8:2")), ("/with space/x", ("nfs4", "0:9")), ("/", ("ext4", "8:0")),
+    ],
+)  # fmt: skip
+def test_the_last_and_longest_mount_of_a_path_counts(path: str, found: tuple[str, str], monkeypatch):
+    lines = [
+        "1 0 8:0 / / rw - ext4 /dev/sda rw",
+        "2 1 8:1 / /data rw - ext4 /dev/sdb rw",
+        "3 1 8:2 / /data rw shared:1 - xfs /dev/sdc rw",  # mounted over it
+        "4 3 0:5 / /data/fast rw - tmpfs tmpfs rw",
+        r"5 1 0:9 / /with\040space rw - nfs4 server:/x rw",
+        "nonsense",
+    ]
+    monkeypatch.setattr(_medium.Path, "read_text", lambda *_, **__: "\n".join(lines))
+    monkeypatch.setattr(_medium.os.path, "realpath", lambda given: given)
+    assert _medium._mount(path) == found
+
+
+def test_partitions_of_a_state_are_shared_by_all_ranks(plain: Plain):
+    """Three streams divide a batch of twelve, but not two ranks."""
+    rows = ShardStore.open(plain.path).sel(layer=5)
+    state = ShuffledLoader(rows, batch_size=12, n_partitions=3).state_dict()
+    for rank in range(2):
+        loader = ShuffledLoader(rows, batch_size=6, rank=rank, world=2)
+        with pytest.raises(ArgumentError, match="n_partitions = 3, which 2 rank"):
+            loader.load_state_dict(state)
+    three = [ShuffledLoader(rows, batch_size=4, rank=rank, world=3) for rank in range(3)]
+    for loader in three:
+        loader.load_state_dict(state)
+    found = [next(iter(loader))["act"] for loader in three]
+    whole = next(iter(ShuffledLoader(rows, batch_size=12, n_partitions=3)))["act"]
+    assert np.concatenate(found).tobytes() == whole.tobytes()
+    for loader in three:
+        loader.close()
