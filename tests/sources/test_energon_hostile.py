@@ -341,6 +341,34 @@ class TestOlderReleases:
         with pytest.raises(SaevStoreError, match="samples need"):
             EnergonDataset(folder)
 
+    def test_offsets_of_another_tar_with_as_many_samples(self, prepared):
+        """A range that holds two samples is none."""
+        folder, _ = prepared
+        self.six(folder)
+        files = [(f"{key}.txt", b"x") for key in "abcd"]  # of 1024 bytes each
+        (folder / "shards/shard_000.tar").write_bytes(tar_bytes(files, format="ustar"))
+        offsets = np.array([0, 2048, 3072, 3584, 4096], "<u8")
+        (folder / "shards/shard_000.tar.idx").write_bytes(offsets.tobytes())
+        dataset = EnergonDataset(folder, damaged_ok=True)
+        with pytest.raises(CorruptShardError, match="sample 0 is not where its .tar.idx says"):
+            dataset[0]
+        assert dict(dataset[1].parts) == {"txt": b"x"}
+
+    def test_6_a_key_leads_to_a_sample_of_that_key(self, prepared):
+        folder, _ = prepared
+        self.six(folder)
+        dataset = EnergonDataset(folder)
+        one, two = dataset.key(0), dataset.key(1)
+        dataset.close()
+        db = sqlite3.connect(folder / ".nv-meta/index.sqlite", isolation_level=None)
+        for old, new in ((one, "x"), (two, one), ("x", two)):
+            db.execute("UPDATE samples SET sample_key = ? WHERE sample_key = ?", (new, old))
+        db.close()
+        dataset = EnergonDataset(folder)
+        for read in (dataset.raw, lambda key: dataset.part(key, "txt")):
+            with pytest.raises(CorruptShardError, match="prepare the data set again"):
+                read(one)
+
     @pytest.mark.parametrize("release", ["5.2.0", "6.0.1"])
     def test_written_by_those_releases(self, release):
         """What their own `prepare` made of a tar with a global PAX header."""
