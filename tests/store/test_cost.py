@@ -171,6 +171,12 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_opti
     assert price_of(transport) == (PRICES[scheme] if scheme else Price())
 
 
+@pytest.mark.parametrize("url", ["s3://lab/x", "S3://lab/x", "s3a://lab/x", "simplecache::s3://lab/x"])
+def test_every_spelling_of_a_scheme_has_its_price(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Far, "url", url)
+    assert price_of(Far({}, ReadCost(0, 1 << 20))) == PRICES["s3"]
+
+
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
 @pytest.mark.parametrize("layer", [7, "all"])
 @pytest.mark.parametrize("tokens", ["content", "special"])
