@@ -305,13 +305,14 @@ class ShuffledLoader(Loader):
                 remedy="Use a number of ranks that divides it.",
             )
         check_shares(self._batching, geometry.n_partitions, where="load_state_dict")
-        mine, self._geometry = self._geometry, geometry
+        mine, n_ahead = self._geometry, self._n_ahead
+        self._geometry = geometry
         needed = self._needed_bytes()
         if needed > self._window_bytes:  # rather read less ahead than refuse
             self._n_ahead = _N_AHEAD_SMALL
             needed = self._needed_bytes()
         if mine != geometry and self._shuffle.window_blocks is None and needed > self._window_bytes:
-            self._geometry = mine
+            self._geometry, self._n_ahead = mine, n_ahead
             raise ArgumentError(
                 f"the state's window takes {needed:,} bytes on each of {self._world} rank(s), but window_bytes is "
                 f"{self._window_bytes:,}",

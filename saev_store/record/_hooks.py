@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class Recorder:
     """Records activations of some residual blocks for batches of pixels; a context manager that adds hooks to the model.
 
-    Inside the `with` block the model is in evaluation mode. On leaving, its mode is restored and the hooks are removed.
+    Inside the `with` block the model is in evaluation mode. On leaving, the mode of each module is restored and the hooks are
+    removed.
 
     Args:
         model: A vision transformer of `transformers`: ViT, DINOv2 (with registers too), DINOv3, CLIP or SigLIP vision
@@ -71,7 +72,7 @@ class Recorder:
             raise ArgumentError(
                 f"{type(model).__name__} has no CLS token", where="cls_token", remedy="Use False or None."
             )
-        self._was_training = False
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
         self._handles: list[RemovableHandle] = []
         self._out: torch.Tensor | None = None
         self._fired: set[int] = set()
@@ -80,7 +81,7 @@ class Recorder:
     def __enter__(self) -> Self:
         if self._handles:
             raise ArgumentError("this recorder is already entered; it hooks its model once", where="Recorder")
-        self._was_training = self.model.training
+        self._modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._handles = [
             self._blocks[depth].register_forward_hook(self._hook(slot)) for slot, depth in enumerate(self.depths)
@@ -94,7 +95,8 @@ class Recorder:
             handle.remove()
         self._handles = []
         self._out = None
-        self.model.train(self._was_training)
+        for module, is_training in self._modes:
+            module.training = is_training
 
     def __call__(self, pixel_values: PixelBatch) -> npt.NDArray[np.float32]:
         """The activations of one batch, computed without gradients.

@@ -128,9 +128,12 @@ class NewFile:
             raise
 
     def abort(self) -> None:
-        """Leave nothing behind; has no effect after `commit`."""
+        """Leave nothing behind; has no effect after `commit`, and none on the file in a forked child."""
         file, self._file = self._file, None
         if file is None:
+            return
+        if os.getpid() != self._process:
+            _discard_buffer(file)
             return
         with contextlib.suppress(OSError):
             file.close()
@@ -138,14 +141,23 @@ class NewFile:
             os.unlink(self.temporary)
 
     def __del__(self) -> None:
-        if os.getpid() == self._process:  # a forked child must not delete its parent's file
-            self.abort()
+        self.abort()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.abort()
+
+
+def _discard_buffer(file: BinaryIO) -> None:
+    """Close a file that a forked child has inherited, without writing what its parent will write."""
+    # Closing writes the buffer, at the position that both processes share. So the child's descriptor leads elsewhere first.
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno(), inheritable=False)
+        os.close(nowhere)
+        file.close()
 
 
 def refuse_existing(transport: Transport, path: str, *, remedy: str | None = None) -> None:

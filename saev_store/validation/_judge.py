@@ -334,7 +334,7 @@ def _duplicates(layout: Layout, shards: Sequence[ShardSummary]) -> Iterator[Prob
     for shard in shards:
         start, end = layout.example_range(shard.shard_idx)
         zero = whole_units(shard.zero_runs, layout.vectors_per_example * layout.d_model).tolist() == [[0, end - start]]
-        if shard.bad or zero or shard.n_bytes != layout.used_nbytes(shard.shard_idx) or not shard.n_bytes:
+        if shard.bad or zero or shard.n_bytes != layout.used_nbytes(shard.shard_idx):
             continue
         original = first.setdefault(tuple(shard.digests), shard.shard_idx)
         if original != shard.shard_idx:

@@ -30,6 +30,7 @@ from saev_store.writer._inputs import (
     NonfinitePolicy,
     as_activations,
     check_finite,
+    check_overflow,
     rows_as_bytes,
     token_rows,
 )
@@ -205,8 +206,11 @@ class RepairWriter:
         for name, values in {"labels": labels, **token_arrays}.items():
             if values is not None:
                 self._compare(self._array(name), values, pieces)
-        if pieces:
-            check_finite(batch, pieces[0][0], self._on_nonfinite)
+        at = 0
+        for start, end in pieces:  # before any of them is written
+            check_finite(batch[at : at + end - start], start, self._on_nonfinite)
+            check_overflow(batch[at : at + end - start], start, self._layout, "raise")
+            at += end - start
         at = 0
         try:
             for start, end in pieces:

@@ -148,6 +148,17 @@ def test_where_rows_lie(plain: Plain, tokens: str, layer: int | str):
             index_map.from_global(bad)
 
 
+@pytest.mark.parametrize("tokens", ["content", "all"])
+def test_where_rows_lie_without_a_special_token(tokens: str, tmp_path: Path):
+    index_map = saev.IndexMap(saev.Metadata.load(plain_store(tmp_path, cls=False).path), tokens, 5)
+    assert len(index_map) == 7 * 4
+    found = [index_map.from_global(number) for number in range(28)]
+    assert [(row.content_token_idx, row.token_idx_in_shard) for row in found] == [
+        (token, token) for token in range(4)
+    ] * 7
+    assert [row.example_idx for row in found] == [example for example in range(7) for _ in range(4)]
+
+
 def test_rows_that_are_not_there(plain: Plain, tmp_path: Path):
     with pytest.raises(LayerNotFoundError):
         saev.IndexMap(saev.Metadata.load(plain.path), "all", 3)

@@ -21,6 +21,7 @@ from waiting import HANG_S
 from saev_store import ShardStore, __version__
 from saev_store.cli import main
 from saev_store.cli._run import app
+from saev_store.names import CLAIM_PATH, WORK_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
@@ -200,6 +201,59 @@ def test_ls(run, store, tmp_path):
     _, out, _ = run("ls", tmp_path / "root")
     assert "unfinished: 5 of 6 examples" in out
     assert len(out.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("receipts", "n_safe"),
+    [
+        ([], 0),
+        (['{"used_nbytes": 480}'], 1),
+        (['{"used_nbytes": 959}', '{"used_nbytes": 960}'], 3),
+        (
+            ['{"used_nbytes": 1440}', '{"used_nbytes": 1440}', '{"used_nbytes": 1440}'],
+            7,
+        ),  # the last one with its padding
+        (['{"used_nbytes": 999999999}'], 3),
+        (["{", "[]", '{"used_nbytes": null}', "{}", '{"used_nbytes": 480}'], 1),
+    ],
+)
+def test_ls_tells_how_far_a_writer_is_whatever_its_receipts_hold(run, store, receipts, n_safe):
+    """Of 7 examples of 480 bytes in shards of 3."""
+    crashed = store.path.parent / "crashed"
+    (crashed / WORK_FOLDER / "receipts").mkdir(parents=True)
+    claim = {"metadata": (store.path / "metadata.json").read_text()}
+    (crashed / CLAIM_PATH).write_text(json.dumps(claim))
+    for number, text in enumerate(receipts):
+        (crashed / WORK_FOLDER / "receipts" / f"{number}.json").write_text(text)
+    code, out, _ = run("ls", store.path.parent, "--json")
+    (entry,) = (entry for entry in json.loads(out)["stores"] if entry["name"] == "crashed")
+    assert (code, entry["state"], entry["note"]) == (0, "unfinished", f"{n_safe} of 7 examples")
+
+
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 100_000])
+def test_head_shows_no_more_rows_than_there_are(run, store, n):
+    code, out, _ = run("head", store.path, "-n", n, "--layer", "11", "--tokens", "special", "--json")
+    found = json.loads(out)["vectors"]
+    assert (code, [row["example_idx"] for row in found]) == (0, list(range(min(n, 7))))
+    assert [row["values"] for row in found] == store.acts[: min(n, 7), 2, 0].tolist()
+
+
+def test_head_of_layer_zero(run, tmp_path):
+    """Zero is a label as others are, and not the default."""
+    store = plain_store(tmp_path, layers=(4, 0))
+    for options, label, position in ((("--layer", "0"), 0, 1), ((), 4, 0)):
+        found = json.loads(run("head", store.path, *options, "-n", "1", "--json")[1])
+        assert found["layer"] == label
+        assert found["vectors"][0]["values"] == store.acts[0, position, 0].tolist()
+
+
+@pytest.mark.parametrize("option", ["--max-mb-per-s", "--max-requests-per-s"])
+@pytest.mark.parametrize("limit", ["0", "-1", "nan"])
+def test_a_limit_of_nothing_is_wrong_usage(run, store, tmp_path, option, limit):
+    code, _, err = run("copy", store.path, tmp_path / "near", f"{option}={limit}")
+    assert (code, "must be more than 0" in err) == (2, True)
+    assert option in err
+    assert not (tmp_path / "near").exists()
 
 
 def test_ls_of_nothing(run, tmp_path, store):

@@ -7,6 +7,7 @@ import pytest
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.record import Recorder
+from saev_store.record._hooks import resolve_layers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -92,13 +93,26 @@ def test_half_precision_comes_out_as_its_exact_float32(dtype: str) -> None:
     np.testing.assert_array_equal(acts[:, 1], states[4].float().numpy())
 
 
-def test_records_dropout_free_and_gives_the_model_back_as_it_was() -> None:
-    model, batch = tiny("ViTModel", hidden_dropout_prob=0.5).train(), pixels()
+@pytest.mark.parametrize("is_training", [False, True])
+def test_records_dropout_free_and_gives_the_model_back_as_it_was(*, is_training: bool) -> None:
+    model, batch = tiny("ViTModel", hidden_dropout_prob=0.5).train(is_training), pixels()
     with Recorder(model, layers=(2,)) as recorder:
-        assert not model.training
+        assert not any(module.training for module in model.modules())
         first, second = recorder(batch), recorder(batch)
     np.testing.assert_array_equal(first, second)
-    assert model.training
+    assert all(module.training is is_training for module in model.modules())
+    assert not any(vars(module)["_forward_hooks"] for module in model.modules())
+
+
+def test_each_module_gets_its_own_mode_back_also_after_an_error() -> None:
+    """A frozen part stays in evaluation mode while the rest is trained."""
+    model = tiny("ViTModel").train()
+    model.embeddings.eval()
+    before = [module.training for module in model.modules()]
+    assert {True, False} == set(before)
+    with pytest.raises(ArgumentError), Recorder(model, layers=(2,)) as recorder:
+        recorder(pixels(side=40))
+    assert [module.training for module in model.modules()] == before
     assert not any(vars(module)["_forward_hooks"] for module in model.modules())
 
 
@@ -121,7 +135,34 @@ def test_a_foreign_forward_pass_leaves_no_trace() -> None:
     with Recorder(model, layers=(2,)) as recorder:
         with torch.no_grad():
             model(torch.from_numpy(pixels(7)))
-        assert recorder(pixels(2)).shape[0] == 2
+        found = recorder(pixels(2, seed=1))
+        kept = found.copy()
+        with torch.no_grad():
+            model(torch.from_numpy(pixels(2, seed=2)))
+        np.testing.assert_array_equal(found, kept)
+        np.testing.assert_array_equal(recorder(pixels(2, seed=1)), kept)
+    assert kept.shape[0] == 2
+
+
+def test_other_lists_of_modules_are_not_taken_for_the_blocks() -> None:
+    model, batch = tiny("ViTModel"), pixels()
+    expected = hidden_states(model, batch)
+    nn = torch.nn
+    model.heads = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.LayerNorm(2)])
+    model.more = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+    with Recorder(model, layers=(1,)) as recorder:
+        np.testing.assert_array_equal(recorder(batch)[:, 0], expected[2])
+    model.twins = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+    with pytest.raises(ArgumentError, match="has 2 lists of 4 modules"):
+        Recorder(model, layers=(1,))
+
+
+def test_labels_from_the_first_block_to_the_last_one() -> None:
+    for label, depth in zip(range(-4, 4), (0, 1, 2, 3, 0, 1, 2, 3), strict=True):
+        assert resolve_layers((label,), 4) == (depth,)
+    for pair in ((0, -4), (3, -1), (2, 2)):
+        with pytest.raises(ArgumentError, match="the same block"):
+            resolve_layers(pair, 4)
 
 
 @pytest.mark.parametrize("layers", [(4,), (-5,), (1.0,), (True,), ("1",), (None,)])

@@ -106,6 +106,18 @@ def test_an_interrupted_recording_goes_on_to_the_same_bytes(
     assert min(images.asked[1:]) >= max(fail_at // 4 * 4 - 4, 0)
 
 
+@pytest.mark.parametrize("n_there", [1, 3, 5, 10])
+def test_a_recording_that_ended_within_a_batch_keeps_labels_with_their_examples(
+    model: torch.nn.Module, tmp_path: Path, n_there: int
+) -> None:
+    labels = np.random.default_rng(4).integers(0, 256, (N, 4), dtype=np.uint8)
+    whole = record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", labels=labels, **OPTIONS)
+    with pytest.raises(IncompleteStoreError), ShardStore.create(tmp_path / "cut", whole.metadata) as writer:
+        writer.append(whole[:n_there], labels=labels[:n_there])
+    record_to_store(model, Batches(IMAGES, 4), tmp_path / "cut", labels=labels, resume=True, **OPTIONS)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
 def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, tmp_path: Path) -> None:
     def batches(until: int) -> list[np.ndarray]:
         return [IMAGES[i : i + 4] for i in range(0, until, 4)]
@@ -113,7 +125,11 @@ def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, t
     record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
     with pytest.raises(ArgumentError, match="only 8 examples, but n_examples is 11"):
         record_to_store(model, batches(8), tmp_path / "cut", n_examples=N, **OPTIONS)
+    passes = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1))
     record_to_store(model, batches(N), tmp_path / "cut", n_examples=N, resume=True, **OPTIONS)
+    handle.remove()
+    assert len(passes) == 1  # of the batch that was missing
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 

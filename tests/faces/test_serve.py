@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -22,13 +23,16 @@ from zarr.abc.store import Store
 from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, SaevStoreWarning, TransportError
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from starlette.applications import Starlette
+
 from saev_store.serve import _application, application, listen
 from saev_store.serve._application import UnsatisfiableError, parse_range
+from saev_store.transport import MemoryTransport, ReadCost
 from saev_store.zarr import ZarrView
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
@@ -349,11 +353,30 @@ def test_zarr_python_meets_damage_as_an_error(plain, tmp_path: Path):
     assert "AssertionError" not in ran.stderr
 
 
-def test_large_values_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import asyncio
+def asked(app: Starlette, path: str, **headers: str) -> tuple[int, dict[str, str], list[bytes]]:
+    """Status, headers and the parts of the body of one answer, without a server."""
+    sent: list[dict] = []
+    scope = {
+        "type": "http", "method": "GET", "path": f"/{path}", "raw_path": b"", "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"127.0.0.1:80"), *((name.encode(), value.encode()) for name, value in headers.items())],
+        "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
+    }  # fmt: skip
 
-    plain = plain_store(LAYOUT, seed=9)
-    store = ShardStore.open(plain.write(tmp_path))
+    async def receive() -> dict:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], found, [message["body"] for message in sent[1:] if message.get("body")]
+
+
+@pytest.mark.parametrize("nbytes", [99, 100, 101, 200, 1000])
+@pytest.mark.parametrize("start", [0, 7])
+def test_large_values_come_in_pieces(start: int, nbytes: int, plain, folder, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_application, "_PIECE_BYTES", 100)
     read: list[tuple[int, int]] = []
     original = ZarrView.get_sync
@@ -363,29 +386,78 @@ def test_large_values_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return original(view, key, **options)
 
     monkeypatch.setattr(ZarrView, "get_sync", get_sync)
-    app = application(store, chunks=(3, 3, 5, 8))
-    sent: list[dict] = []
-
-    async def call() -> None:
-        scope = {
-            "type": "http", "method": "GET", "path": f"/{KEY}", "raw_path": b"", "query_string": b"", "root_path": "",
-            "headers": [(b"range", b"bytes=7-1006"), (b"host", b"127.0.0.1:80")], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
-        }  # fmt: skip
-
-        async def receive() -> dict:
-            await asyncio.sleep(60)
-            return {"type": "http.disconnect"}
-
-        async def send(message: dict) -> None:
-            sent.append(message)
-
-        await app(scope, receive, send)
-
-    asyncio.run(call())
-    bodies = [message["body"] for message in sent if message["type"] == "http.response.body" and message["body"]]
-    assert len(bodies) == 10
+    app = application(ShardStore.open(folder), chunks=(3, 3, 5, 8))
+    status, headers, bodies = asked(app, KEY, range=f"bytes={start}-{start + nbytes - 1}")
+    assert (status, headers["content-length"]) == (206, str(nbytes))
+    assert len(bodies) == -(-nbytes // 100)
     assert max(end - start for start, end in read) <= 100
-    assert b"".join(bodies) == plain.dense[3:6].tobytes()[7:1007]
+    assert b"".join(bodies) == plain.dense[3:6].tobytes()[start : start + nbytes]
+
+
+@pytest.mark.parametrize("lost", ["first", "last"])
+def test_damage_is_told_before_the_first_of_many_pieces(
+    lost: str, plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """After the headers only a broken connection could tell."""
+    monkeypatch.setattr(_application, "_PIECE_BYTES", 100)
+    folder = plain.write(tmp_path)
+    app = application(ShardStore.open(folder), chunks=(3, 3, 5, 8))
+    size = 0 if lost == "first" else 3 * LAYOUT.example_nbytes - 1
+    os.truncate(folder / "acts000001.bin", size)
+    status, _, bodies = asked(app, KEY)
+    assert status == 410
+    assert json.loads(b"".join(bodies))["error"]["kind"] == "corrupt_shard"
+
+
+class Far(MemoryTransport):
+    """Memory that is read like a bucket, which may fail."""
+
+    is_local = False
+    cost = ReadCost(0, 1 << 20)
+    error: SaevStoreError | None = None
+
+    def get_ranges(self, path, *, starts, ends):
+        if self.error is not None and path.startswith("acts"):
+            raise self.error
+        return super().get_ranges(path, starts=starts, ends=ends)
+
+
+def test_tags_are_of_one_run_where_versions_are_not_told(plain):
+    """A store far away may be replaced while no server runs: what clients have kept is asked for anew."""
+    with pytest.warns(SaevStoreWarning):
+        store = ShardStore.open(Far(plain.files))
+    one, two = (application(store, chunks=(3, 3, 5, 8)) for _ in range(2))
+    tags = [asked(app, KEY)[1]["etag"] for app in (one, one, two)]
+    assert tags[0] == tags[1] != tags[2]
+    assert asked(one, KEY, **{"if-none-match": tags[0]})[0] == 304
+    assert asked(two, KEY, **{"if-none-match": tags[0]})[0] == 200
+
+
+def test_tags_of_local_files_outlive_the_server_but_not_another_cut(folder):
+    """The same key has other bytes where chunks are others."""
+    one, same, other = (application(ShardStore.open(folder), chunks=(n, 3, 5, 8)) for n in (3, 3, 1))
+    key = "activations/c/0/0/0/0"
+    tags = [asked(app, key)[1]["etag"] for app in (one, same, other)]
+    assert tags[0] == tags[1] != tags[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (TransportError("the server is busy", where="s3://secret/acts", transient=True), 503),
+        (TransportError("the server refuses", where="s3://secret/acts"), 502),
+        (CorruptShardError("it is cut", where="s3://secret/acts"), 410),
+    ],
+)
+def test_failures_of_the_storage_tell_clients_whether_to_try_again(plain, error, status):
+    with pytest.warns(SaevStoreWarning):
+        store = ShardStore.open(far := Far(plain.files))
+    app = application(store, chunks=(1, 1, 5, 8))
+    far.error = error
+    found, headers, bodies = asked(app, KEY)
+    assert (found, headers["cache-control"]) == (status, "no-store")
+    assert json.loads(b"".join(bodies))["error"]["where"] == "acts"
+    assert "secret" not in b"".join(bodies).decode()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

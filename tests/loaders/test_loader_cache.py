@@ -241,6 +241,87 @@ def test_an_object_that_was_replaced_is_read_anew(s3_bucket: Bucket, tmp_path, e
     assert spent(opened(), 64) == (b"b" * 64, 1, 1)
 
 
+def test_stores_at_other_addresses_share_a_cache_folder_and_nothing_else(tmp_path):
+    """Also where their metadata, which are the key, are equal, and where no versions are told."""
+    for address in ("one", "two", "one", "two"):
+        near = CachedTransport(MemoryTransport({NAME: address.encode()}, label=address), tmp_path, 1 << 20, b"key")
+        assert head(near, 3) == address.encode()
+
+
+def test_the_bytes_of_a_folder_are_counted_anew(plain, tmp_path):
+    """A process that was killed leaves a wrong number; with it nothing more would be kept, or too much."""
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 200)
+    head(CachedTransport(*arguments))
+    (ledger,) = (tmp_path / "cache").rglob(".bytes")
+    for wrong in (b"0", b"1000000", b"", b"noise"):
+        ledger.write_bytes(wrong)
+        near = CachedTransport(*arguments)
+        assert near.kept_bytes == 80
+        near.get_ranges(NAME, starts=[64], ends=[128])
+        near.get_ranges(NAME, starts=[128], ends=[192])  # no room: 200 bytes hold two
+        assert near.kept_bytes == 160
+        next(ledger.parent.glob(f"{NAME}.64-*")).unlink()
+
+
+def test_files_of_killed_processes_go_and_those_of_living_ones_stay(plain, tmp_path):
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
+    head(CachedTransport(*arguments))
+    (kept,) = (tmp_path / "cache").rglob("acts*")
+    young, old = (kept.with_name(f"{kept.name}.{name}.tmp") for name in ("young", "old"))
+    for path in (young, old):
+        path.write_bytes(bytes(100))
+    hour_ago = os.stat(old).st_mtime_ns - 3_700 * 10**9
+    os.utime(old, ns=(hour_ago, hour_ago))
+    near = CachedTransport(*arguments)
+    assert sorted(path.name for path in kept.parent.iterdir()) == sorted([".bytes", kept.name, young.name])
+    assert near.kept_bytes == 180  # its owner counts on the room
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1])
+def test_a_budget_is_used_to_its_last_byte(plain, tmp_path, room):
+    near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 2 * 80 + room)
+    near.get_ranges(NAME, starts=[0, 64, 128], ends=[64, 128, 192])
+    assert near.kept_bytes == (80 if room < 0 else 160)
+
+
+def test_what_comes_out_of_a_cache_cannot_be_changed(plain, tmp_path):
+    for _ in range(2):
+        near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
+        (found,) = near.get_ranges(NAME, starts=[0], ends=[64])
+        assert memoryview(found).readonly
+    assert near.hits == 1
+
+
+def test_files_in_folders_are_kept_apart(tmp_path):
+    files = {"a/x": b"one", "b/x": b"two", "x": b"six"}
+    near = CachedTransport(MemoryTransport(files), tmp_path, 1 << 20)
+    for _ in range(2):
+        for path, content in files.items():
+            (found,) = near.get_ranges(path, starts=[0], ends=[3])
+            assert bytes(found) == content
+    assert near.hits == near.misses == 3
+
+
+def test_an_empty_range_asks_for_nothing(tmp_path):
+    """Also where one byte would tell the version of a file of which something is kept."""
+    files = {NAME: b"a" * 64}
+    head(CachedTransport(MemoryTransport(files), tmp_path, 1 << 20))
+    asked: list[tuple[list[int], list[int]]] = []
+
+    class Far(MemoryTransport):
+        def get_ranges(self, path, *, starts, ends):
+            asked.append((list(starts), list(ends)))
+            return super().get_ranges(path, starts=starts, ends=ends)
+
+        def version(self, path):
+            return None  # until something was read
+
+    near = CachedTransport(Far(files), tmp_path, 1 << 20)
+    assert [len(part) for part in near.get_ranges(NAME, starts=[0, 5], ends=[0, 5])] == [0, 0]
+    assert all(start == end for starts, ends in asked for start, end in zip(starts, ends, strict=True))
+    assert (near.hits, near.misses) == (0, 0)
+
+
 def test_where_no_versions_are_told_extents_are_found_by_their_names(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/{NAME}", b"a" * 64)

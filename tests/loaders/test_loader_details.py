@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 
-from saev_store import ShardStore
+from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, DeadlineError, WriterConflictError
@@ -99,6 +99,7 @@ def test_waiting_for_another_process_that_copies_ends(plain, tmp_path, monkeypat
 
     def busy(*_: object, **__: object) -> str:
         tries.append(1)
+        assert len(tries) < 20
         raise WriterConflictError("busy", where="there")
 
     monkeypatch.setattr(copying, "copy_store", busy)
@@ -116,3 +117,19 @@ def test_a_cache_folder_may_name_environment_variables(plain, tmp_path, monkeypa
     near.get_ranges(NAME, starts=[0, 6400], ends=[6400, 12800])
     assert near.kept_bytes == 6416
     assert len(os.listdir(tmp_path / "scratch/cache")) == 1
+
+
+def test_another_store_at_the_same_address_has_extents_of_its_own(plain, tmp_path):
+    """Also where its files have the same times, so that no version tells them apart."""
+    options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_dir": str(tmp_path / "cache")}
+    other = plain_store(tmp_path / "other", n=24, tokens=7, per_shard=5, d_model=640, seed=1)
+    place = tmp_path / "place"
+    for store in (plain, other, plain):
+        place.unlink(missing_ok=True)
+        place.symlink_to(store.path)
+        os.utime(store.shard(0), ns=(1, 1))
+        with pytest.warns(SaevStoreWarning, match="place"):
+            opened = open_for_training(str(place), None, cache_bytes=1 << 20, **options)
+        for _ in range(2):
+            np.testing.assert_array_equal(opened[0], store.acts[0])
+    assert len(os.listdir(tmp_path / "cache")) == 2

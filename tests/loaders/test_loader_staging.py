@@ -12,10 +12,10 @@ from plain_stores import Plain, plain_store
 from transports import CountingTransport
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, LayerNotFoundError, StoreExistsError
+from saev_store.errors import ArgumentError, DeadlineError, LayerNotFoundError, StoreExistsError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background
 from saev_store.loaders.staging import open_for_training
-from saev_store.transport import PreadTransport
+from saev_store.transport import PreadTransport, open_transport
 from saev_store.writer.copying import copy_store
 
 
@@ -111,6 +111,43 @@ def test_a_store_that_was_not_staged_is_never_replaced(plain, tmp_path):
     with suppress(StoreExistsError):
         stage(plain.path, tmp_path / "near", layers=5)
     np.testing.assert_array_equal(ShardStore.open(near)[:], found)
+
+
+def test_waiting_for_another_process_ends_at_the_deadline(plain, tmp_path, monkeypatch):
+    n_waits = []
+
+    def wait(_seconds: float) -> None:
+        n_waits.append(1)
+        assert len(n_waits) < 5, "waited on"
+
+    monkeypatch.setattr("saev_store.loaders.staging.time.sleep", wait)
+    root = open_transport(tmp_path / "near")
+    with root.at(plain.path.name).lock(".saev_store/locks/copy.lock"):
+        with pytest.raises(DeadlineError, match="another process has been copying the store for 0 s"):
+            stage(plain.path, tmp_path / "near", timeout_s=0)
+        assert not n_waits
+    assert ShardStore.open(stage(plain.path, tmp_path / "near", timeout_s=0)).name == plain.path.name
+
+
+@pytest.mark.filterwarnings("ignore:.*the folder is named")
+def test_a_cache_of_files_without_versions_is_of_one_recording(tmp_path):
+    """Other metadata at the same address: what was kept of the earlier store is not read."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for seed in (0, 1):
+        plain = plain_store(tmp_path / str(seed), d_model=640, seed=seed)
+        for path in plain.path.iterdir():
+            memory.pipe(f"/{tmp_path.name}/store/{path.name}", path.read_bytes())
+        store = open_for_training(
+            f"memory://{tmp_path.name}/store",
+            None,
+            layer=5,
+            tokens="content",
+            use_tmpdir=False,
+            cache_dir=str(tmp_path / "cache"),
+            cache_bytes=1 << 30,
+        )
+        np.testing.assert_array_equal(store[:, 1], plain.acts[:, 1])
 
 
 def test_tmpdir(plain, tmp_path, monkeypatch):

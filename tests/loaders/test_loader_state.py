@@ -190,6 +190,18 @@ def test_mismatches_are_refused(rows, changed, message):
         kind(rows, **options).load_state_dict(state)
 
 
+def test_a_scaled_state_is_for_loaders_that_scale(rows):
+    """And the other way round; a loader that has refused a state goes on as it was."""
+    plain, scaled = (OrderedLoader(rows, batch_size=24, scale_norm=scale) for scale in (False, 2.0))
+    for loader, other, what in ((plain, scaled, "does not scale"), (scaled, plain, "scales")):
+        before = loader.state_dict()
+        with pytest.raises(ArgumentError, match=f"but this loader {what}"):
+            loader.load_state_dict(other.state_dict())
+        assert loader.state_dict() == before
+    assert plain.scale is None
+    np.testing.assert_array_equal(acts(scaled)[0], 2 * acts(plain)[0])
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from plain_stores import plain_store
 from waiting import HANG_S
 
 from saev_store import ShardStore
+from saev_store.errors import CorruptShardError
 
 pytest.importorskip("torch")
 
@@ -64,6 +67,27 @@ def test_a_gathered_batch_is_sliced_like_a_list(tmp_path, chosen):
         np.testing.assert_array_equal(one["act"].numpy(), plain.acts[one["example_idx"], 1, one["token_idx"] + 1])
 
 
+def test_batches_grow_and_errors_of_gathering_threads_are_raised(tmp_path, monkeypatch):
+    plain = plain_store(tmp_path, n=500, tokens=4)
+    with_threads = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+    with_threads._n_threads = 2
+    for n_rows in (600, 1500, 700, 2000):
+        picked = np.random.default_rng(n_rows).integers(0, 2000, n_rows)
+        found = with_threads.batch(picked)["act"].numpy()
+        np.testing.assert_array_equal(found, plain.acts[picked // 4, 1, picked % 4 + 1])
+    rows = with_threads.rows.rows
+
+    def fail(picked, out):
+        if threading.current_thread() is not threading.main_thread():
+            raise CorruptShardError("the shard was cut")
+        return rows(picked, out=out)
+
+    monkeypatch.setattr(type(with_threads.rows), "rows", lambda _self, picked, out: fail(picked, out))
+    with pytest.raises(CorruptShardError, match="was cut"):
+        with_threads.batch(np.arange(1500))
+    with_threads.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_gathers_with_threads_of_its_own(tmp_path):
     """Those of the parent, which had been started, do not exist there."""
@@ -85,4 +109,5 @@ def test_a_forked_child_gathers_with_threads_of_its_own(tmp_path):
 
 
 def _gather(dataset: IndexedDataset, picked: np.ndarray, expected: np.ndarray) -> None:
+    signal.alarm(30)  # ends a child that waits for threads which do not exist
     np.testing.assert_array_equal(dataset.batch(picked)["act"].numpy(), expected)

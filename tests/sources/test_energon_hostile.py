@@ -66,6 +66,7 @@ class TestDatabase:
             (["UPDATE samples SET byte_size = 9223372036854775807 WHERE sample_index = 1"], "holds 9223372036854775807"),
             (["UPDATE samples SET sample_key = x'ff00' WHERE sample_key = 'sample_0001'"], "holds b'"),
             (["UPDATE samples SET sample_index = 7 WHERE sample_key = 'sample_0001'"], "not there exactly once"),
+            (["UPDATE samples SET sample_index = 0 WHERE sample_key = 'sample_0001'"], "not there exactly once"),
             (["UPDATE samples SET tar_file_id = 9 WHERE sample_key = 'sample_0001'"], "samples of shard 9"),
             (["DELETE FROM samples WHERE sample_key = 'sample_0001'"], "it has 1 samples"),
             (["UPDATE samples SET byte_size = 3585 WHERE sample_key = 'sample_0001'"], "no whole number of blocks"),
@@ -339,6 +340,34 @@ class TestOlderReleases:
         idx.write_bytes(idx.read_bytes()[:-8])
         with pytest.raises(SaevStoreError, match="samples need"):
             EnergonDataset(folder)
+
+    def test_offsets_of_another_tar_with_as_many_samples(self, prepared):
+        """A range that holds two samples is none."""
+        folder, _ = prepared
+        self.six(folder)
+        files = [(f"{key}.txt", b"x") for key in "abcd"]  # of 1024 bytes each
+        (folder / "shards/shard_000.tar").write_bytes(tar_bytes(files, format="ustar"))
+        offsets = np.array([0, 2048, 3072, 3584, 4096], "<u8")
+        (folder / "shards/shard_000.tar.idx").write_bytes(offsets.tobytes())
+        dataset = EnergonDataset(folder, damaged_ok=True)
+        with pytest.raises(CorruptShardError, match="sample 0 is not where its .tar.idx says"):
+            dataset[0]
+        assert dict(dataset[1].parts) == {"txt": b"x"}
+
+    def test_6_a_key_leads_to_a_sample_of_that_key(self, prepared):
+        folder, _ = prepared
+        self.six(folder)
+        dataset = EnergonDataset(folder)
+        one, two = dataset.key(0), dataset.key(1)
+        dataset.close()
+        db = sqlite3.connect(folder / ".nv-meta/index.sqlite", isolation_level=None)
+        for old, new in ((one, "x"), (two, one), ("x", two)):
+            db.execute("UPDATE samples SET sample_key = ? WHERE sample_key = ?", (new, old))
+        db.close()
+        dataset = EnergonDataset(folder)
+        for read in (dataset.raw, lambda key: dataset.part(key, "txt")):
+            with pytest.raises(CorruptShardError, match="prepare the data set again"):
+                read(one)
 
     @pytest.mark.parametrize("release", ["5.2.0", "6.0.1"])
     def test_written_by_those_releases(self, release):

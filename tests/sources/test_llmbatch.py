@@ -124,6 +124,19 @@ def test_padding_that_is_not_zero_is_found_by_looking():
     assert (problem.kind, problem.severity) == ("padding_not_zero", "warning")
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "seq_len", "is_right"),
+    [(2**31, 2**30 - 1, True), (2**31, 2**30, False), (2**32 - 1, 2**29, True), (2**32 - 1, 2**29 + 1, False)],
+)
+def test_a_batch_is_smaller_than_two_to_the_63(batch_size, seq_len, is_right):
+    header = Header(batch_size, seq_len, 0).to_bytes()
+    if is_right:
+        assert BatchFileReader("x.batch", transport=MemoryTransport({"x.batch": header})).seq_len == seq_len
+    else:
+        with pytest.raises(DocumentError, match=r"2\^63"):
+            BatchFileReader("x.batch", transport=MemoryTransport({"x.batch": header}))
+
+
 def test_enormous_dimensions_of_no_batches():
     header = Header(2**32 - 1, 2**28, 0).to_bytes()
     reader = BatchFileReader("x.batch", transport=MemoryTransport({"x.batch": header}))

@@ -112,6 +112,71 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(n, stop, world,
         assert stop == len(first[0]) or n - len(handed_out) < then
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("position", range(6))
+def test_where_too_little_is_left_for_all_ranks_the_next_epoch_begins(position, drop_last):
+    """Of five batches; three ranks leave out two at most, or repeat some from the beginning of the order."""
+    options = {"output": "numpy", "epoch": 4, "drop_last": drop_last}
+    alone = BatchNativeLoader(reader_of(5), 1, **options)
+    order = {epoch: numbers(BatchNativeLoader(reader_of(5), 1, **{**options, "epoch": epoch})) for epoch in (4, 5)}
+    state = {**alone.state_dict(), "position": position}
+    found = []
+    for rank in range(3):
+        loader = BatchNativeLoader(reader_of(5), 1, rank=rank, world_size=3, **options)
+        loader.load_state_dict(state)
+        is_over = position > 2 if drop_last else position == 5
+        assert loader.epoch == (5 if is_over else 4)
+        first = 0 if is_over else position
+        n_steps = (5 - first) // 3 if drop_last else -(-(5 - first) // 3)
+        mine = numbers(loader)
+        assert mine == [order[loader.epoch - 1][(first + rank + 3 * step) % 5] for step in range(n_steps)]
+        found.append(mine)
+    assert len({len(mine) for mine in found}) == 1
+
+
+def test_a_position_is_used_once():
+    """An iteration that was left begins anew at the beginning of its epoch."""
+    loader = BatchNativeLoader(reader_of(7), 2, output="numpy", epoch=1)
+    whole = numbers(BatchNativeLoader(reader_of(7), 2, output="numpy", epoch=1))
+    loader.load_state_dict({**loader.state_dict(), "position": 3})
+    assert [int(batch[0, 0]) for batch in itertools.islice(loader, 2)] == whole[3:5]
+    assert loader.state_dict()["position"] == 5
+    assert [int(batch[0, 0]) for batch in itertools.islice(loader, 2)] == whole[:2]
+    assert loader.state_dict()["position"] == 2
+    assert numbers(loader) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_size", 3), ("shuffle", False), ("seed", 1), ("drop_last", False), ("num_batches", 8), ("seq_len", 4), ("batch_size", 1)],
+)  # fmt: skip
+def test_everything_that_decides_the_order_is_in_a_state(name, value):
+    shape = {"n": 7, "batch_size": 2, "seq_len": 3}
+    options = {"block_size": 2, "shuffle": True, "seed": 42, "drop_last": True}
+    state = BatchNativeLoader(reader_of(**shape), output="numpy", **options).state_dict()
+    changed = {**shape, "n": value} if name == "num_batches" else {**shape, **({name: value} if name in shape else {})}
+    other = BatchNativeLoader(
+        reader_of(**changed), output="numpy", **(options | ({name: value} if name in options else {}))
+    )
+    with pytest.raises(ResumeError, match=rf"{name} is|digest is"):
+        other.load_state_dict(state)
+    with pytest.raises(ResumeError, match=f"{name} is"):
+        other.load_state_dict({key: found for key, found in other.state_dict().items() if key != name})
+    with pytest.raises(ResumeError, match=f"{name} is"):
+        other.load_state_dict({**other.state_dict(), name: state[name]})
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_batches_as_arrays_cannot_be_changed(tmp_path, engine):
+    """Wherever they are; as tensors they are the caller's own."""
+    (tmp_path / "x.batch").write_bytes(reader_of(5).transport.read("x.batch"))
+    with BatchNativeLoader(tmp_path / "x.batch", 2, output="numpy", engine=engine) as loader:
+        assert not any(batch.flags.writeable for batch in loader)
+        assert not loader.reader.read_batch(np.int64(1)).flags.writeable
+        assert not loader.reader[1].flags.writeable
+        assert loader.reader.read_batches([1]).flags.writeable
+
+
 def test_an_epoch_is_over_with_its_last_batch():
     """Counted when the batch is handed out: loops that stop at `len` never see StopIteration."""
     loader = BatchNativeLoader(reader_of(6), 2, output="numpy")

@@ -26,6 +26,7 @@ from saev_store.errors import (
     UnknownProtocolError,
 )
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
+from saev_store.sources.mmididx import index as index_module
 from saev_store.transport import MemoryTransport, Moves, PreadTransport, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)
@@ -163,6 +164,31 @@ def test_gaps_and_another_order_are_read_with_a_warning():
     assert dataset.document(0).tolist() == [12, 13, 14, 15]
     (problem,) = dataset.problems
     assert (problem.kind, problem.severity) == ("not_packed", "warning")
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_indices_are_checked_to_their_end(n, monkeypatch):
+    """However many entries are looked at at once; the one that is wrong is named."""
+    monkeypatch.setattr(index_module, "_STRIDE", 3)
+    sequences = [np.arange(2 + i % 3, dtype=np.int32) for i in range(n)]
+    starts = np.cumsum([0, *map(len, sequences)]) * 4
+    idx, bin_ = mmididx_bytes(sequences)
+    dataset = opened(idx, bin_)
+    assert dataset.problems == ()
+    assert [sequence.tolist() for sequence in dataset.rows(slice(None))] == [each.tolist() for each in sequences]
+    assert dataset.n_tokens == starts[-1] // 4
+    for wrong in range(n):
+        pointers = [*starts[:wrong], *(starts[wrong:-1] + 4)]
+        (problem,) = opened(mmididx_bytes(sequences, pointers=pointers)[0], bin_ + bytes(4)).problems
+        assert problem.kind == "not_packed"
+        assert f"number {wrong} begins" in problem.message
+        sizes = [-1 if at == wrong else len(each) for at, each in enumerate(sequences)]
+        damaged = idx[:34] + np.array(sizes, "<i4").tobytes() + idx[34 + 4 * n :]
+        with pytest.raises(DocumentError, match=rf"sizes\[{wrong}\] is -1"):
+            opened(damaged, bin_)
+        doc_idx = [*range(wrong + 1), -1, *range(wrong + 1, n + 1)]
+        with pytest.raises(DocumentError, match=rf"doc_idx\[{wrong + 1}\] is -1 after {wrong}"):
+            opened(*mmididx_bytes(sequences, doc_idx=doc_idx))
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(6, "float64"), (6, "float32"), (7, "float64"), (7, "float32")])

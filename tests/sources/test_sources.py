@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -283,6 +284,36 @@ def test_a_new_file_appears_when_it_is_complete(tmp_path, engine):
     assert [entry.path for entry in transport.list("f")] == ["f/x"]
     with pytest.raises(SaevStoreError):
         NewFile(transport, "../x")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")
+@pytest.mark.parametrize("engine", ["mmap", "memory"])
+@pytest.mark.parametrize("how", ["dropped", "left"])
+def test_a_forked_child_leaves_a_new_file_to_its_parent(tmp_path, how, engine):
+    """It neither deletes the file, nor writes a second time what waits in the buffer."""
+    transport = MemoryTransport() if engine == "memory" else open_transport(tmp_path, engine=engine)
+    held = [NewFile(transport, "x")]
+    held[0].write(b"first")
+    child = os.fork()
+    if child == 0:
+        try:
+            if how == "left":
+                held[0].abort()
+            held.clear()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.path.exists(held[0].temporary)
+    held[0].write(b" and then")
+    held[0].commit()
+    assert transport.read("x") == b"first and then"
+
+
+def test_a_new_file_that_is_dropped_leaves_nothing(tmp_path):
+    file = NewFile(open_transport(tmp_path), "x")
+    file.write(b"a")
+    del file
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- conversion ------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,16 @@ def test_files_on_this_machine(engine: type[Transport], key: object, tmp_path: P
     check(ShardStore.open(engine(stored)), key)
 
 
+@pytest.mark.parametrize("left", [1, 15, 16])
+def test_what_is_left_of_a_damaged_shard_is_mapped(left: int, tmp_path: Path):
+    folder = plain_store(LAYOUT).write(tmp_path)
+    with (folder / "acts000001.bin").open("r+b") as shard:
+        shard.truncate(left * LAYOUT.example_nbytes)
+    store = ShardStore.open(MmapTransport(folder), damaged_ok=True)
+    check(store, np.s_[16 : 16 + left, 0, 1])
+    check(store, np.s_[16 : 16 + left, 0, 1])
+
+
 def test_large_reads_of_mapped_files_are_direct(tmp_path: Path):
     layout = Layout(
         n_examples=8, layers=(3, 7), content_tokens_per_example=63, cls_token=True, d_model=1024, examples_per_shard=4
@@ -159,6 +169,12 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_opti
     except (ImportError, ArgumentError):
         pytest.skip("no client for it here")
     assert price_of(transport) == (PRICES[scheme] if scheme else Price())
+
+
+@pytest.mark.parametrize("url", ["s3://lab/x", "S3://lab/x", "s3a://lab/x", "simplecache::s3://lab/x"])
+def test_every_spelling_of_a_scheme_has_its_price(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Far, "url", url)
+    assert price_of(Far({}, ReadCost(0, 1 << 20))) == PRICES["s3"]
 
 
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])

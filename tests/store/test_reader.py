@@ -152,14 +152,69 @@ def test_views_that_were_asked_for_are_read_only(plain: PlainStore, tmp_path: Pa
     assert store[3:6, 1].flags.writeable
 
 
-def test_a_missing_shard_of_a_map_has_a_name(plain: PlainStore, tmp_path: Path):
+@pytest.mark.parametrize("direct_bytes", [1, plan.DIRECT_BYTES])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "far"])
+@pytest.mark.parametrize("way", ["vector", "block", "plane", "list", "points", "rows", "row"])
+def test_a_shard_that_is_missing_when_it_is_read_has_a_name(
+    way: str, engine: str, direct_bytes: int, plain: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever reads it, and however the files are reached."""
+    monkeypatch.setattr(plan, "DIRECT_BYTES", direct_bytes)
+    if engine == "far":
+        transport = Far(dict(plain.files), ReadCost(0, 1 << 20))
+        store = opened(transport)
+        READS[way](store)  # its size is known then, and not requested again
+        transport.delete("acts000001.bin")
+    else:
+        folder = plain.write(tmp_path)
+        store = ShardStore.open(folder, engine=engine)
+        (folder / "acts000001.bin").unlink()
+    with pytest.raises(MissingShardError, match="the shard of examples 3 to 5 is missing"):
+        READS[way](store)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_vector_is_fresh_memory(engine: str, plain: PlainStore, tmp_path: Path):
+    """The first one of a shard, and those that come once it is mapped."""
+    store = ShardStore.open(plain.write(tmp_path), engine=engine)
+    for _ in range(2):
+        vector = store[4, 1, 2]
+        assert vector.flags.writeable
+        assert vector.tobytes() == plain.dense[4, 1, 2].tobytes()
+        vector[:] = 0
+    if engine == "mmap":
+        mapped = store.as_numpy(np.s_[3:6], copy=False)
+        assert not np.shares_memory(store[4, 1, 2], mapped)
+
+
+def test_a_view_of_what_was_lost_is_refused(plain: PlainStore, tmp_path: Path):
+    """Also where the key goes backwards, and where the shard has no byte more than what is left."""
     folder = plain.write(tmp_path)
-    store = ShardStore.open(folder)
-    (folder / "acts000001.bin").unlink()
-    with pytest.raises(MissingShardError, match="the shard of examples 3 to 5 is missing"):
-        store[4, 1, 2]
-    with pytest.raises(MissingShardError, match="the shard of examples 3 to 5 is missing"):
-        store[3:6]
+    os.truncate(folder / "acts000001.bin", 2 * LAYOUT.example_nbytes)
+    store = ShardStore.open(folder, damaged_ok=True)
+    for key in (np.s_[3:5], np.s_[4], np.s_[4:2:-1]):
+        assert store.as_numpy(key, copy=False).tobytes() == plain.dense[key].tobytes()
+    for key in (np.s_[3:6], np.s_[5], np.s_[5:2:-1], np.s_[3:6:2]):
+        for copy in (False, None):
+            with pytest.raises(CorruptShardError, match="example 5 was lost"):
+                store.as_numpy(key, copy=copy)
+
+
+@pytest.mark.parametrize("cut", [-1, 0, 1])
+def test_of_a_far_shard_that_was_cut_whole_examples_can_be_read(cut: int, plain: PlainStore):
+    """An example that is there in part counts as lost, and is not requested."""
+    nbytes = 2 * LAYOUT.example_nbytes + cut
+    n_left = 1 if cut < 0 else 2
+    store = opened(
+        Far(plain.files | {"acts000001.bin": plain.files["acts000001.bin"][:nbytes]}, ReadCost(0, 1 << 20)),
+        damaged_ok=True,
+    )
+    for key in (np.s_[3 + n_left], np.s_[3 + n_left, 0, 0], np.s_[3:6]):
+        read = store.transport.counters.bytes_read
+        with pytest.raises(CorruptShardError, match=f"was lost with its shard.*only the first {n_left} can be read"):
+            store[key]
+        assert store.transport.counters.bytes_read == read
+    assert store[3 : 3 + n_left].tobytes() == plain.dense[3 : 3 + n_left].tobytes()
 
 
 # -- sizes at their bounds ---------------------------------------------------------------------------------------------
@@ -169,6 +224,9 @@ KEYS = [
     np.s_[::-2],
     np.s_[1:8:3, 1],
     np.s_[7:0:-3, 1:],
+    np.s_[2:0:-1],
+    np.s_[8:5:-1, 2:0:-1, 4:0:-1, 7:0:-1],
+    np.s_[6:5:-1, 2:0:-2, 4:0:-2, 6:0:-3],
     np.s_[:, :, 2],
     np.s_[2:7, 1:2, 1:4],
     np.s_[[8, 0, 4], :, 1:],

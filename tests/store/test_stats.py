@@ -37,7 +37,7 @@ from saev_store.errors import (
 )
 from saev_store.stats import STATISTICS, Stats, _compute, _moments
 from saev_store.stats._moments import Moments, merge, moments_of
-from saev_store.stats._store import parse_stats, stats_bytes
+from saev_store.stats._store import parse_stats, sampled_stats, stats_bytes
 from saev_store.store.identity import recording_identity
 from saev_store.transport import MemoryTransport
 
@@ -247,6 +247,16 @@ def test_a_sample_is_kept_for_the_same_question_only(tmp_path: Path, monkeypatch
         assert len(calls) == n_calls
 
 
+def test_a_loader_takes_a_kept_sample_that_is_large_enough(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    calls = ((3, 3, 0), (2, 3, 0), (3, 3, 0), (4, 4, 3), (3, 4, 3), (7, 7, None), (2, 7, None))
+    for seed, (n_examples, n_found, seed_of_found) in enumerate(calls):
+        assert sampled_stats(store, n_examples, seed=seed).n_examples == n_found
+        kept = parse_stats((plain.path / "stats.json").read_bytes(), store.metadata, where="x")
+        assert (kept.stats.n_examples, kept.seed) == (n_found, seed_of_found)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -259,7 +269,11 @@ def test_a_sample_is_kept_for_the_same_question_only(tmp_path: Path, monkeypatch
         lambda text: json.dumps({**json.loads(text), "mean": [[1.0]]}),
         lambda text: json.dumps({**json.loads(text), "mean": [[1.0], []]}),
         lambda text: json.dumps({**json.loads(text), "n_examples": 3}),
-        lambda text: json.dumps({**json.loads(text), "n_zeros": [[9**9] * 5] * 3}),
+        *(
+            lambda text, name=name: json.dumps({**json.loads(text), name: [[9**9] * 5] * 3})
+            for name in ("n_values", "n_finite", "n_zeros", "n_vectors")
+        ),
+        lambda text: json.dumps({**json.loads(text), "n_examples": 8}),
         lambda text: json.dumps({**json.loads(text), "mean": [["nan"] * 5] * 3}),
         lambda text: json.dumps({**json.loads(text), "extra": 1}),
     ],
@@ -436,6 +450,25 @@ def test_statistics_of_bytes_that_differ_from_their_digests_are_refused(tmp_path
     assert_same(ShardStore.open(plain.path).stats(), plain.acts)
 
 
+@pytest.mark.parametrize("task_bytes", [None, 1])
+def test_damage_in_any_shard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task_bytes: int | None):
+    """The last shard is not full; and a task can be part of a shard."""
+    if task_bytes is not None:
+        monkeypatch.setattr("saev_store.stats._compute._TASK_BYTES", task_bytes)
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=100)
+    for shard_idx in range(plain.n_shards):
+        right = plain.truth(shard_idx).tobytes()
+        for at in (0, len(right) - 1):
+            data = bytearray(right)
+            data[at] ^= 1
+            plain.shard(shard_idx).write_bytes(data)
+            with pytest.raises(CorruptShardError, match=rf"{plain.shard(shard_idx).name}.*digest"):
+                ShardStore.open(plain.path).stats()
+        plain.shard(shard_idx).write_bytes(right)
+    assert_same(ShardStore.open(plain.path).stats(), plain.acts)
+
+
 def test_a_sample_of_damaged_bytes_is_not_kept_beyond_the_repair(tmp_path: Path):
     """A sample is not compared with digests, so it belongs to the versions of the files."""
     plain = plain_store(tmp_path)
@@ -467,9 +500,24 @@ def test_a_sample_never_replaces_statistics_of_all_examples(tmp_path: Path):
     plain = plain_store(tmp_path)
     store = ShardStore.open(plain.path)
     store.stats()
+    kept = (plain.path / "stats.json").read_bytes()
     assert store.stats(sample=2, refresh=True).is_sample
+    assert (plain.path / "stats.json").read_bytes() == kept
+    assert not parse_stats(kept, store.metadata, where="x").stats.is_sample
     assert not store.stats().is_sample
-    assert not parse_stats((plain.path / "stats.json").read_bytes(), store.metadata, where="x").stats.is_sample
+
+
+def test_a_sample_of_all_examples_is_no_sample(tmp_path: Path):
+    """Its bytes are compared with their digests, as for all examples."""
+    plain = plain_store(tmp_path, n=7)
+    plain.write_digests(block_bytes=100)
+    shard = bytearray(plain.truth(1).tobytes())
+    shard[0] ^= 1
+    plain.shard(1).write_bytes(shard)
+    for sample in (7, 8):
+        with pytest.raises(CorruptShardError, match="digest"):
+            ShardStore.open(plain.path).stats(sample=sample)
+    assert ShardStore.open(plain.path).stats(sample=6).is_sample
 
 
 def test_files_replaced_while_they_are_read_are_not_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -291,22 +291,74 @@ def test_an_empty_trailing_shard_that_is_not_empty(tmp_path):
     assert kinds(look(store)) == ["nonzero_padding"]
 
 
+class Bad:
+    """A disk on which a byte of some shards cannot be read."""
+
+    cost = FREE
+    is_local, local_path, reads_into = True, None, False
+
+    def __init__(self, store: Plain, names: set[str], byte: int) -> None:
+        inner = self.inner = MemoryTransport({path.name: path.read_bytes() for path in store.path.iterdir()})
+        self.url, self.name, self.read, self.size, self.close = (
+            inner.url,
+            inner.name,
+            inner.read,
+            inner.size,
+            inner.close,
+        )
+        self.names, self.byte = names, byte
+
+    def readinto(self, path, *, starts, buffers):
+        if path in self.names and starts[0] <= self.byte < starts[0] + len(buffers[0]):
+            raise TransportError("Input/output error", where=path)
+        self.inner.readinto(path, starts=starts, buffers=buffers)
+
+
+def test_zeros_that_begin_within_an_example_cost_only_whole_examples(store):
+    vector = 8 * 4
+    overwrite(store.shard(0), 7 * vector, bytes(2 * store.example_nbytes - 7 * vector))
+    report = look(store)
+    assert report.lost == ((1, 2),)
+    assert [(p.kind, p.severity) for p in report.problems] == [("zero_rows", "error"), ("zero_vectors", "info")]
+    assert report.problems[1].message.startswith("8 vectors")
+
+
+@pytest.mark.parametrize("position", [0, 8, 900, 959])
+def test_padding_is_looked_at_piece_by_piece(store, monkeypatch, position):
+    """Padding that cannot be read is no vector, and says nothing."""
+    monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", 8)
+    padding = store.truth(2).nbytes
+    assert padding + 960 == store.shard_nbytes
+    overwrite(store.shard(2), padding + position, b"\1")
+    assert kinds(look(store)) == ["nonzero_padding"]
+    assert kinds(look(store, Bad(store, {"acts000002.bin"}, padding + position))) == []
+
+
+def test_bytes_after_a_full_shard_are_not_called_padding(store):
+    with store.shard(2).open("ab") as file:
+        file.write(b"\1\1\1")
+    assert kinds(look(store)) == ["trailing_bytes"]
+
+
+@pytest.mark.parametrize(("block_bytes", "found"), [(1 << 30, []), ((1 << 30) + 4, ["digests_document"])])
+def test_blocks_of_digests_have_at_most_a_gibibyte(store, block_bytes, found):
+    """A buffer of that length would be made."""
+    store.write_digests(block_bytes)
+    assert kinds(look(store)) == found
+
+
+def test_what_was_not_read_or_not_whole_is_not_called_a_duplicate(store):
+    """A copy over another shard is told only where both were read to their end."""
+    store.shard(1).write_bytes(store.shard(0).read_bytes())
+    assert kinds(look(store)) == ["duplicate_shards"]
+    assert kinds(look(store, Bad(store, {"acts000000.bin", "acts000001.bin"}, 5))) == ["unreadable_shard"] * 2
+    for shard_idx in (0, 1):
+        os.truncate(store.shard(shard_idx), 2 * store.example_nbytes)
+    assert kinds(look(store)) == ["short_shard"] * 2
+
+
 def test_a_read_error_costs_only_the_examples_in_that_block(digested):
-    inner = MemoryTransport({path.name: path.read_bytes() for path in digested.path.iterdir()})
-
-    class Bad:
-        """A disk with one bad block."""
-
-        url, name, cost = inner.url, inner.name, FREE
-        is_local, local_path, reads_into = True, None, False
-        read, size, close = inner.read, inner.size, inner.close
-
-        def readinto(self, path, *, starts, buffers):
-            if path == "acts000001.bin" and starts[0] <= 500 < starts[0] + len(buffers[0]):
-                raise TransportError("Input/output error", where=path)
-            inner.readinto(path, starts=starts, buffers=buffers)
-
-    report = look(digested, Bad())
+    report = look(digested, Bad(digested, {"acts000001.bin"}, 500))
     assert kinds(report) == ["unreadable_shard"]
     assert "Input/output error" in report.problems[0].message
     assert report.lost == touched(digested, 1, 500, 256)
@@ -386,6 +438,30 @@ def test_zero_vectors_however_the_bytes_are_cut(values, d_model, cuts):
     expected = [i for i, row in enumerate(array.reshape(-1, d_model)) if row.tobytes() == bytes(4 * d_model)]
     assert tuple(map(tuple, vectors.tolist())) == spans(expected)
     assert n_nonfinite == np.count_nonzero(~np.isfinite(array))
+
+
+def zero_vectors(array: np.ndarray, d_model: int) -> list[int]:
+    """Which vectors of some consecutive elements `scan_piece` finds to be zero."""
+    runs = merge_runs(scan_piece(memoryview(array.astype("<f4")).cast("B"), start=0, d_model=d_model).zero_runs)
+    return [vector for start, end in whole_units(runs, d_model).tolist() for vector in range(start, end)]
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 3, 5, 8, 63, 64])
+def test_a_vector_with_one_number_anywhere_is_not_zero(d_model):
+    """Sparse activations: most columns of most vectors are zero."""
+    vectors = np.eye(d_model, dtype=np.float32)
+    assert zero_vectors(vectors, d_model) == []
+    with_zeros = np.concatenate([np.zeros((1, d_model)), vectors, np.zeros((2, d_model)), vectors])
+    assert zero_vectors(with_zeros, d_model) == [0, d_model + 1, d_model + 2]
+
+
+@pytest.mark.parametrize("first", [0, 1023, 1024, 1025, 2999])
+def test_a_piece_that_begins_with_many_zeros_is_looked_at_to_its_end(first):
+    array = np.zeros(3000, np.float32)
+    array[first] = 1
+    assert zero_vectors(array, 3) == [vector for vector in range(1000) if vector != first // 3]
+    array[first] = np.nan
+    assert scan_piece(memoryview(array).cast("B"), start=0, d_model=3).n_nonfinite == 1
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 4096, 8191])

@@ -148,6 +148,20 @@ def test_what_this_transport_replaces_itself_is_read_at_once(tmp_path, engine):
 
 
 @engines
+def test_files_of_a_folder_that_this_transport_has_deleted_are_read_anew(tmp_path, engine):
+    transport, other = engine(tmp_path), engine(tmp_path)
+    other.put("store/a.bin", b"0123")
+    other.put("stores/b.bin", b"0123")
+    assert (one(transport, "store/a.bin", 0, 4), one(transport, "stores/b.bin", 0, 4)) == (b"0123", b"0123")
+    transport.delete("store")
+    for path in ("store/a.bin", "stores/b.bin"):
+        other.put(path, b"456789")
+    assert one(transport, "store/a.bin", 0, 6) == b"456789"
+    with pytest.raises(CorruptShardError, match="has taken the place"):
+        one(transport, "stores/b.bin", 0, 6)
+
+
+@engines
 def test_a_vanished_file_is_not_found(tmp_path, engine):
     (tmp_path / "a.bin").write_bytes(b"x" * 10)
     transport = engine(tmp_path)
@@ -281,6 +295,34 @@ def test_errors_while_reading(tmp_path, monkeypatch):
             call()
         assert caught.value.transient
         assert pickle.loads(pickle.dumps(caught.value)).transient
+
+
+@pytest.mark.parametrize("call", ["get_ranges", "readinto"])
+def test_a_stale_handle_goes_away_with_the_read_that_it_has_failed(tmp_path, monkeypatch, call):
+    """Of a network file system: the file is there, only the descriptor is not valid any more."""
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    transport = PreadTransport(tmp_path)
+    assert one(transport, "a.bin", 0, 4) == b"0123"
+    stale = DESCRIPTORS.peek(str(tmp_path / "a.bin"))
+    pread, preadv = os.pread, os.preadv
+
+    def check(fd):
+        if fd == stale.fd:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", lambda fd, *args: check(fd) or pread(fd, *args))
+    monkeypatch.setattr(os, "preadv", lambda fd, *args: check(fd) or preadv(fd, *args))
+
+    def read():
+        buffer = bytearray(4)
+        if call == "get_ranges":
+            return one(transport, "a.bin", 3, 7)
+        transport.readinto("a.bin", starts=[3], buffers=[memoryview(buffer)])
+        return buffer
+
+    with pytest.raises(TransportError, match="ESTALE"):
+        read()
+    assert read() == b"3456"
 
 
 def test_a_map_that_the_system_refuses_names_the_way_out(tmp_path, monkeypatch):
@@ -474,6 +516,21 @@ def test_put_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch, engine)
         transport.create("b.json", b"new")
     assert os.listdir(tmp_path) == ["a.json"]
     assert transport.read("a.json") == b"old"
+
+
+@engines
+def test_the_bound_of_a_document_holds_for_what_is_read(tmp_path, engine):
+    """Virtual files report no size, and files grow while they are read."""
+    transport = engine("/proc/self")
+    whole = transport.read("status")
+    assert transport.size("status") == 0 < len(whole)
+    with pytest.raises(TransportError, match="at most 10 bytes"):
+        transport.read("status", max_bytes=10)
+    (tmp_path / "a.json").write_bytes(b"0123456789")
+    local = engine(tmp_path)
+    assert local.read("a.json", max_bytes=10) == b"0123456789"
+    with pytest.raises(TransportError, match="10 bytes, but at most 9"):
+        local.read("a.json", max_bytes=9)
 
 
 def test_put_is_never_seen_half_done(tmp_path):
@@ -685,6 +742,16 @@ def test_sync_promises_only_what_was_written_without_a_gap(tmp_path):
         written[start : start + 5] = True
         assert sink.sync() == (100 if written.all() else int(np.argmin(written)))
     sink.abort()
+
+
+@pytest.mark.parametrize("n_missing", [1, 2])
+def test_a_file_without_its_last_bytes_is_not_committed(tmp_path, n_missing):
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=10, file_nbytes=10)
+    sink.write(0, [memoryview(b"0123456789")[: 10 - n_missing]])
+    with pytest.raises(ArgumentError, match=f"only the first {10 - n_missing} of 10 bytes"):
+        sink.commit()
+    sink.write(10 - n_missing, [memoryview(b"0123456789")[10 - n_missing :]])
+    sink.commit()
 
 
 def test_a_resumed_sink_cuts_what_is_too_long(tmp_path):

@@ -240,6 +240,22 @@ def test_an_object_that_is_replaced_is_an_error_never_a_mixture(s3_bucket, new):
     assert bytes(one(transport, "a/b.bin", 0, 3)) == b"our"
 
 
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_the_placeholder_of_a_folder_is_no_file_in_it(s3_bucket, engine):
+    """Consoles and other tools make an empty object for a folder."""
+    import s3fs
+
+    files = s3fs.S3FileSystem(**s3_bucket.options)
+    for key in ("store/", "store/a.bin", "store/below/", "store/below/b.bin"):
+        files.call_s3("put_object", Bucket=s3_bucket.url.removeprefix("s3://"), Key=key, Body=b"x" * key.endswith("n"))
+    transport = open_transport(s3_bucket.url, s3_bucket.options, engine=engine)
+    for listed in (transport.list("store"), transport.at("store").list()):
+        assert [(entry.name, entry.is_dir, entry.size) for entry in listed] == [
+            ("a.bin", False, 1),
+            ("below", True, None),
+        ]
+
+
 def test_documents_that_are_too_long_do_not_travel(s3_bucket):
     transport = open_s3(s3_bucket)
     transport.put("a.bin", bytes(1 << 20))

@@ -191,6 +191,20 @@ def test_damaged_sources_are_refused(store, tmp_path):
     assert not (tmp_path / "to").exists()
 
 
+def test_a_damaged_source_elsewhere_is_refused_before_anything_is_made(store, tmp_path):
+    """Opening a store elsewhere does not look at its shards."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    place = f"{tmp_path.name}/{store.path.name}"
+    for path in store.path.iterdir():
+        memory.pipe(f"/{place}/{path.name}", path.read_bytes())
+    memory.pipe(f"/{place}/acts000002.bin", b"short")
+    for options in ({}, {"layers": [5]}):
+        with pytest.raises(CorruptShardError, match=r"acts000002\.bin"):
+            copy_store(f"memory://{place}", tmp_path / "to", **options)
+        assert not (tmp_path / "to").exists()
+
+
 def test_bytes_that_are_not_what_the_digests_say_are_not_copied(store, tmp_path):
     store.write_digests(256)
     data = bytearray(store.shard(1).read_bytes())
@@ -238,6 +252,15 @@ def test_no_room(store, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(TransportError, match="1 B are free"):
         copy_store(store.path, tmp_path / "to")
+
+
+def test_just_enough_room(store, tmp_path, monkeypatch):
+    needed = store.acts.nbytes + store.labels.nbytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, needed - 1))
+    with pytest.raises(TransportError, match="are free"):
+        copy_store(store.path, tmp_path / "to")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, needed))
+    assert np.array_equal(ShardStore.open(copy_store(store.path, tmp_path / "to"))[...], store.acts)
 
 
 def test_two_at_once_are_refused(store, tmp_path):
@@ -537,6 +560,15 @@ def test_a_shard_that_is_not_padded_is_copied(tmp_path):
     short = plain_store(tmp_path / "from", padded=False)
     url = copy_store(short.path, tmp_path / "to", protocol="2.1", progress=False)
     assert np.array_equal(ShardStore.open(url)[...], short.acts)
+
+
+def test_a_shard_with_bytes_after_its_end_is_copied_without_them(store, tmp_path):
+    with store.shard(0).open("ab") as file:
+        file.write(b"xyz")
+    url = Path(copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False))
+    assert (url / "acts000000.bin").read_bytes() == store.truth(0).tobytes()
+    assert not os.path.samefile(url / "acts000000.bin", store.shard(0))
+    assert os.path.samefile(url / "acts000001.bin", store.shard(1))
 
 
 def test_some_layers_in_another_protocol(store, tmp_path):

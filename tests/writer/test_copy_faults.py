@@ -23,6 +23,7 @@ from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
 from saev_store.writer import create_store
 from saev_store.writer.copying import _layers, _whole, copy_store
+from saev_store.writer.folder import Folder
 
 
 @pytest.fixture
@@ -304,3 +305,57 @@ def test_a_finished_copy_of_chosen_layers_is_of_this_recording(tmp_path):
     source = recorded(tmp_path / "a", two_layers(), 1)
     with pytest.raises(StoreExistsError, match="another recording"):
         copy_store(source, tmp_path / "b", layers=[2], progress=False)
+
+
+def test_shards_of_a_copy_that_is_published_meanwhile_are_not_replaced_by_links(source, tmp_path, monkeypatch):
+    """Another process could not link them, and has copied them."""
+    plainly, to = _whole._check_claim, tmp_path / "to"
+
+    def late(*args: object, **kwargs: object) -> None:
+        plainly(*args, **kwargs)
+        monkeypatch.setattr(_whole, "_check_claim", plainly)
+        monkeypatch.setattr(_whole, "share", lambda *_: False)
+        copy_store(source.path, to, protocol="2.1")
+        monkeypatch.setattr(_whole, "share", lambda *_: pytest.fail("replaced"))
+
+    monkeypatch.setattr(_whole, "_check_claim", late)
+    check(copy_store(source.path, to, protocol="2.1"), source)
+
+
+def test_a_copy_that_is_published_meanwhile_is_refused_where_none_may_be_there(source, tmp_path, monkeypatch):
+    plainly, to = _whole._check_claim, tmp_path / "to"
+
+    def late(*args: object, **kwargs: object) -> None:
+        plainly(*args, **kwargs)
+        monkeypatch.setattr(_whole, "_check_claim", plainly)
+        copy_store(source.path, to)
+
+    monkeypatch.setattr(_whole, "_check_claim", late)
+    with pytest.raises(StoreExistsError, match="the copy is there already"):
+        copy_store(source.path, to, resume=False)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_files_of_a_copy_are_as_long_as_those_of_the_source(tmp_path, padded):
+    source = plain_store(tmp_path / "source", padded=padded)
+    url = copy_store(source.path, tmp_path / "to")
+    for shard_idx in range(source.n_shards):
+        name = source.shard(shard_idx).name
+        assert (Path(url) / name).read_bytes() == source.shard(shard_idx).read_bytes()
+
+
+def test_a_copy_that_is_replaced_opens_no_more_before_its_shards_go(source, tmp_path, monkeypatch):
+    source.write_digests(256)
+    url, plainly, deleted = Path(copy_store(source.path, tmp_path / "to")), Folder.delete, []
+
+    def delete(self: Folder, path: str) -> None:
+        if path.endswith(".bin"):
+            assert not (url / "metadata.json").exists()
+            deleted.append(path)
+        plainly(self, path)
+
+    record_anew(source, digests=True)
+    monkeypatch.setattr(Folder, "delete", delete)
+    copy_store(source.path, tmp_path / "to", replace=True)
+    assert {source.shard(i).name for i in range(source.n_shards)} <= set(deleted)
+    check(url, source)

@@ -214,6 +214,13 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     memory = MemoryTransport()
     with pytest.warns(SaevStoreWarning, match="example 2 holds 1"):
         written(memory, Case(this.metadata, acts, None, True, 64), [4], on_nonfinite="warn")
+    with begin(MemoryTransport(), this, on_nonfinite="raise") as writer:
+        writer.append(np.zeros_like(acts[:1]), None)
+        with pytest.raises(ArgumentError, match="example 3 holds 1"):
+            writer.append(acts[:3], None)
+        with pytest.raises(ArgumentError, match="example 1 holds 1"):
+            writer.append(acts[2], None)
+        writer.append(np.zeros_like(acts[1:]), None)
     # Finite values whose sum overflows are fine.
     big = np.full(this.acts.shape, np.finfo(np.float32).max, np.float32)
     with warnings.catch_warnings():
@@ -506,8 +513,12 @@ def test_an_interrupt_within_append_is_not_guessed_about(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(writer, "_send", interrupted)
     with pytest.raises(KeyboardInterrupt), writer:
-        writer.append(*this.rows(3, 9))
-    with pytest.raises(ArgumentError):
+        try:
+            writer.append(*this.rows(3, 9))
+        finally:
+            with pytest.raises(ArgumentError, match="cut short by an error"):
+                writer.append(*this.rows(3, 9))
+    with pytest.raises(ArgumentError, match="closed"):
         writer.append(*this.rows(3, 9))
     with begin(disk, this, resume=True) as writer:
         assert 2 <= writer.next_example <= 9

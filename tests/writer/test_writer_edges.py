@@ -177,13 +177,15 @@ def test_receipts_behind_damage_go_from_the_last_one_down():
     assert deleted == [f"acts{shard_idx:06d}.json" for shard_idx in (3, 2, 1, 0)]
 
 
-@pytest.mark.parametrize(("key", "value"), [("world", 0), ("world", -1), ("block_bytes", 0), ("pad", 1)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("world", 0), ("world", -1), ("block_bytes", 0), ("pad", 1), ("version", 0), ("version", 2)]
+)
 def test_a_claim_with_impossible_options_is_not_understood(key, value):
     this, disk = case(), Disk(posix=True)
     with pytest.raises(IncompleteStoreError), create_store(disk, this.metadata, **OPTIONS) as writer:
         writer.append(*this.rows(0, 1))
     claim = json.loads(disk.files[hidden(this, "claim.json")].seen)
-    claim["options"][key] = value
+    (claim if key in claim else claim["options"])[key] = value
     disk._set(hidden(this, "claim.json"), json.dumps(claim).encode())
     with pytest.raises(IncompleteStoreError, match="cannot be understood"):
         create_store(disk, this.metadata, resume=True, **OPTIONS)
@@ -231,6 +233,39 @@ def test_labels_of_several_lost_ranges_are_compared_with_their_own():
             repair.append(this.acts[lost], wrong)
         repair.append(this.acts[lost], this.labels[lost])
     assert bytes(disk.files["acts000000.bin"].seen)[: this.acts.nbytes] == this.acts.tobytes()
+
+
+def test_examples_of_a_block_that_the_end_of_a_file_cuts_are_lost_with_it():
+    """Its digest is of the whole block, so nothing tells whether the rest of it is right."""
+    this, disk = case(n=8, per_shard=8), Disk(posix=True)
+    size = this.metadata.layout.example_nbytes
+    with create_store(disk, this.metadata, **{**OPTIONS, "block_bytes": 4 * size}) as writer:
+        writer.append(*this.rows(0, 8))
+    disk.files = {path.removeprefix(f"{this.name}/"): file for path, file in disk.files.items()}
+    shard = disk.files["acts000000.bin"]
+    del shard.seen[6 * size + 8 :]
+    shard.seen[5 * size] ^= 1
+    with open_repair(disk, this.metadata, on_nonfinite="allow", progress=False) as repair:
+        assert repair.missing == [(4, 8)]
+        repair.append(this.acts[4:])
+        assert [file.identical for file in repair.repaired] == [True]
+    assert bytes(disk.files["acts000000.bin"].seen) == this.acts.tobytes()
+
+
+@pytest.mark.parametrize("example", [1, 2, 5])
+def test_values_that_are_not_finite_are_told_by_the_number_of_their_example(example):
+    this, disk = damaged_store()
+    lost, acts = [1, 2, 5], np.zeros_like(this.acts)
+    acts[example, 0, 0, 0] = np.inf
+    with open_repair(disk, this.metadata, deep=True, on_nonfinite="warn", progress=False) as repair:
+        repair._on_nonfinite = "raise"
+        with pytest.raises(ArgumentError, match=f"example {example} holds 1 values"):
+            repair.append(acts[lost])
+        assert repair.missing == [(1, 3), (5, 6)]
+        repair._on_nonfinite = "warn"
+        with pytest.warns(SaevStoreWarning, match=f"example {example} holds 1 values"):
+            repair.append(acts[lost])
+    assert bytes(disk.files["acts000000.bin"].seen)[5 * 48 : 6 * 48] == acts[5].tobytes()
 
 
 def test_a_repair_is_not_continued_after_an_error():
@@ -336,7 +371,8 @@ def test_the_mark_of_a_copy_that_came_no_further_is_replaced(tmp_path):
     assert ShardStore.open(url)[...].tobytes() == np.ascontiguousarray(source.acts[:, 1:2]).tobytes()
 
 
-def test_a_source_without_digests_that_is_rewritten_in_place_is_another_recording(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["in place", "replaced with the same time"])
+def test_a_source_without_digests_that_is_rewritten_is_another_recording(tmp_path, monkeypatch, how):
     source = plain_store(tmp_path / "source", labels=False)
     layer = ShardStore.open(str(source.path)).layers[1]
     interrupted(source, tmp_path / "to", monkeypatch, 2, layers=[layer])
@@ -344,10 +380,17 @@ def test_a_source_without_digests_that_is_rewritten_in_place_is_another_recordin
     before = shard.stat()
     data = bytearray(shard.read_bytes())
     data[0] ^= 1
-    with shard.open("r+b") as file:
-        file.write(data)
-    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert shard.stat().st_ino == before.st_ino
+    if how == "in place":
+        with shard.open("r+b") as file:
+            file.write(data)
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        assert shard.stat().st_ino == before.st_ino
+    else:
+        new = tmp_path / "new.bin"
+        new.write_bytes(data)
+        os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.replace(new, shard)
+        assert shard.stat().st_mtime_ns == before.st_mtime_ns
     with pytest.raises(IncompleteStoreError, match="no copy of this one"):
         copy_store(source.path, tmp_path / "to", layers=[layer])
 

@@ -267,6 +267,30 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path):
     store.to_kerchunk(tmp_path / "r.parq", format="parquet")
 
 
+def test_an_export_that_replaces_another_is_none_until_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reader that comes meanwhile, or after a crash, finds no export instead of parts of two."""
+    pytest.importorskip("fastparquet")
+    store = small_store(tmp_path)
+    root = tmp_path / "r.parq" / ".zmetadata"
+    store.to_kerchunk(root.parent, format="parquet", chunks=(3, 3, 5, 8))
+    assert root.exists()
+    records = kerchunk._record
+    made: list[bool] = []
+
+    def record(*arguments):
+        made.append(root.exists())
+        if len(made) == 2:
+            raise OSError("the disk is full")
+        return records(*arguments)
+
+    monkeypatch.setattr(kerchunk, "_RECORD_SIZE", 4)
+    monkeypatch.setattr(kerchunk, "_record", record)
+    with pytest.raises(OSError, match="full"):
+        store.to_kerchunk(root.parent, format="parquet", chunks=(1, 3, 5, 8))
+    assert made == [False, False]
+    assert not root.exists()
+
+
 def test_an_icechunk_repository_is_not_overwritten(tmp_path: Path):
     pytest.importorskip("icechunk")
     pytest.importorskip("virtualizarr")
@@ -283,11 +307,16 @@ def test_many_references_are_announced(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(_references, "MANY_REFERENCES", 7)
     with pytest.warns(SaevStoreWarning, match="larger chunks make fewer"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
+    monkeypatch.setattr(_references, "MANY_REFERENCES", 8)
+    store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))
 
 
 def test_a_large_short_chunk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = small_store(tmp_path, tail="cut")
-    monkeypatch.setattr(_references, "_INLINE_MAX_BYTES", 1000)
+    nbytes = 3 * store.layout.example_nbytes
+    monkeypatch.setattr(_references, "_INLINE_MAX_BYTES", nbytes)
+    store.to_kerchunk(tmp_path / "r.json", chunks=(3, 3, 5, 8))
+    monkeypatch.setattr(_references, "_INLINE_MAX_BYTES", nbytes - 1)
     with pytest.raises(ArgumentError, match="contain the whole chunk"):
         store.to_kerchunk(tmp_path / "r.json", chunks=(3, 3, 5, 8))
     store.to_kerchunk(tmp_path / "r.json", chunks=(1, 3, 5, 8))

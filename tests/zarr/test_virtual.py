@@ -90,6 +90,8 @@ def test_the_parser_gives_arrays_that_zarr_reads(name: str, tmp_path: Path):
     read = xr.open_zarr(parser(f"file://{store.url}", registry), consolidated=False, zarr_format=3, chunks=None)
     np.testing.assert_array_equal(read.activations.values, plain.dense)
     np.testing.assert_array_equal(read.labels.values, plain.labels)
+    single = open_virtual_dataset(f"file://{store.url}", registry, SaevParser(chunks=(1, 1, *store.shape[2:])))
+    assert single.activations.data.chunks == (1, 1, *store.shape[2:])
     skipping = SaevParser(skip_variables=["labels"])
     assert set(open_virtual_dataset(f"file://{store.url}", registry, skipping)) == {"activations"}
 

@@ -152,6 +152,7 @@ class LocalSink(FdSink):
     def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
         super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._tail_is_zero = True
+        self._name_is_durable = False
         try:
             with self._errors("open for writing"):
                 make_folders(os.path.dirname(where))
@@ -195,6 +196,9 @@ class LocalSink(FdSink):
                 os.fdatasync(self._descriptor())
             else:
                 os.fsync(self._descriptor())
+            if not self._name_is_durable:
+                fsync_folder(os.path.dirname(self._where))
+                self._name_is_durable = True
         return prefix
 
     def read_back(self, start: int, end: int) -> bytes:

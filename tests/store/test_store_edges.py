@@ -1,0 +1,482 @@
+"""Edges of an opened store: what is fresh, equal, refused, listed and released; against dense NumPy and literals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import PlainStore, plain_store
+from plain_stores import plain_store as numbered_store
+from transports import CountingTransport
+
+from saev_store import SaevStoreWarning, ShardStore
+from saev_store.core.layout import Layout
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    IncompleteStoreError,
+    MissingShardError,
+    SelectionError,
+)
+from saev_store.names import CLAIM_PATH
+from saev_store.problems import Problem
+from saev_store.store import card
+from saev_store.store.identity import recording_identity
+from saev_store.transport import MemoryTransport, ReadCost, Transport
+
+LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
+
+
+class Far(MemoryTransport):
+    """Memory that is read like a bucket."""
+
+    is_local = False
+    cost = ReadCost(0, 1 << 20)
+
+
+@pytest.fixture
+def plain() -> PlainStore:
+    return plain_store(LAYOUT, labelled=True)
+
+
+def opened(transport: Transport, **options: object) -> ShardStore:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)  # what is in memory has no name
+        return ShardStore.open(transport, **options)
+
+
+def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_positions_of_a_vector_end_where_the_tensor_does(engine: str, plain: PlainStore, tmp_path: Path):
+    store = ShardStore.open(plain.write(tmp_path), engine=engine)
+    for axis, n in enumerate((7, 3, 5)):
+        for at in (-n - 1, -n, -1, 0, n - 1, n, n + 1):
+            key = tuple(at if other == axis else 1 for other in range(3))
+            if -n <= at < n:
+                same_bits(store[key], plain.dense[key])
+            else:
+                with pytest.raises(IndexError):
+                    store[key]
+
+
+@pytest.mark.parametrize("key", [(True, 0, 0), (0, True, 0), (0, 0, True), (np.True_, 0, 0), (False, 0, 0)])
+def test_a_boolean_is_no_position(key: tuple[object, ...], plain: PlainStore, tmp_path: Path):
+    """NumPy takes it for a mask without an axis, which is refused here; it is never 0 or 1."""
+    with pytest.raises(SelectionError, match=r"(?i)bool|mask"):
+        ShardStore.open(plain.write(tmp_path))[key]
+
+
+def test_a_single_number_is_a_scalar_unless_memory_was_given(plain: PlainStore, tmp_path: Path):
+    store = ShardStore.open(plain.write(tmp_path))
+    key = (4, 1, 2, 3)
+    assert type(store[key]) is np.float32
+    assert store[key].tobytes() == plain.dense[key].tobytes()
+    out = np.empty((), np.float32)
+    assert store.read(key, out=out) is out
+    assert out.tobytes() == plain.dense[key].tobytes()
+
+
+def test_arrays_of_the_store_are_of_the_type_that_was_asked_for(plain: PlainStore, tmp_path: Path):
+    layout = Layout(3, (2,), 4, False, 8, 3)
+    one = plain_store(layout)
+    store = ShardStore.open(one.write(tmp_path))
+    with np.errstate(all="ignore"):
+        assert store.__array__(np.dtype(np.float64)).dtype == np.float64
+        assert np.asarray(store, dtype=np.float64).dtype == np.float64
+    assert np.shares_memory(np.asarray(store), store.as_numpy(copy=False))
+    fresh = store.__array__(copy=True)
+    assert fresh.flags.writeable
+    assert not np.shares_memory(fresh, store.as_numpy(copy=False))
+    with pytest.raises(ArgumentError, match="copy=False"):
+        ShardStore.open(plain.write(tmp_path)).__array__(copy=False)
+
+
+# -- selections --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_not_contiguous_are_no_view(plain: PlainStore, tmp_path: Path):
+    store = ShardStore.open(plain.write(tmp_path))
+    inside = {"examples": slice(3, 6)}
+    for rows in (
+        store.sel(layer=5, tokens="content", **inside),  # gaps between the examples
+        store.sel(layer=[2, 11], **inside),
+        store.sel(layer=[11, 2], **inside),
+        store.sel(layer=[2, 5, 11], tokens="content", ignore_labels=[0], **inside),
+    ):
+        with pytest.raises(ArgumentError, match="copy=False"):
+            rows.as_numpy(copy=False)
+        for copy in (None, True):
+            found = rows.as_numpy(copy=copy)
+            assert found.flags.writeable
+            same_bits(found, rows.rows(range(len(rows))))
+    whole = store.sel(examples=slice(3, 6))
+    same_bits(whole.as_numpy(copy=False), plain.dense[3:6].reshape(-1, 8))
+    assert not whole.as_numpy(copy=False).flags.writeable
+    assert whole.as_numpy(copy=True).flags.writeable
+
+
+def test_layers_of_a_selection_keep_their_order(plain: PlainStore, tmp_path: Path):
+    store = ShardStore.open(plain.write(tmp_path))
+    for layers, positions in (([11, 2], [2, 0]), ([11, 5, 2], [2, 1, 0]), ([5, 2, 11], [1, 0, 2])):
+        rows = store.sel(layer=layers, tokens="all")
+        assert rows.layers == tuple(layers)
+        assert rows.nbytes == rows.as_numpy().nbytes == 7 * len(layers) * 5 * 8 * 4
+        same_bits(rows.as_numpy(), plain.dense[:, positions].reshape(-1, 8))
+
+
+@pytest.mark.parametrize("row", [3, np.int32(3), np.array(3)])
+def test_one_row_is_a_vector(row: object, plain: PlainStore, tmp_path: Path):
+    same_bits(ShardStore.open(plain.write(tmp_path)).sel(layer=5)[row], plain.dense[0, 1, 3])
+
+
+def test_memory_that_may_not_be_written_is_refused(plain: PlainStore, tmp_path: Path):
+    store = ShardStore.open(plain.write(tmp_path))
+    out = np.empty((5, 8), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ArgumentError, match="writable"):
+        store.read((0, 0), out=out)
+    with pytest.raises(ArgumentError, match="writable"):
+        store.sel(layer=2).rows(slice(5), out=out)
+
+
+def test_an_estimate_of_some_rows_is_of_these_rows(plain: PlainStore, tmp_path: Path):
+    rows = ShardStore.open(plain.write(tmp_path), engine="pread").sel(layer=5)
+    assert rows.estimate([0, 4, 4]).bytes_wanted == 3 * 32
+    assert rows.estimate(slice(2, 5)).bytes_wanted == 3 * 32
+    assert rows.estimate().bytes_wanted == len(rows) * 32
+
+
+# -- what is opened ----------------------------------------------------------------------------------------------------
+
+
+def test_stores_are_equal_where_address_and_documents_are(plain: PlainStore, tmp_path: Path):
+    one, two = (ShardStore.open(plain.write(tmp_path / name)) for name in "ab")
+    again = ShardStore.open(one.url)
+    assert one == again
+    assert hash(one) == hash(again)
+    assert one != two
+    assert one != one.url
+    other = dict(plain.files)
+    other["metadata.json"] = other["metadata.json"].replace(b"random/0", b"random/1")
+    here, there = (opened(MemoryTransport(files, label="x")) for files in (plain.files, other))
+    assert here.url == there.url
+    assert here != there
+
+
+def test_a_far_folder_with_another_name_is_remarked(plain: PlainStore):
+    with pytest.warns(SaevStoreWarning, match="renamed"):
+        store = ShardStore.open(Far(plain.files, label="birds"))
+    assert [problem.kind for problem in store.problems] == ["hash_mismatch"]
+    assert ShardStore.open(Far(plain.files, label=plain.name)).problems == ()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("is_far", [True, False])
+def test_in_memory_all_is_known_and_nothing_is_requested(labelled: bool, is_far: bool, tmp_path: Path):
+    plain = plain_store(LAYOUT, labelled=labelled)
+    folder = plain.write(tmp_path)
+    url = str(folder)
+    if is_far:
+        fsspec = pytest.importorskip("fsspec")
+        fsspec.filesystem("memory").put(str(folder), f"/{tmp_path.name}/", recursive=True)
+        url = f"memory://{tmp_path.name}/{plain.name}"
+    store = ShardStore.open(url, engine="memory")
+    shutil.rmtree(folder)
+    if is_far:
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+    before = store.transport.counters.operations
+    assert "labels" in repr(store).replace("not looked for", "")
+    assert store.has_labels is labelled
+    assert store.estimate(np.s_[3:5]).requests == 1  # the map: no size
+    same_bits(store[3:5], plain.dense[3:5])
+    assert store.transport.counters.operations.get("size", 0) == before.get("size", 0)
+    if plain.labels is not None:
+        assert np.array_equal(store.labels, plain.labels)
+
+
+def test_a_report_is_of_one_place(tmp_path: Path):
+    """Also where another one has files of the same sizes and times: what is lost here may be whole there."""
+    plain = plain_store(LAYOUT)
+    stores = []
+    for name in "ab":
+        folder = plain.write(tmp_path / name)
+        os.truncate(folder / "acts000001.bin", 0)
+        for file in folder.iterdir():
+            os.utime(file, ns=(1, 1))
+        stores.append(ShardStore.open(folder, damaged_ok=True))
+    one, other = (store.validate() for store in stores)
+    assert one.recording == other.recording
+    with pytest.raises(ArgumentError, match="another store"):
+        stores[1].repair(one)
+    with stores[1].repair(other, on_nonfinite="allow") as writer:
+        writer.append(plain.dense[3:6])
+    same_bits(ShardStore.open(stores[1].url)[...], plain.dense)
+
+
+def test_labels_are_read_once_and_cannot_be_changed(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    for engine in ("mmap", "pread", "memory"):
+        labels = ShardStore.open(folder, engine=engine).labels
+        assert np.array_equal(labels, plain.labels)
+        assert not labels.flags.writeable
+    far = Far(plain.files)
+    store = opened(far)
+    for _ in range(3):
+        assert store.has_labels
+        assert np.array_equal(store.labels, plain.labels)
+    assert far.counters.operations["size"] == 2  # to know whether there are any, and before they are read
+
+
+def test_labels_of_a_damaged_store_that_have_a_wrong_size_never_come_out(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    (folder / "acts000001.bin").unlink()
+    (folder / "labels.bin").write_bytes(plain.files["labels.bin"] + b"\0")
+    with pytest.raises(MissingShardError):
+        ShardStore.open(folder)
+    store = ShardStore.open(folder, damaged_ok=True)
+    for _ in range(2):
+        with pytest.raises(DocumentError, match=r"labels\.bin"):
+            _ = store.has_labels
+    same_bits(store[0], plain.dense[0])
+
+
+def test_labels_alone_are_a_fault_of_a_document(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    os.truncate(folder / "labels.bin", 3)
+    with pytest.raises(DocumentError, match=r"labels\.bin"):
+        ShardStore.open(folder)
+    os.truncate(folder / "acts000001.bin", 3)
+    with pytest.raises(CorruptShardError) as refused:
+        ShardStore.open(folder)
+    assert not isinstance(refused.value, DocumentError)
+
+
+@pytest.mark.parametrize("n_missing", [7, 8, 9])
+def test_at_most_eight_problems_are_shown_and_the_others_counted(n_missing: int, tmp_path: Path):
+    folder = plain_store(Layout(12, (2,), 1, False, 2, 1)).write(tmp_path)
+    for shard in range(n_missing):
+        (folder / f"acts{shard:06d}.bin").unlink()
+    with pytest.raises(MissingShardError) as refused:
+        ShardStore.open(folder)
+    message = str(refused.value)
+    assert message.count("examples ") == min(n_missing, 8)
+    assert ("more" in message) == (n_missing > 8)
+    if n_missing > 8:
+        assert f"and {n_missing - 8} more" in message
+
+
+@pytest.mark.parametrize("n_examples", [7, 8, 9])
+@pytest.mark.parametrize("left", [(2, 0, 3), (3, 3, 0), (0, 1, 1), (1, 3, 2)])
+def test_what_is_left_of_each_shard(n_examples: int, left: tuple[int, int, int], tmp_path: Path):
+    """Of neighbouring shards, of the last one, and of those whose loss begins in the middle."""
+    layout = Layout(n_examples, (2, 5, 11), 4, True, 8, 3)
+    plain = plain_store(layout, tail="cut")
+    folder = plain.write(tmp_path)
+    for shard, n in enumerate(left):
+        if n < 3:
+            with (folder / f"acts{shard:06d}.bin").open("r+b") as file:
+                file.truncate(min(n * layout.example_nbytes, os.fstat(file.fileno()).st_size))
+    store = ShardStore.open(folder, damaged_ok=True)
+    assert dict(store.readable_examples) == {shard: n for shard, n in enumerate(left) if n < layout.examples_in(shard)}
+    for example in range(n_examples):
+        if example % 3 >= left[example // 3]:
+            with pytest.raises(CorruptShardError, match=f"example {example} was lost"):
+                store[example]
+        else:
+            same_bits(store[example], plain.dense[example])
+
+
+def test_documents_alone_are_a_store_of_which_all_is_lost(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    for shard in folder.glob("acts*"):
+        shard.unlink()
+    with pytest.raises(CorruptShardError, match="none of the 3 shards is there"):
+        ShardStore.open(folder)
+    store = ShardStore.open(folder, damaged_ok=True)
+    assert dict(store.readable_examples) == {0: 0, 1: 0, 2: 0}
+    assert np.array_equal(store.labels, plain.labels)
+    for example in range(7):
+        with pytest.raises(CorruptShardError, match=f"example {example} was lost.*only the first 0 can be read"):
+            store[example]
+    (entry,) = ShardStore.list(tmp_path)
+    assert (entry.state, entry.note) == ("damaged", "7 of 7 examples lost")
+
+
+@pytest.mark.parametrize("engine", ["mmap", "fsspec"])
+def test_a_folder_with_a_writers_claim_alone_was_never_published(engine: str, tmp_path: Path):
+    claim = tmp_path / "crashed" / CLAIM_PATH
+    claim.parent.mkdir(parents=True)
+    claim.write_text("{}")
+    with pytest.raises(IncompleteStoreError, match=r"never published.*resume=True"):
+        ShardStore.open(tmp_path / "crashed", engine=engine)
+
+
+def test_closing_gives_back_maps_and_labels(plain: PlainStore, tmp_path: Path):
+    """What is opened again afterwards is what is there then."""
+    folder = plain.write(tmp_path)
+    store = ShardStore.open(folder)
+    same_bits(store[3:6], plain.dense[3:6])
+    assert store.labels is not None
+    store.close()
+    other = plain_store(LAYOUT, seed=1, labelled=True)
+    for name in ("acts000001.bin", "labels.bin"):
+        (folder / "new").write_bytes(other.files[name])
+        os.replace(folder / "new", folder / name)
+    same_bits(store[3:6], other.dense[3:6])
+    same_bits(store[4, 1, 2], other.dense[4, 1, 2])
+    assert np.array_equal(store.labels, other.labels)
+
+
+def test_a_store_without_maps_is_the_same_store(plain: PlainStore, tmp_path: Path):
+    store = ShardStore.open(plain.write(tmp_path))
+    unmapped = store.unmapped()
+    assert (store.transport.name, unmapped.transport.name) == ("mmap", "pread")
+    assert unmapped == store
+    same_bits(unmapped[3:6], plain.dense[3:6])
+    assert unmapped.unmapped() is unmapped
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_files_cut_otherwise_are_another_recording(tmp_path: Path):
+    """Digests of equal bytes are equal; what they mean is decided by the geometry."""
+    plain = plain_store(LAYOUT)
+    transport = MemoryTransport(plain.files)
+    layouts = [
+        LAYOUT,
+        Layout(7, (2, 5, 11), 4, True, 8, 4),
+        Layout(7, (2, 5, 11), 9, True, 4, 3),
+    ]
+    files = ["acts000000.bin"]
+    assert len({recording_identity(transport, layout, files=files) for layout in layouts}) == 3
+
+
+def test_files_that_change_places_are_another_recording(plain: PlainStore):
+    swapped = dict(plain.files)
+    swapped["acts000000.bin"], swapped["acts000001.bin"] = swapped["acts000001.bin"], swapped["acts000000.bin"]
+    one, two = (recording_identity(MemoryTransport(files), LAYOUT) for files in (plain.files, swapped))
+    assert one != two
+    names = ["acts000000.bin", "labels.bin"]
+    renamed = {**plain.files, "other.bin": plain.files["labels.bin"]}
+    assert recording_identity(MemoryTransport(renamed), LAYOUT, files=names) != recording_identity(
+        MemoryTransport(renamed), LAYOUT, files=["acts000000.bin", "other.bin"]
+    )
+
+
+def test_versions_that_some_files_lack_are_not_used(plain: PlainStore):
+    """Else a file without one could be replaced unnoticed under an identity that says otherwise."""
+
+    class Some(CountingTransport):
+        def version(self, path: str) -> str | None:
+            return "1" if path == "acts000000.bin" else None
+
+    assert recording_identity(Some(MemoryTransport(plain.files)), LAYOUT).kind == "sizes"
+
+
+def test_where_versions_are_preferred_and_not_told_digests_are_next(tmp_path: Path):
+    stored = numbered_store(tmp_path)
+    stored.write_digests(64)
+    far = CountingTransport(MemoryTransport({path.name: path.read_bytes() for path in stored.path.iterdir()}))
+    layout = ShardStore.open(stored.path).layout
+    found = recording_identity(far, layout, prefer="versions")
+    assert found == recording_identity(far, layout)
+    assert found.kind == "digests"
+
+
+def test_a_file_that_is_missing_differs_from_an_empty_one(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    store = ShardStore.open(folder)
+    (folder / "acts000002.bin").write_bytes(b"")
+    os.utime(folder / "acts000002.bin", ns=(1, 1))
+    empty = recording_identity(store.transport, LAYOUT)
+    (folder / "acts000002.bin").unlink()
+    missing = recording_identity(store.transport, LAYOUT)
+    assert empty.kind == missing.kind == "versions"
+    assert empty != missing
+
+
+# -- listing and cards -------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_several_shards_is_counted_once(tmp_path: Path):
+    folder = plain_store(LAYOUT).write(tmp_path)
+    os.truncate(folder / "acts000000.bin", LAYOUT.example_nbytes)
+    (folder / "acts000001.bin").unlink()
+    (entry,) = ShardStore.list(tmp_path)
+    assert (entry.state, entry.note) == ("damaged", "5 of 7 examples lost")
+
+
+def test_damage_that_loses_no_example_is_named(plain: PlainStore, tmp_path: Path):
+    folder = plain.write(tmp_path)
+    os.truncate(folder / "labels.bin", 3)
+    (entry,) = ShardStore.list(tmp_path)
+    assert entry.state == "damaged"
+    assert "labels.bin" in entry.note or "3 bytes" in entry.note
+
+
+def test_what_is_only_remarkable_is_no_damage(plain: PlainStore, tmp_path: Path):
+    """Another name, a link, a file that does not belong there."""
+    folder = plain.write(tmp_path / "root").rename(tmp_path / "root/renamed")
+    (tmp_path / "root/a-file").write_text("no folder")
+    (folder / "acts000001.bin").rename(tmp_path / "elsewhere.bin")
+    (folder / "acts000001.bin").symlink_to(tmp_path / "elsewhere.bin")
+    (folder / "acts000009.bin").write_bytes(b"more")
+    with pytest.warns(SaevStoreWarning):
+        store = ShardStore.open(folder)
+    assert {problem.severity for problem in store.problems} <= {"info", "warning"}
+    assert "symlinked_shard" in {problem.kind for problem in store.problems}
+    (entry,) = ShardStore.list(tmp_path / "root")
+    assert (entry.name, entry.state, entry.note) == ("renamed", "complete", "")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1025, "1.0 KiB"), (1024**2 - 1, "1024.0 KiB"),
+        (1024**2, "1.0 MiB"), (1024**3, "1.0 GiB"), (1024**4, "1.0 TiB"), (1024**5, "1.0 PiB"), (1024**6, "1024.0 PiB"),
+    ],
+)  # fmt: skip
+def test_bytes_as_text(nbytes: int, text: str):
+    assert card.human_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 5, 6, 7])
+def test_a_card_shows_five_problems_and_counts_the_others(n: int, plain: PlainStore):
+    store = opened(MemoryTransport(plain.files))
+    problems = [Problem("kind", f"problem number {i}", "x") for i in range(n)]
+    text = card.card_text("x", card.card_rows(store.metadata, store.transport, problems, has_labels=None))
+    assert text.count("problem number") == min(n, 5)
+    assert ("none known" in text) == (n == 0)
+    assert ("more in store.problems" in text) == (n > 5)
+    assert n <= 5 or f"and {n - 5} more" in text
+
+
+@pytest.mark.parametrize(("n_examples", "tail"), [(6, ""), (7, ", 1 in the last"), (5, ", 2 in the last")])
+def test_a_card_says_how_full_the_last_shard_is(n_examples: int, tail: str):
+    layout = Layout(n_examples, (2, 5, 11), 4, True, 8, 3)
+    store = opened(MemoryTransport(plain_store(layout).files))
+    (line,) = [line for line in repr(store).splitlines() if line.strip().startswith("shards")]
+    assert line.endswith(f"of 3 examples{tail}")
+
+
+def test_nothing_of_a_document_is_markup_in_a_card(plain: PlainStore):
+    metadata = json.loads(plain.files["metadata.json"])
+    metadata |= {"vit_family": "<i>", "vit_ckpt": "<b>&"}
+    files = plain.files | {"metadata.json": json.dumps(metadata).encode()}
+    page = opened(MemoryTransport(files, label="<x>"))._repr_html_()
+    assert not {"<i>", "<b>", "<x>"} & {page[at : at + 3] for at in range(len(page))}
+    assert "&lt;b&gt;&amp;" in page

@@ -1,0 +1,101 @@
+"""Small promises of cleaning and discarding, each with its exact outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+from kill_harness_disk import Disk
+from kill_harness_oracle import Case, case
+
+from saev_store.errors import IncompleteStoreError, WriterConflictError
+from saev_store.transport import open_transport
+from saev_store.writer import _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
+from saev_store.writer.folder import Folder
+
+OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
+
+
+def begun(transport: object, this: Case, **options: object) -> None:
+    """An unfinished store."""
+    with (
+        contextlib.suppress(IncompleteStoreError),
+        create_store(transport, this.metadata, **OPTIONS, **options) as writer,
+    ):
+        writer.append(*this.rows(writer.next_example, writer.next_example + 1))
+
+
+@pytest.mark.parametrize("what", ["part00000", "publish", "copy", "repair"])
+def test_nobody_begins_in_a_folder_that_is_being_cleaned(tmp_path, monkeypatch, what):
+    this, tried, delete = case(), [], Folder.delete
+    begun(open_transport(tmp_path), this)
+
+    def trying(self: Folder, path: str) -> None:
+        with pytest.raises(WriterConflictError), Folder(open_transport(tmp_path), this.name).lock(what):
+            pass
+        tried.append(path)
+        delete(self, path)
+
+    monkeypatch.setattr(Folder, "delete", trying)
+    (found,) = clean_leftovers(tmp_path, older_than_s=0).leftovers
+    assert (found.kind, found.kept_because) == ("unfinished store", "")
+    assert tried[-1] == ".saev_store"  # what is left by a crash before is still recognised
+    assert "acts000000.bin" in tried
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_was_published_meanwhile_stays(tmp_path, monkeypatch):
+    this, remove = case(), _leftovers._remove
+    begun(open_transport(tmp_path), this)
+
+    def late(folder: Folder, leftover: _leftovers.Leftover) -> str:
+        with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
+            writer.append(*this.rows(writer.next_example, this.n))
+        return remove(folder, leftover)
+
+    monkeypatch.setattr(_leftovers, "_remove", late)
+    (found,) = clean_leftovers(tmp_path, older_than_s=0).leftovers
+    assert found.kept_because == "it was published meanwhile"
+    files = {path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir() if path.is_file()}
+    this.check(files)
+
+
+@pytest.mark.parametrize(
+    ("ages_s", "is_kept"), [((60, 60), False), ((59, 60), True), ((1, 9999), True), ((61, 70), False)]
+)
+def test_the_latest_change_decides_and_the_age_itself_is_old_enough(tmp_path, monkeypatch, ages_s, is_kept):
+    this, now_s = case(), 1_800_000_000.0
+    begun(open_transport(tmp_path), this)
+    files = [path for path in (tmp_path / this.name).rglob("*") if path.is_file()]
+    for number, path in enumerate(sorted(files)):
+        os.utime(path, (now_s, now_s - ages_s[number > 0]))
+    monkeypatch.setattr("saev_store.writer._leftovers.time.time", lambda: now_s)
+    (found,) = clean_leftovers(tmp_path, older_than_s=60, dry_run=True).leftovers
+    assert found.age_s == min(ages_s)
+    assert bool(found.kept_because) is is_kept
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_part_is_still_writing_is_not_discarded(rank):
+    this, disk = case(n=6, per_shard=2), Disk(posix=True)
+    begun(disk, this, part=(1 - rank, 2))
+    writer = create_store(disk, this.metadata, part=(rank, 2), **OPTIONS)
+    with pytest.raises(WriterConflictError):
+        discard_unfinished(disk, this.metadata)
+    with contextlib.suppress(IncompleteStoreError):
+        writer.close()
+    disk.log.clear()
+    discard_unfinished(disk, this.metadata)
+    assert disk.files == {}
+    deleted = [what.partition(f"{this.name}/")[2] for what in disk.log if what.startswith("delete")]
+    hidden = [path.startswith(".saev_store") for path in deleted]
+    assert hidden == sorted(hidden)  # the hidden files go last
+
+
+def test_a_published_store_with_hidden_files_is_not_unfinished(tmp_path):
+    this, root = case(), open_transport(tmp_path)
+    begun(root, this)
+    assert [found.name for found in unfinished(root)] == [this.name]
+    (tmp_path / this.name / "metadata.json").write_bytes(this.metadata.raw)
+    assert unfinished(root) == ()

@@ -1,0 +1,153 @@
+"""Edges of the Zarr view: labels in several chunks, keys that look like others, what is left of damaged shards."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from dense_stores import plain_store
+from transports import CountingTransport, LatencyTransport
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store
+from zarr.core.sync import sync
+
+from saev_store import SaevStoreWarning, ShardStore
+from saev_store.core.chunk_grid import ChunkGrid
+from saev_store.core.layout import Layout
+from saev_store.errors import ArgumentError, CorruptShardError
+from saev_store.transport import MemoryTransport, Transport
+from saev_store.zarr import TensorKeys, ZarrView, _keys
+
+LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
+CAN_READ_SHARDS = hasattr(Store, "get_ranges")
+
+
+def opened(transport: Transport, **options: object) -> ShardStore:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)  # what is in memory has no name
+        return ShardStore.open(transport, **options)
+
+
+@pytest.mark.parametrize(
+    ("chunk_nbytes", "per_shard", "rows"),
+    [(1, 3, 1), (3, 3, 1), (4, 3, 1), (7, 3, 1), (8, 3, 2), (11, 3, 2), (12, 3, 3), (1 << 20, 3, 3), (1 << 20, 100, 7)],
+)
+@pytest.mark.parametrize("is_far", [False, True])
+def test_labels_in_chunks_of_any_size(
+    chunk_nbytes: int, per_shard: int, rows: int, is_far: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """At most as large as is said, never across what a shard holds, and never longer than the array."""
+    monkeypatch.setattr(_keys, "_LABEL_CHUNK_BYTES", chunk_nbytes)
+    plain = plain_store(Layout(7, (2, 5), 4, True, 8, per_shard), labelled=True)
+    transport: Transport = MemoryTransport(plain.files)
+    view = opened(LatencyTransport(transport, 0.0, 1e6) if is_far else transport).as_zarr()
+    labels = zarr.open_group(view, mode="r")["labels"]
+    assert labels.chunks == (rows, 4)
+    assert np.array_equal(labels[...], plain.labels)
+    n_chunks = -(-7 // rows)
+    assert sorted(view.keys.below("labels/c/")) == [f"labels/c/{i}/0" for i in range(n_chunks)]
+    for i in range(n_chunks):
+        value = view.get_sync(f"labels/c/{i}/0").to_bytes()
+        assert value == plain.labels[i * rows : (i + 1) * rows].tobytes().ljust(rows * 4, b"\0")
+    assert view.get_sync(f"labels/c/{n_chunks}/0") is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["activations/x/0/0/0/0", "activations//0/0/0/0", "activations/zarr.json/0/0/0/0", "layer/d/0", "labels/C/0/0"],
+)
+def test_only_the_folder_of_chunks_has_chunks(key: str):
+    view = opened(MemoryTransport(plain_store(LAYOUT, labelled=True).files)).as_zarr(chunks=(1, 1, 5, 8))
+    assert view.get_sync(key) is None
+    assert not sync(view.exists(key))
+    with pytest.raises(FileNotFoundError):
+        sync(view.getsize(key))
+
+
+@pytest.mark.parametrize("chunks", [(True, 3, 5, 8), (1, True, 5, 8), (1.0, 3, 5, 8), ("1", 3, 5, 8), (None, 3, 5, 8)])
+def test_a_length_of_a_chunk_is_an_integer(chunks: tuple[object, ...]):
+    with pytest.raises(ArgumentError, match="chunk"):
+        opened(MemoryTransport(plain_store(LAYOUT).files)).as_zarr(chunks=chunks)
+
+
+@pytest.mark.parametrize("sharded", [False, True] if CAN_READ_SHARDS else [False])
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_every_whole_example_that_is_left_can_be_read(engine: str, sharded: bool, tmp_path: Path):
+    """To its last layer, and nothing behind it."""
+    plain = plain_store(LAYOUT)
+    folder = plain.write(tmp_path)
+    for n_left, more in ((2, 0), (2, 7), (1, -1 + LAYOUT.example_nbytes)):
+        os.truncate(folder / "acts000001.bin", n_left * LAYOUT.example_nbytes + more)
+        store = ShardStore.open(folder, engine=engine, damaged_ok=True)
+        array = zarr.open_group(store.as_zarr(chunks=(1, 1, 5, 8), sharded=sharded), mode="r")["activations"]
+        assert np.asarray(array[3 : 3 + n_left]).tobytes() == plain.dense[3 : 3 + n_left].tobytes()
+        for key in (np.s_[3 + n_left], np.s_[3 + n_left, 0], np.s_[5, 2]):
+            with pytest.raises(CorruptShardError, match=r"acts000001\.bin"):
+                array[key]
+
+
+def test_nothing_of_what_was_lost_may_be_asked_for_by_an_empty_range(tmp_path: Path):
+    folder = plain_store(LAYOUT).write(tmp_path)
+    os.truncate(folder / "acts000001.bin", 2 * LAYOUT.example_nbytes)
+    view = ShardStore.open(folder, damaged_ok=True).as_zarr(chunks=(1, 1, 5, 8))
+    key = "activations/c/5/0/0/0"
+    assert view.get_sync(key, byte_range=RangeByteRequest(9, 9)).to_bytes() == b""
+    with pytest.raises(CorruptShardError):
+        view.get_sync(key, byte_range=RangeByteRequest(9, 10))
+
+
+def test_ranges_that_begin_behind_a_value_are_empty():
+    view = opened(MemoryTransport(plain_store(LAYOUT).files)).as_zarr(chunks=(1, 1, 5, 8))
+    for key in ("activations/c/2/0/0/0", "zarr.json", "layer/c/0"):
+        n = len(view.get_sync(key).to_bytes())
+        for behind in (n, n + 1, n + 1000):
+            assert view.get_sync(key, byte_range=OffsetByteRequest(behind)).to_bytes() == b""
+            assert view.get_sync(key, byte_range=RangeByteRequest(behind, behind + 5)).to_bytes() == b""
+
+
+@pytest.mark.parametrize("tail", ["padded", "cut"])
+def test_parts_of_the_last_chunk_that_are_in_the_file_need_no_size(tail: str):
+    """A mapped last chunk is looked at whole only where its end is wanted; the answer is the same."""
+    plain = plain_store(LAYOUT, tail=tail)
+    counting = CountingTransport(MemoryTransport(plain.files, label=plain.name))
+    view = ZarrView(counting, TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, labelled=False))
+    value = plain.dense[6:].tobytes().ljust(3 * LAYOUT.example_nbytes, b"\0")
+    for start, end in ((0, 10), (470, 480), (470, 481), (480, 490), (0, 1440), (1439, 1440)):
+        sizes = counting.counters.operations.get("size", 0)
+        found = view.get_sync("activations/c/2/0/0/0", byte_range=RangeByteRequest(start, end))
+        assert found.to_bytes() == value[start:end]
+        assert counting.counters.operations.get("size", 0) - sizes == (end > 480)
+
+
+def test_a_pickled_view_is_equal_and_small():
+    layout = Layout(3000, (0,), 1, False, 2, 3000)
+    keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {"a": 1}, labelled=False)
+    assert len(keys.index(keys.find("activations/c/0/0/0/0"))) == 3000 * 16 + 4
+    again = pickle.loads(pickle.dumps(keys))
+    assert again == keys
+    assert hash(again) == hash(keys)
+    assert len(pickle.dumps(keys)) < 5000
+
+
+def test_indices_of_full_and_cut_shards_are_kept_apart():
+    """In any order, more kinds of shards than are kept."""
+    for layout in (Layout(7, (0, 1), 1, False, 2, 3), Layout(2, (0, 1), 1, False, 2, 3)):
+        keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, labelled=False)
+        for _ in range(2):
+            for shard in [*range(layout.n_shards), *reversed(range(layout.n_shards))]:
+                index = keys.index(keys.find(f"activations/c/{shard}/0/0/0"))
+                entries = np.frombuffer(index[:-4], "<u8").reshape(-1, 2)
+                assert (entries[:, 1] == 8).sum() == 2 * layout.examples_in(shard)
+
+
+def test_views_of_other_places_differ():
+    files = plain_store(LAYOUT).files
+    keys = TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, labelled=False)
+    one, same, other = (ZarrView(MemoryTransport(files, label=label), keys) for label in ("x", "x", "y"))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
