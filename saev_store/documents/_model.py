@@ -39,7 +39,8 @@ def _layers(value: object) -> object:
         raise PydanticCustomError("wrong_type", "must be an array that is not empty")
     bad: list[tuple[int, object, str]] = []
     seen: set[int] = set()
-    for i, label in enumerate(cast("list[object]", value)):
+    labels = cast("list[object]", value)
+    for i, label in enumerate(labels):
         if type(label) is not int or not MIN_INT64 <= label <= MAX_INT64:
             bad.append((i, label, "each layer must be an integer of 64 bits"))
         elif label in seen:
@@ -50,7 +51,7 @@ def _layers(value: object) -> object:
             break
     if bad:
         raise PydanticCustomError("bad_layers", "has layers that break a rule", {"bad": bad})
-    return cast("object", value)
+    return labels
 
 
 # Not pydantic's own check of strings, which refuses half a surrogate pair: a path in an old document may hold one.
