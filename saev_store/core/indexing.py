@@ -190,7 +190,7 @@ def _component(item: object, name: str) -> Item | _Mask:
     except (ValueError, TypeError) as error:
         raise SelectionError(f"{type(item).__name__} is not a list of positions ({error})", where=name) from None
     if array.dtype == np.bool_ and array.ndim > 0:
-        return _Mask(np.asarray(array, dtype=np.bool_))
+        return _Mask(array)
     if array.size == 0:
         return np.zeros(array.shape, dtype=np.int64)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) > MAX_INT64):

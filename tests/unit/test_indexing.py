@@ -229,3 +229,26 @@ def test_blocks_and_points_pass_as_they_are() -> None:
     assert parse_key(points, SHAPE) is points
     assert isinstance(block, Block)
     assert (block.full_shape, block.shape, block.dropped) == ((1, 3, 4, 5), (3, 4, 5), (True, False, False, False))
+
+
+def test_one_list_is_a_block_where_numpy_leaves_it_in_place() -> None:
+    """Also beside an integer behind a slice, if the list comes first: NumPy then puts its dimension in front, where it is."""
+    for key in (
+        ([0, 2], slice(None), 1),
+        ([0, 2],),
+        (0, [0, 2]),
+        (slice(None), [0, 2], 1),
+        ([0, 2], slice(1, 3), 1, 0),
+    ):
+        assert isinstance(parse_key(key, SHAPE), Block)
+        np.testing.assert_array_equal(read(key), DENSE[key])
+    for key in ((slice(None), [0, 2], slice(None), 1), (0, slice(None), [0, 2]), (0, ..., [0, 4]), ([[0, 2]],)):
+        assert isinstance(parse_key(key, SHAPE), Points)
+        np.testing.assert_array_equal(read(key), DENSE[key])
+
+
+def test_a_lone_truth_value_is_no_mask_and_an_error_names_its_axis() -> None:
+    for item in (None, True, np.array(True), 1.5, [0.5], [[0], [0, 1]]):
+        with pytest.raises(SelectionError) as caught:
+            parse_axis(item, 5, "layer")
+        assert caught.value.where == "layer"

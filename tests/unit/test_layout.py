@@ -105,8 +105,9 @@ def test_labels_match_literally() -> None:
     ("example", "token"), [(-1, 0), (3, 0), (0, -1), (0, 5), (1.0, 0), (0, "0"), (True, 0), (0, None)]
 )
 def test_locate_refuses_what_lies_outside(example: object, token: object) -> None:
-    with pytest.raises(SelectionError, match=r"must be an integer from 0 to"):
+    with pytest.raises(SelectionError, match=r"must be an integer from 0 to") as caught:
         Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)
+    assert caught.value.where == ("token" if type(example) is int and example == 0 else "example")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,8 @@ def test_the_padded_tensor_is_below_2_to_the_63(n_examples: int, d_model: int, e
             make()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
-def test_coordinates_of_narrow_types_do_not_overflow(dtype: type) -> None:
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint64])
+def test_coordinates_of_every_integer_type_are_exact(dtype: type) -> None:
     layout = Layout(200, tuple(range(120)), 120, False, 1 << 20, 150)
     one = layout.locate(120, 119, 118)
     arrays = [np.array([number], dtype=dtype) for number in (120, 119, 118)]
