@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -16,6 +17,8 @@ import pytest
 
 from saev_store.core.layout import Layout
 from saev_store.documents import (
+    VERSIONS,
+    WrittenVersion,
     content_hashes,
     new_metadata,
     parse_json,
@@ -26,6 +29,7 @@ from saev_store.documents import (
 )
 from saev_store.documents import writing as writing_module
 from saev_store.documents._parse import Findings, key_list, shown
+from saev_store.documents.versions import _all_but
 from saev_store.documents.writing import plain
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError
 from saev_store.problems import Problem
@@ -282,3 +286,25 @@ def test_a_document_is_given_as_bytes():
         parse_json(b"[1234567] ", where="x.json", max_nbytes=9)
     assert caught.value.message == "it has 10 bytes; such a document has at most 9"
     assert [(p.kind, p.where) for p in caught.value.problems] == [("json", "x.json")]
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.since)
+def test_what_follows_from_the_row_of_a_version(version: WrittenVersion):
+    """Made once more, as the table makes them when it is imported."""
+    spelling = replace(version.spelling)
+    names = (
+        "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples",
+        "max_tokens_per_shard", "data", "dataset", "pixel_agg", "dtype", "protocol",
+    )  # fmt: skip
+    assert tuple(spelling.keys) == names
+    assert [key for name, key in spelling.keys.items() if name not in spelling.renamed] == [
+        name for name in names if name not in spelling.renamed
+    ]
+    assert {name: spelling.keys[name] for name in spelling.renamed} == dict(spelling.renamed)
+    again = replace(version)
+    assert again.title == f"protocol {version.protocol} (as written since {version.since})"
+    optional = {"pixel_agg"} if version.since in {"2025-10-03", "2025-10-07", "2025-10-08", "2025-10-13"} else {
+        "dataset", "pixel_agg",
+    }  # fmt: skip
+    assert again.required_keys == tuple(key for name, key in spelling.keys.items() if name not in optional)
+    assert _all_but("dataset", "pixel_agg") == tuple(name for name in names if name not in {"dataset", "pixel_agg"})

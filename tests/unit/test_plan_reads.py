@@ -226,6 +226,7 @@ def test_rows_of_one_shard_have_no_places_and_keep_their_order(cost: ReadCost):
             assert step.place.tolist() == [1, 3, 0, 2]  # equal vectors in the order of their rows
     example = np.array([9, 0, 4, 9, 5, 1])
     part = planner.rows(example, np.zeros_like(example), np.ones_like(example))
+    assert part.rows == slice(0, 6)
     assert [step.shard_idx for step in part.steps] == [0, 1, 2]
     assert [step.highest for step in part.steps] == [1, 1, 1]
     assert [step.place.tolist() for step in part.steps] == [[1, 5], [2, 4], [0, 3]]
