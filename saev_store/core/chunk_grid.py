@@ -114,11 +114,10 @@ class ChunkGrid:
 
     def extent(self, position: Sequence[int]) -> Extent:
         """Where the value of a key is, by its position in the grid, which the caller has checked."""
-        layout = self.layout
-        example, layer, token, column = (place * length for place, length in zip(position, self.outer, strict=True))
+        # A key holds whole planes at least, so its position on the other two axes is 0.
+        layout, example, layer = self.layout, position[0] * self.outer[0], position[1] * self.outer[1]
         shard_idx, in_shard = divmod(example, layout.examples_per_shard)
-        vectors = (in_shard * layout.n_layers + layer) * layout.tokens_per_example + token
-        start = (vectors * layout.d_model + column) * layout.itemsize
+        start = (in_shard * layout.n_layers + layer) * layout.tokens_per_example * layout.vector_nbytes
         nbytes = math.prod(self.outer) * layout.itemsize
         end = min(start + nbytes, layout.used_nbytes(shard_idx))
         return Extent(shard_name(shard_idx), start, end, nbytes, shard_idx, self.index_nbytes)
@@ -198,7 +197,7 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    trial = np.arange(1, min(math.isqrt(number), _TRIAL_DIVISORS) + 1, dtype=np.int64)
+    trial = np.arange(1, min(math.isqrt(number), _TRIAL_DIVISORS) + 1)
     small = trial[number % trial == 0].tolist()
     return sorted({*small, *(number // n for n in small)})
 

@@ -39,7 +39,7 @@ class Progression:
         return self.start + (self.count - 1) * self.step if self.step > 0 else self.start
 
     def positions(self) -> IntArray:
-        return self.start + self.step * np.arange(self.count, dtype=np.int64)
+        return self.start + self.step * np.arange(self.count)
 
 
 Axis = Progression | IntArray
@@ -190,14 +190,14 @@ def _component(item: object, name: str) -> Item | _Mask:
     except (ValueError, TypeError) as error:
         raise SelectionError(f"{type(item).__name__} is not a list of positions ({error})", where=name) from None
     if array.dtype == np.bool_ and array.ndim > 0:
-        return _Mask(array.astype(np.bool_, copy=False))
+        return _Mask(array)
     if array.size == 0:
         return np.zeros(array.shape, dtype=np.int64)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) > MAX_INT64):
         raise SelectionError(
             f"{brief(item)} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
         )
-    return array.astype(np.int64, copy=False)
+    return np.asarray(array, dtype=np.int64)
 
 
 def _mask_positions(mask: _Mask, shape: Sequence[int], names: Sequence[str]) -> list[IntArray]:
@@ -205,7 +205,7 @@ def _mask_positions(mask: _Mask, shape: Sequence[int], names: Sequence[str]) -> 
         raise SelectionError(
             f"a mask of shape {mask.values.shape} does not fit {tuple(names)} of shape {tuple(shape)}", where="index"
         )
-    return [positions.astype(np.int64, copy=False) for positions in np.nonzero(mask.values)]
+    return list(np.nonzero(mask.values))
 
 
 def _checked(index: IntArray, n: int, name: str) -> IntArray:
@@ -214,7 +214,7 @@ def _checked(index: IntArray, n: int, name: str) -> IntArray:
     lowest, highest = int(index.min()), int(index.max())
     if highest >= n or lowest < -n:
         raise _out_of_range(highest if highest >= n else lowest, n, name)
-    return np.where(index < 0, index + n, index) if lowest < 0 else index
+    return np.where(index < 0, index + n, index)
 
 
 def _out_of_range(position: int, n: int, name: str) -> SelectionError:
@@ -267,34 +267,17 @@ def _points(items: Sequence[Item], shape: Sequence[int], advanced: Sequence[int]
         raise SelectionError(
             f"lists of positions of the shapes {shapes} do not broadcast together", where="index"
         ) from None
-    dims: list[tuple[int, ...] | int] = []  # the broadcast dimensions, or the axis a dimension runs along
-    for axis in range(len(items)):
-        if axis in lists:
-            if axis == advanced[0] and not at_front:
-                dims.append(broadcast)
-        else:
-            dims.append(axis)
-    if at_front:
-        dims.insert(0, broadcast)
-    full: list[int] = []
-    place: dict[int, int] = {}
-    front = 0
-    for dim in dims:
-        if isinstance(dim, tuple):
-            front = len(full)
-            full += dim
-        else:
-            place[dim] = len(full)
-            full.append(sliced[dim].count)
-    sliced_last = sliced.get(len(items) - 1)
-    n_coords = len(items) - (sliced_last is not None)
-    rank = len(full) - (sliced_last is not None)
+    front = 0 if at_front else sum(axis < advanced[0] for axis in sliced)
+    full = [choice.count for choice in sliced.values()]
+    full[front:front] = broadcast
+    last = sliced.get(len(items) - 1)
+    rank = len(full) - (last is not None)  # of the coordinates
     coords: list[IntArray] = []
-    for axis in range(n_coords):
+    for axis in range(len(items) - (last is not None)):
         if axis in lists:
-            index = lists[axis]
-            behind = rank - front - len(broadcast)
-            coords.append(index.reshape(index.shape + (1,) * behind))
+            index, behind = lists[axis], rank - front - len(broadcast)
         else:
-            coords.append(sliced[axis].positions().reshape((-1,) + (1,) * (rank - place[axis] - 1)))
-    return Points(tuple(coords), sliced_last, tuple(full))
+            index, nth = sliced[axis].positions(), sum(other < axis for other in sliced)
+            behind = rank - nth - 1 - (len(broadcast) if nth >= front else 0)
+        coords.append(index.reshape(index.shape + (1,) * behind))
+    return Points(tuple(coords), last, tuple(full))

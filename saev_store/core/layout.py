@@ -124,7 +124,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
-            value = cast("object", getattr(self, name))
+            value: object = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
                 raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from 1 to 2^63 - 1", where=name)
         if self.dtype not in ITEMSIZES:

@@ -179,7 +179,7 @@ class Planner:
         first = int(shard_idx[0])
         if bool((shard_idx == first).all()):
             return Part([self._rows_of_shard(first, int(in_shard.max()), vector, None)], rows)
-        order = np.argsort(shard_idx, kind="stable")
+        order = _ascending(shard_idx)
         places = np.split(order, np.flatnonzero(np.diff(shard_idx[order])) + 1)
         return Part(
             [
@@ -192,7 +192,7 @@ class Planner:
     def _rows_of_shard(self, shard_idx: int, highest: int, vector: IntArray, place: IntArray | None) -> Step:
         if self.is_mapped:
             return MappedRows(shard_idx, highest, vector, place)
-        order = np.argsort(vector, kind="stable")
+        order = _ascending(vector)
         target = order if place is None else place[order]
         return self._runs(shard_idx, highest, vector[order], 1, None, None, (self.layout.d_model,), target)
 
@@ -210,11 +210,11 @@ class Planner:
         for start in range(0, length(examples), step):
             end = min(start + step, length(examples))
             if isinstance(examples, Progression):
-                example = examples.start + examples.step * np.arange(start, end, dtype=np.int64)
+                example = examples.start + examples.step * np.arange(start, end)
             else:
                 example = examples[start:end]
             e, la, t = (
-                np.broadcast_to(axis, (end - start, len(layer), len(token))).reshape(-1)
+                np.broadcast_to(axis, (end - start, len(layer), len(token))).ravel()
                 for axis in (example[:, None, None], layer[:, None], token)
             )
             yield Part(self.rows(e, la, t).steps, slice(start * per_example, end * per_example), some)
@@ -238,10 +238,10 @@ class Planner:
         place = _places(piece.place)
         starts = first * layout.vector_nbytes
         if is_one_run:
-            ends = np.array([0, len(first)], dtype=np.int64)
+            ends = np.array([0, len(first)])
             spans = Spans(starts[:1], starts[-1:] + nbytes, ends)
         else:
-            spans = Spans(starts, starts + nbytes, np.arange(len(first) + 1, dtype=np.int64))
+            spans = Spans(starts, starts + nbytes, np.arange(len(first) + 1))
         unit = (layers.count, tokens.count, layout.d_model)
         return Runs(piece.shard_idx, examples.highest, first, run, None, None, unit, place, spans, direct=True)
 
@@ -261,19 +261,19 @@ class Planner:
             kept = (layer - layers.lowest)[:, None] * per_layer + (token - tokens.lowest)
             run, unit = layer_run, (layers.count, tokens.count, n_columns)
         elif tokens_dense and token_run * v <= cost.max_request_bytes:
-            first = ((example[:, None] * layout.n_layers + layer) * per_layer + tokens.lowest).reshape(-1)
+            first = ((example[:, None] * layout.n_layers + layer) * per_layer + tokens.lowest).ravel()
             kept = token - tokens.lowest
             run, unit = token_run, (tokens.count, n_columns)
-            place = (place[:, None] * layers.count + np.arange(layers.count)).reshape(-1)
+            place = (place[:, None] * layers.count + np.arange(layers.count)).ravel()
         else:
-            plane = (example[:, None] * layout.n_layers + layer).reshape(-1)[:, None] * per_layer
-            first = (plane + token).reshape(-1)
-            kept = np.zeros(1, dtype=np.int64)
+            plane = (example[:, None] * layout.n_layers + layer).ravel()[:, None] * per_layer
+            first = (plane + token).ravel()
+            kept = np.arange(1)
             run, unit = 1, (n_columns,)
-            place = (place[:, None] * layers.count + np.arange(layers.count)).reshape(-1)[:, None]
-            place = (place * tokens.count + np.arange(tokens.count)).reshape(-1)
-        order = np.argsort(first, kind="stable")
-        is_dense = kept.size == run and bool((kept.reshape(-1) == np.arange(run)).all())
+            place = (place[:, None] * layers.count + np.arange(layers.count)).ravel()[:, None]
+            place = (place * tokens.count + np.arange(tokens.count)).ravel()
+        order = _ascending(first)
+        is_dense = np.array_equal(kept.ravel(), np.arange(run))
         some, highest = self._some_columns(columns), int(example.max())
         return self._runs(
             piece.shard_idx, highest, first[order], run, None if is_dense else kept, some, unit, place[order]
@@ -298,7 +298,7 @@ def pieces(layout: Layout, examples: Axis) -> Iterator[Piece]:
     """Split chosen examples by shard."""
     capacity = layout.examples_per_shard
     if not isinstance(examples, Progression):
-        order = np.argsort(examples, kind="stable")
+        order = _ascending(examples)
         shard_idx = examples[order] // capacity
         bounds = [0, *(np.flatnonzero(np.diff(shard_idx)) + 1).tolist(), len(order)]
         for start, end in pairwise(bounds):
@@ -324,6 +324,11 @@ def _box(piece: Piece, layers: Progression, tokens: Progression, columns: Axis) 
 
 def _is_whole(columns: Axis, n: int) -> bool:
     return isinstance(columns, Progression) and columns == Progression(0, 1, n)
+
+
+def _ascending(numbers: IntArray) -> IntArray:
+    """Where the numbers stand, by rising number; equal ones in their order."""
+    return np.argsort(numbers, kind="stable")
 
 
 def _positions(axis: Axis) -> IntArray:

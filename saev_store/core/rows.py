@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -83,47 +83,45 @@ class RowSpace:
     def locate(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
         """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`."""
         row = np.asarray(rows, dtype=np.int64)
-        if self.ends is not None:
-            return self._locate_kept(row)
-        ordinal, within = np.divmod(row, np.int64(max(self.rows_per_example, 1)))
-        layer, token = np.divmod(within, np.int64(max(self.tokens.count, 1)))
-        return self._example(ordinal), self._layer(layer), self.tokens.start + token
+        if self.ends is not None and self.labels is not None and self.kept is not None:
+            return self._locate_kept(row, self.ends, self.labels, self.kept)
+        ordinal, within = np.divmod(row, np.int64(self.rows_per_example))
+        layer, token = np.divmod(within, np.int64(self.tokens.count))
+        return self.example(ordinal), self._layer(layer), self.tokens.start + token
 
     def coordinates(self, rows: npt.ArrayLike) -> Coordinates:
         """Example, layer *label* and content token of rows."""
         example, layer, token = self.locate(rows)
-        labels = np.asarray(self.layout.layers, dtype=np.int64)[layer]
-        return Coordinates(example, labels, np.maximum(token - self.layout.n_special_tokens, -1))
+        labels = np.array(self.layout.layers)[layer]
+        return Coordinates(example, labels, token - self.layout.n_special_tokens)
 
-    def _example(self, ordinal: IntArray) -> IntArray:
+    def example(self, ordinal: IntArray) -> IntArray:
+        """Positions on the example axis of chosen examples."""
         if isinstance(self.examples, Progression):
             return self.examples.start + self.examples.step * ordinal
         return self.examples[ordinal]
 
     def _layer(self, ordinal: IntArray) -> IntArray:
-        return np.asarray(self.layer_idx, dtype=np.int64)[ordinal]
+        return np.array(self.layer_idx)[ordinal]
 
-    def _locate_kept(self, row: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        ends, labels, kept = (
-            cast("IntArray", self.ends),
-            cast("Labels", self.labels),
-            cast("npt.NDArray[np.bool_]", self.kept),
-        )
-        flat = row.reshape(-1)
+    def _locate_kept(
+        self, row: IntArray, ends: IntArray, labels: Labels, kept: npt.NDArray[np.bool_]
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        flat = row.ravel()
         ordinal = np.searchsorted(ends, flat, side="right")
         rows_before = np.where(ordinal > 0, ends[ordinal - 1], 0)
-        per_layer = (ends[ordinal] - rows_before) // max(len(self.layer_idx), 1)
-        layer, nth = np.divmod(flat - rows_before, np.maximum(per_layer, 1))
+        per_layer = (ends[ordinal] - rows_before) // len(self.layer_idx)
+        layer, nth = np.divmod(flat - rows_before, per_layer)
         # The nth kept token: look only at the examples that occur, once each.
-        seen, which = np.unique(self._example(ordinal), return_inverse=True)
+        seen, which = np.unique(self.example(ordinal), return_inverse=True)
         stays = np.ones((len(seen), self.tokens.count), dtype=np.bool_)
         n_special = self.tokens.count - self.layout.content_tokens_per_example
         stays[:, n_special:] = kept[labels[seen]]
         token_of = np.nonzero(stays)[1]
-        starts = np.concatenate(([0], np.cumsum(stays.sum(axis=1, dtype=np.int64))))
+        starts = np.concatenate(([0], np.cumsum(stays.sum(axis=1))))
         token = self.tokens.start + token_of[starts[which] + nth]
         shape = row.shape
-        return self._example(ordinal).reshape(shape), self._layer(layer).reshape(shape), token.reshape(shape)
+        return self.example(ordinal).reshape(shape), self._layer(layer).reshape(shape), token.reshape(shape)
 
 
 def row_space(
@@ -230,16 +228,11 @@ def _kept_per_example(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool
     counts = np.empty(space.n_examples, dtype=np.int64)
     chunk = max(1, COUNT_CHUNK_BYTES // space.layout.content_tokens_per_example)
     for start in range(0, space.n_examples, chunk):
-        ordinals = np.arange(start, min(start + chunk, space.n_examples), dtype=np.int64)
+        ordinals = np.arange(start, min(start + chunk, space.n_examples))
         if isinstance(space.examples, Progression) and space.examples.step == 1:
             first = space.examples.start + start
             piece = labels[first : first + len(ordinals)]
         else:
-            picked = (
-                space.examples.positions()[ordinals]
-                if isinstance(space.examples, Progression)
-                else space.examples[ordinals]
-            )
-            piece = labels[picked]
+            piece = labels[space.example(ordinals)]
         counts[start : start + len(ordinals)] = np.count_nonzero(kept[piece], axis=1)
     return counts + (space.tokens.count - space.layout.content_tokens_per_example)

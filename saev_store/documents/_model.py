@@ -44,7 +44,8 @@ def _layers(value: object, *, unique: bool = True) -> object:
         raise PydanticCustomError("wrong_type", "must be an array that is not empty")
     bad: list[tuple[int, object, str]] = []
     seen: set[int] = set()
-    for i, label in enumerate(cast("list[object]", value)):
+    labels = cast("list[object]", value)
+    for i, label in enumerate(labels):
         if type(label) is not int or not MIN_INT64 <= label <= MAX_INT64:
             bad.append((i, label, "each layer must be an integer of 64 bits"))
         elif unique and label in seen:
@@ -55,7 +56,7 @@ def _layers(value: object, *, unique: bool = True) -> object:
             break
     if bad:
         raise PydanticCustomError("bad_layers", "has layers that break a rule", {"bad": bad})
-    return cast("object", value)
+    return labels
 
 
 def _hook_points(value: object) -> object:

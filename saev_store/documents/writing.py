@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import numpy as np
@@ -82,8 +82,8 @@ def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
 
     try:
         # Floats, NaN and halves of surrogate pairs survive the way through the text.
-        ordered = {
-            key: cast("object", json.loads(json.dumps(value, sort_keys=True))) for key, value in document.items()
+        ordered: dict[str, object] = {
+            key: json.loads(json.dumps(value, sort_keys=True)) for key, value in document.items()
         }
         ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
         try:
@@ -192,10 +192,8 @@ def plain(value: object) -> object:
     """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is."""
     if isinstance(value, np.ndarray | np.generic):
         return cast("object", value.tolist())
-    if isinstance(value, tuple | range):
-        return [plain(item) for item in cast("tuple[object, ...]", value)]
-    if isinstance(value, list):
-        return [plain(item) for item in cast("list[object]", value)]
+    if isinstance(value, tuple | range | list):
+        return [plain(item) for item in cast("Iterable[object]", value)]
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     return value

@@ -101,7 +101,7 @@ class Partition:
     def block_numbers(self, cohort: int) -> IntArray:
         """The blocks of a cohort."""
         start, stop = self.first_block(cohort), self.first_block(cohort + 1)
-        positions = np.arange(self.first_position + start, self.first_position + stop, dtype=np.int64)
+        positions = np.arange(self.first_position + start, self.first_position + stop)
         return self.order.permutation.at(positions)
 
     def trim(self, start: int, stop: int, counts: IntArray) -> int:
@@ -220,10 +220,10 @@ class Placement:
         self._order = partitions[0].order
         self.depth = [max(min(part.window_ticks + n_ahead, part.n_cohorts), 1) for part in partitions]
         # The same by partition, for many blocks at once.
-        self._first_tick = np.array(first_tick, dtype=np.int64)
-        self._depth = np.array(self.depth, dtype=np.int64)
-        self._window_ticks = np.array([part.window_ticks for part in partitions], dtype=np.int64)
-        self._n_ticks = np.array([part.n_ticks for part in partitions], dtype=np.int64)
+        self._first_tick = np.array(first_tick)
+        self._depth = np.array(self.depth)
+        self._window_ticks = np.array([part.window_ticks for part in partitions])
+        self._n_ticks = np.array([part.n_ticks for part in partitions])
         self._first_line = np.cumsum(self._depth) - self._depth
         n_lines = int(self._depth.sum())
         self.end = [part.emitted_before(tick) for part, tick in zip(partitions, first_tick, strict=True)]
@@ -246,7 +246,7 @@ class Placement:
         order, blocks = self._order, self._order.blocks
         parts = [self._parts[lane] for lane in lanes]
         bounds = [(part.first_block(t), part.first_block(t + 1)) for part, t in zip(parts, cohorts, strict=True)]
-        n_blocks = np.array([stop - start for start, stop in bounds], dtype=np.int64)
+        n_blocks = np.array([stop - start for start, stop in bounds])
         numbers = self._numbers(lanes, bounds)
         counts = blocks.sizes(numbers)
         # Of each block its own permutation, without the rows of neighbouring partitions.
@@ -261,11 +261,11 @@ class Placement:
                 cells[at, :n] = cells[at, skipped : skipped + n].copy()
             at += stop - start
         # Of each lane the first tick of its cohort and how many ticks this lives; then of each block, as columns.
-        lane, cohort = np.array(lanes, dtype=np.int64), np.array(cohorts, dtype=np.int64)
+        lane, cohort = np.array(lanes), np.array(cohorts)
         first = np.maximum(cohort - self._window_ticks[lane] + 1, 0)
         life = np.minimum(cohort, self._n_ticks[lane] - 1) - first + 1
         lane, first, life = (np.repeat(column, n_blocks)[:, None] for column in (lane, first, life))
-        age = np.arange(int(life.max(initial=0)), dtype=np.int64)
+        age = np.arange(int(life.max(initial=0)))
         # Of each block the ranks from `low` on are handed out `n` in a tick.
         rows = counts[:, None]
         low = age * rows // life
@@ -278,12 +278,12 @@ class Placement:
         before -= np.repeat(before[np.cumsum(some) - some], some, axis=0)
         start = line * self._places.shape[1] + self._n_placed[line] + before
         np.add.at(self._n_placed, line, n)
-        block = np.arange(len(n), dtype=np.int64)
-        place = self._places.reshape(-1)[ranges(start.reshape(-1), n.reshape(-1))]
-        width, cell = cells.shape[1], cells.reshape(-1)
+        block = np.arange(len(n))
+        place = self._places.ravel()[ranges(start.ravel(), n.ravel())]
+        width, cell = cells.shape[1], cells.ravel()
         of_block = n.sum(axis=1)
         if not bool((of_block == width).all()):
-            cell = cell[ranges((block[:, None] * width + low).reshape(-1), n.reshape(-1))]
+            cell = cell[ranges((block[:, None] * width + low).ravel(), n.ravel())]
         return PlacedRows(numbers, n_blocks, np.repeat(block, of_block), cell, place)
 
     def end_after(self, lane: int, cohort: int) -> int:
@@ -303,7 +303,7 @@ class Placement:
             self.end[lane] = self.end_after(lane, tick)
         n_rows = [self.end[lane] - begin for (lane, _), begin in zip(pairs, begins, strict=True)]
         keys = np.array([self._parts[lane].tick_key(tick) for lane, tick in pairs], dtype=np.uint64)
-        order = shuffled_each(keys, np.array(n_rows, dtype=np.int64))
+        order = shuffled_each(keys, np.array(n_rows))
         place = np.empty(len(order), dtype=np.int32)
         place[order] = np.concatenate(
             [self._where(lane, begin, begin + n) for (lane, _), begin, n in zip(pairs, begins, n_rows, strict=True)]
@@ -334,7 +334,7 @@ class Placement:
                 max(stop, min(start + self._n_at_once, part.n_blocks)) - start
                 for part, (_, start, stop) in zip(parts, unknown, strict=True)
             ]
-            found = self._order.permutation.at(ranges(np.array(first, dtype=np.int64), np.array(count, dtype=np.int64)))
+            found = self._order.permutation.at(ranges(np.array(first), np.array(count)))
             for (lane, start, _), numbers in zip(unknown, np.split(found, np.cumsum(count)[:-1]), strict=True):
                 self._known[lane] = start, numbers
         return np.concatenate(

@@ -63,7 +63,7 @@ def shuffled(key: int, n: int) -> IntArray:
     >>> shuffled(7, 6).tolist()
     [1, 5, 0, 4, 3, 2]
     """
-    return shuffled_each(np.array([key], dtype=np.uint64), np.array([n], dtype=np.int64))
+    return shuffled_each(np.array([key], dtype=np.uint64), np.array([n]))
 
 
 def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
@@ -74,7 +74,7 @@ def shuffled_each(keys: Words, counts: IntArray) -> IntArray:
     """
     first = np.cumsum(counts) - counts
     number = ranges(np.zeros_like(counts), counts)
-    n_bits = np.array([max(n - 1, 1).bit_length() for n in counts.tolist()], dtype=np.uint64)
+    n_bits = np.array([(n - 1).bit_length() for n in counts.tolist()], dtype=np.uint64)
     low = np.repeat((np.uint64(1) << n_bits) - np.uint64(1), counts)
     tagged = words(np.repeat(keys, counts), number)
     tagged &= ~low
@@ -94,7 +94,7 @@ def ranges(start: IntArray, count: IntArray) -> IntArray:
     [5, 6, 0, 1, 2]
     """
     found = np.repeat(start - (np.cumsum(count) - count), count)
-    found += np.arange(len(found), dtype=np.int64)
+    found += np.arange(len(found))
     return found
 
 
@@ -104,7 +104,7 @@ def shuffled_rows(keys: Words, counts: IntArray) -> IntArray:
     Shape (len(keys), max(counts)). Row `i` depends on `keys[i]` and `counts[i]` alone.
     """
     longest = int(counts.max(initial=0))
-    number = np.arange(longest, dtype=np.int64)
+    number = np.arange(longest)
     word = words(keys[:, None], number[None, :])
     word >>= np.uint64(1)
     if (counts < longest).any():
@@ -149,7 +149,7 @@ class Permutation:
     def __init__(self, n: int, key: int) -> None:
         self.n = n
         self._table = shuffled(derive(key, 0), n) if n <= TABLE_MAX else None
-        self._half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
+        self._half_bits = np.uint64(((n - 1).bit_length() + 1) // 2)
         self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
         self._keys = [derive(key, 1 + number) for number in range(_ROUNDS)]
 
@@ -163,7 +163,7 @@ class Permutation:
         """The inverse of `at`."""
         if self._table is not None:
             inverse = np.empty_like(self._table)
-            inverse[self._table] = np.arange(self.n, dtype=np.int64)
+            inverse[self._table] = np.arange(self.n)
             return inverse[things]
         return self._walk(things, self._decipher)
 

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from saev_store.core.indexing import Progression
-from saev_store.core.layout import IntArray
+from saev_store.core.layout import MAX_INT64, IntArray
 from saev_store.core.rows import RowSpace
 from saev_store.errors import ArgumentError
 from saev_store.order._permutation import Permutation, derive
@@ -125,7 +125,7 @@ class Blocks:
         if space.ends is not None:
             n_ends = len(space.ends)
             last = np.minimum(np.arange(n_groups) * examples_per_block + examples_per_block, n_ends) - 1
-            rows = np.diff(space.ends[last], prepend=0) // max(self.n_layers, 1)
+            rows = np.diff(space.ends[last], prepend=0) // self.n_layers
             self._groups = np.flatnonzero(rows)
             self._rows_of_group = rows[self._groups]
             n_groups = len(self._groups)
@@ -142,7 +142,7 @@ class Blocks:
 
     def places(self, numbers: IntArray) -> Places:
         """Which examples and which layer blocks hold."""
-        group, layer = np.divmod(numbers, np.int64(max(self.n_layers, 1)))
+        group, layer = np.divmod(numbers, np.int64(self.n_layers))
         if self._groups is not None:
             group = self._groups[group]
         first = group * self.examples_per_block
@@ -150,8 +150,7 @@ class Blocks:
 
     def examples(self, ordinal: IntArray) -> IntArray:
         """Positions on the example axis of chosen examples."""
-        chosen = self.space.examples
-        return chosen.start + chosen.step * ordinal if isinstance(chosen, Progression) else chosen[ordinal]
+        return self.space.example(ordinal)
 
     def kept_cells(self, numbers: IntArray) -> IntArray | None:
         """The cell of every row: (blocks, cells), each line beginning with the kept cells in order; None if all are kept."""
@@ -161,7 +160,7 @@ class Blocks:
         places = self.places(numbers)
         n_content = self.space.layout.content_tokens_per_example
         n_special = self.space.tokens.count - n_content
-        within = np.arange(self.examples_per_block, dtype=np.int64)
+        within = np.arange(self.examples_per_block)
         there = within < places.n_examples[:, None]
         ordinal = np.minimum(places.first[:, None] + within, self.space.n_examples - 1)
         stays = np.ones((len(numbers), self.examples_per_block, self.space.tokens.count), dtype=np.bool_)
@@ -172,33 +171,33 @@ class Blocks:
 
     def numbers_of(self, example: IntArray, layer_idx: IntArray) -> IntArray:
         """The blocks that hold examples and layers, both by position on their axes; -1 where none does."""
-        layers = np.full(self.space.layout.n_layers, -1, dtype=np.int64)
+        layers = np.full(self.space.layout.n_layers, -1)
         layers[list(self.space.layer_idx)] = np.arange(self.n_layers)
         layer, ordinal = layers[layer_idx], self._ordinals(example)
         group = ordinal // self.examples_per_block
         known = (layer >= 0) & (ordinal >= 0)
         if self._groups is not None:
-            found = np.minimum(np.searchsorted(self._groups, group), max(len(self._groups) - 1, 0))
-            known &= self._groups[found] == group if len(self._groups) else False
-            group = found
+            nth = np.searchsorted(self._groups, group)
+            known &= np.append(self._groups, -1)[nth] == group
+            group = nth
         return np.where(known, group * self.n_layers + layer, -1)
 
     def _ordinals(self, example: IntArray) -> IntArray:
         """Which of the chosen examples these are; the first one where it was chosen repeatedly; -1 if it was not."""
         chosen = self.space.examples
         if isinstance(chosen, Progression):
-            ordinal, rest = np.divmod(example - chosen.start, chosen.step or 1)
+            ordinal, rest = np.divmod(example - chosen.start, chosen.step)
             return np.where((rest == 0) & (ordinal >= 0) & (ordinal < chosen.count), ordinal, -1)
         order, ascending = self._sorted_examples
-        found = np.minimum(np.searchsorted(ascending, example), max(len(order) - 1, 0))
-        return np.where(ascending[found] == example, order[found], -1) if len(order) else np.full_like(example, -1)
+        nth = np.searchsorted(ascending, example)
+        return np.where(ascending[nth] == example, order[nth], -1)
 
     @cached_property
     def _sorted_examples(self) -> tuple[IntArray, IntArray]:
-        """Chosen one by one: which of them, and the examples, by rising example."""
-        chosen = self.examples(np.arange(self.space.n_examples, dtype=np.int64))
+        """Chosen one by one: which of them, and the examples, by rising example; behind them none, beyond all examples."""
+        chosen = self.examples(np.arange(self.space.n_examples))
         order = np.argsort(chosen, kind="stable")
-        return order, chosen[order]
+        return np.append(order, -1), np.append(chosen[order], MAX_INT64)
 
 
 _BLOCKS, _ROWS = 1, 2
@@ -248,7 +247,7 @@ class ShuffledOrder:
         self._short = np.zeros(0, dtype=np.int64)
         self._n_missing = blocks.cells_per_block - blocks.short_rows
         if blocks.n_short:
-            short = np.arange(blocks.n_blocks - blocks.n_short, blocks.n_blocks, dtype=np.int64)
+            short = np.arange(blocks.n_blocks - blocks.n_short, blocks.n_blocks)
             self._short = np.sort(self.permutation.position_of(short))
         # With ignored labels: rows in the first 0, 1, 2, … permuted blocks; 8 bytes a block, the only table there is.
         self._ends: IntArray | None = None
@@ -256,7 +255,7 @@ class ShuffledOrder:
             self._ends = np.zeros(blocks.n_blocks + 1, dtype=np.int64)
             for start in range(0, blocks.n_blocks, _N_AT_ONCE):
                 stop = min(start + _N_AT_ONCE, blocks.n_blocks)
-                numbers_at = self.permutation.at(np.arange(start, stop, dtype=np.int64))
+                numbers_at = self.permutation.at(np.arange(start, stop))
                 self._ends[start + 1 : stop + 1] = blocks.sizes(numbers_at)
             np.cumsum(self._ends, out=self._ends)
 

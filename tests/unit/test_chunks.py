@@ -130,3 +130,173 @@ def test_wild_numbers_cost_nothing():
     assert default_chunk(wild, max_gap_bytes=math.inf)[0] >= 1
     assert divisors(2**61 - 1) == [1, 2**61 - 1]
     assert divisors(2**62)[-1] == 2**62
+
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def of_bytes(example_nbytes: int, n_examples: int, capacity: int) -> Layout:
+    return Layout(n_examples, (0,), 1, False, example_nbytes // 4, capacity)
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_examples"),
+    [
+        # One shard: a thirty-second of the tensor, from 1 MiB to 64 MiB, and never more examples than there are.
+        (of_bytes(KIB, 100, 200), 100),
+        (of_bytes(KIB, 10_000, 20_000), 1024),
+        (of_bytes(KIB, 32 * 1024, 10**6), 1024),
+        (of_bytes(KIB, 32 * 1025, 10**6), 1025),
+        (of_bytes(KIB, 32 * 1025 + 31, 10**6), 1025),
+        (of_bytes(KIB, 64 << 10, 10**6), 2048),
+        (of_bytes(KIB, 2 << 20, 1 << 30), 64 << 10),
+        (of_bytes(KIB, (2 << 20) - 32, 1 << 30), (64 << 10) - 1),
+        (of_bytes(KIB, 4_000_000, 10**7), 64 << 10),
+        (of_bytes(2 * MIB, 5, 10), 1),
+        # Several shards: the largest divisor of the capacity within that.
+        (of_bytes(KIB, 100_000, 1000), 1000),
+        (of_bytes(KIB, 32 * 2500, 5000), 2500),
+        (of_bytes(KIB, 32 * 2500 - 1, 5000), 1250),
+        (of_bytes(2 * MIB, 100, 10), 2),
+        (of_bytes(2 * MIB, 20, 10), 1),
+        # A capacity with few divisors: chunks of less than 128 KiB are replaced by the next larger, up to 1 GiB.
+        (of_bytes(128 * KIB, 110, 11), 1),
+        (of_bytes(128 * KIB - 4, 110, 11), 11),
+        (of_bytes(KIB, 22_000, 2 * 2003), 2003),
+        (of_bytes(4, 268_435_400, 268_435_399), 268_435_399),
+        (of_bytes(4, 268_435_460, 268_435_459), 1),
+    ],
+)
+def test_the_default_chunk_of_mapped_memory(layout: Layout, n_examples: int):
+    shape = default_chunk(layout, max_gap_bytes=math.inf)
+    assert shape == (n_examples, *layout.shape[1:])
+    assert {type(n) for n in shape} == {int}
+
+
+@pytest.mark.parametrize(
+    ("gap", "lengths"),
+    [
+        (0, (1, 1)), (1023, (1, 1)), (1024, (1, 1)), (2047, (1, 1)), (2048, (1, 2)), (3071, (1, 2)), (3072, (1, 3)),
+        (6143, (1, 3)), (6144, (1, 6)), (6144.5, (1, 6)), (12_287, (1, 6)), (12_288, (2, 6)), (30_719, (2, 6)),
+        (30_720, (5, 6)), (61_440, (10, 6)), (10**9, (10, 6)),
+    ],
+)  # fmt: skip
+def test_the_default_chunk_of_a_network(gap: float, lengths: tuple[int, int]):
+    """As many layers, then examples, as one request is worth: planes of 1 KiB, examples of 6 KiB."""
+    shape = default_chunk(Layout(100, tuple(range(6)), 4, False, 64, 10), max_gap_bytes=gap)
+    assert shape == (*lengths, 4, 64)
+    assert {type(n) for n in shape} == {int}
+    if lengths[1] == 6:
+        whole = default_chunk(Layout(9, tuple(range(6)), 4, False, 64, 10), max_gap_bytes=gap)
+        assert whole == (min(max(1, int(gap) // 6144), 9), 6, 4, 64)
+    # A capacity without divisors does not make it larger.
+    assert default_chunk(of_bytes(6144, 1000, 101), max_gap_bytes=min(gap, 10**5))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "capacity", "most", "lengths"),
+    [
+        (25, 10, 1, [1] * 25), (25, 10, 2, [2] * 12 + [1]), (25, 10, 3, [2] * 12 + [1]), (25, 10, 4, [2] * 12 + [1]),
+        (25, 10, 5, [5] * 5), (25, 10, 9, [5] * 5), (25, 10, 10, [10, 10, 5]), (25, 10, 19, [10, 10, 5]),
+        (25, 10, 20, [20, 5]), (25, 10, 29, [20, 5]), (25, 10, 30, [25]), (25, 10, 1000, [25]), (20, 10, 10, [10, 10]),
+        (17, 7, 3, [3, 3, 1, 3, 3, 1, 3]), (18, 7, 3, [3, 3, 1, 3, 3, 1, 3, 1]), (14, 7, 6, [4, 3, 4, 3]),
+        (28, 14, 4, [2] * 14), (26, 26, 5, [5, 5, 5, 5, 5, 1]), (52, 26, 5, [5, 5, 5, 5, 5, 1] * 2),
+        (7, 50, 3, [3, 3, 1]), (7, 50, 7, [7]), (7, 50, 6, [4, 3]),
+    ],
+)  # fmt: skip
+def test_the_lengths_of_tasks(n: int, capacity: int, most: int, lengths: list[int]):
+    layout = of_bytes(8, n, capacity)
+    found = task_lengths(layout, task_bytes=8 * most)
+    assert found == tuple(lengths)
+    assert {type(length) for length in found} == {int}
+    assert task_lengths(layout, task_bytes=8 * most + 7) == tuple(lengths)
+    if most == 1:
+        assert task_lengths(layout, task_bytes=1) == tuple(lengths)
+
+
+def test_a_task_is_128_mib_by_default():
+    assert task_lengths(of_bytes(MIB, 1000, 300)) == (100,) * 10
+    assert task_lengths(of_bytes(MIB, 300, 128)) == (128, 128, 44)
+
+
+@given(layout=layouts(), sharded=st.booleans(), wanted=st.tuples(*[st.integers(-2, 20)] * 4))
+def test_proposals_are_the_nearest_that_there_are(layout: Layout, sharded: bool, wanted: tuple[int, int, int, int]):
+    """By the ratios of their lengths. Of one shard, which any length cuts, divisors of its capacity and the wanted one."""
+    near = {n for n in range(1, layout.n_examples + 1) if layout.examples_per_shard % n == 0}
+    near |= {max(1, min(wanted[0], layout.n_examples))} if layout.n_shards == 1 else set()
+
+    def distance(shape: tuple[int, ...]) -> float:
+        return sum(abs(math.log(max(a, 1) / b)) for a, b in zip(wanted, shape, strict=True))
+
+    legal = sorted((distance(shape), shape) for shape in legal_shapes(layout, sharded=sharded) if shape[0] in near)
+    found = nearest_shapes(layout, wanted, sharded=sharded)
+    assert found == [shape for _, shape in legal[:3]]
+    assert {type(n) for shape in found for n in shape} == {int}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "sharded", "rule"),
+    [
+        ((3, 3, 5, 8), False, "3 examples at a time do not divide a shard of 4"),
+        ((12, 3, 5, 8), False, "a chunk is at least 1 and at most the whole axis long"),
+        ((1, 0, 5, 8), False, "a chunk is at least 1 and at most the whole axis long"),
+        ((2, 2, 5, 8), False, "example is taken 2 at a time, so layer has to be whole (3)"),
+        ((2, 3, 5, 4), False, "example is taken 2 at a time, so d_model has to be whole (8)"),
+        ((1, 3, 1, 8), False, "layer is taken 3 at a time, so token has to be whole (5)"),
+        ((1, 2, 5, 8), False, "2 does not divide the 3 of layer"),
+        ((1, 1, 2, 8), True, "2 does not divide the 5 of token"),
+        ((1, 1, 1, 3), True, "3 does not divide the 8 of d_model"),
+        ((1, 1, 1, 8), False,
+         "chunks smaller than one layer of one example would be a request each, unless one key is a whole shard"),
+    ],
+)  # fmt: skip
+def test_the_error_names_the_rule_that_a_shape_breaks(chunk: tuple[int, int, int, int], sharded: bool, rule: str):
+    layout = Layout(11, (2, 5, 9), 5, False, 8, 4)
+    with pytest.raises(ArgumentError) as caught:
+        ChunkGrid(layout, chunk, sharded=sharded)
+    assert caught.value.message.endswith(f" in shards of 4 examples: {rule}")
+    assert caught.value.where == "chunks"
+    nearest = " or ".join(map(str, nearest_shapes(layout, chunk, sharded=sharded)))
+    assert caught.value.remedy == f"The nearest shapes that can: {nearest}."
+
+
+@pytest.mark.parametrize(
+    ("n_examples", "n_layers", "capacity", "chunk", "fits"),
+    [
+        (4 << 20, 1, 4 << 20, (1, 1, 1, 1), True),
+        ((4 << 20) + 1, 1, (4 << 20) + 1, (1, 1, 1, 1), False),
+        (4 << 20, 1, 10**9, (1, 1, 1, 1), True),
+        (10**9, 1, 4 << 20, (1, 1, 1, 1), True),
+        (10**9, 1, (4 << 20) + 1, (1, 1, 1, 1), False),
+        (8 << 20, 1, 10**9, (2, 1, 1, 1), True),
+        ((8 << 20) + 1, 1, 10**9, (2, 1, 1, 1), False),
+        (2 << 20, 2, 10**9, (1, 1, 1, 1), True),
+        ((2 << 20) + 1, 2, 10**9, (1, 1, 1, 1), False),
+        ((2 << 20) + 1, 2, 10**9, (1, 2, 1, 1), True),
+    ],
+)
+def test_an_index_takes_at_most_64_mib(n_examples: int, n_layers: int, capacity: int, chunk: tuple, fits: bool):
+    layout = Layout(n_examples, tuple(range(n_layers)), 1, False, 1, capacity)
+    if fits:
+        assert ChunkGrid(layout, chunk, sharded=True).index_nbytes <= (64 << 20) + 4
+    else:
+        with pytest.raises(ArgumentError, match=r"chunks in a shard need an index of more than 67,108,864 bytes"):
+            ChunkGrid(layout, chunk, sharded=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_place_of_every_key(sharded: bool):
+    layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+    dense = np.arange(1, math.prod(layout.shape) + 1, dtype="<u4").reshape(layout.shape)
+    for shape in legal_shapes(layout, sharded=sharded):
+        grid = ChunkGrid(layout, shape, sharded=sharded)
+        assert grid.chunk_nbytes == 4 * math.prod(shape)
+        for position in itertools.product(*map(range, grid.counts)):
+            extent = grid.extent(position)
+            example = position[0] * grid.outer[0]
+            assert (extent.shard_idx, extent.path) == (example // 3, f"acts{example // 3:06d}.bin")
+            start, end = layout.example_range(example // 3)
+            file = dense[start:end].tobytes()
+            window = tuple(slice(p * k, (p + 1) * k) for p, k in zip(position, grid.outer, strict=True))
+            assert file[extent.start : extent.end] == dense[window].tobytes()
+            assert extent.nbytes == 4 * math.prod(grid.outer)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import component
 
-from saev_store.core.indexing import Block, Progression, parse_axis, parse_key
+from saev_store.core.indexing import Block, Points, Progression, parse_axis, parse_key
 from saev_store.errors import SelectionError
 
 SHAPE = (6, 3, 4, 5)
@@ -126,3 +126,129 @@ def test_positions_at_the_ends_of_an_axis(axis: int, offset: int, kind: object) 
         else:
             with pytest.raises(SelectionError, match=f"{position} is out of range; the axis has {n} positions"):
                 parse_key(key, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("key", "last"),
+    [
+        (([0, 1], [0, 1]), Progression(0, 1, 5)),
+        (([0, 1], [0, 1], ...), Progression(0, 1, 5)),
+        (([0, 1], slice(None), [0, 1]), Progression(0, 1, 5)),
+        (([0, 1], [0, 1], 2, slice(4, None, -2)), Progression(4, -2, 3)),
+        ((np.ones((6, 3), bool),), Progression(0, 1, 5)),
+        (([0, 1], [0, 1], 2, 3), None),
+        (([0, 1], slice(None), slice(None), [0, 1]), None),
+        ((..., [0, 1], [0, 1]), None),
+        ((DENSE > 7,), None),
+    ],
+)
+def test_a_sliced_last_axis_is_kept_apart(key: object, last: Progression | None) -> None:
+    """Whole vectors are read for it; the coordinates are those of the other axes."""
+    request = parse_key(key, SHAPE)
+    assert isinstance(request, Points)
+    assert (request.last, len(request.coords)) == (last, 4 if last is None else 3)
+    assert {coord.dtype for coord in request.coords} == {np.dtype(np.int64)}
+    np.testing.assert_array_equal(read(key), DENSE[key])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint64, np.int64])
+def test_positions_of_every_integer_type_are_64_bits_wide(dtype: type) -> None:
+    for axis in (parse_axis(np.array([2, 0], dtype=dtype), 5, "example"), parse_axis([], 5, "example")):
+        assert isinstance(axis, np.ndarray)
+        assert axis.dtype == np.int64
+    block = parse_key((np.array([2, 0], dtype=dtype),), SHAPE)
+    assert isinstance(block, Block)
+    assert block.axes[0].dtype == np.int64
+    if dtype is np.uint64:
+        for value, is_one in ((2**63 - 1, False), (2**63, False), (4, True)):
+            if is_one:
+                assert parse_axis(np.array([value], dtype=dtype), 5, "example").tolist() == [4]
+            else:
+                words = "out of range" if value < 2**63 else "positions are integers"
+                with pytest.raises(SelectionError, match=words):
+                    parse_axis(np.array([value], dtype=dtype), 5, "example")
+
+
+@pytest.mark.parametrize(
+    ("position", "n", "held"),
+    [(7, 5, "5 positions, from -5 to 4"), (-6, 5, "5 positions, from -5 to 4"), (0, 0, "no positions")],
+)
+def test_an_error_names_the_positions_that_there_are(position: int, n: int, held: str) -> None:
+    for item in (position, [position]):
+        with pytest.raises(SelectionError) as caught:
+            parse_axis(item, n, "layer")
+        assert caught.value.message == f"layer {position} is out of range; the axis has {held}"
+        assert caught.value.where == "layer"
+
+
+@pytest.mark.parametrize(
+    ("key", "where", "words"),
+    [
+        ((0, 0, [0, 9]), "token", "token 9 is out of range"),
+        ((0, 0, 0, 5), "d_model", "d_model 5 is out of range"),
+        (([0, 1], 3, [0, 1]), "layer", "layer 3 is out of range"),
+        (([0, 1], slice("a", None), [0, 1]), "layer", "not a slice of integers"),
+        (
+            (0, 0, 0, 0, 0),
+            "index",
+            r"5 indices for an array of 4 dimensions \('example', 'layer', 'token', 'd_model'\)",
+        ),
+        ((..., 0, ...), "index", "only one ellipsis"),
+        (None, "index", "None cannot index"),
+        ((np.ones((6, 4), bool),), "index", r"mask of shape \(6, 4\) does not fit \('example', 'layer'\)"),
+        ((0, np.ones((3, 3), bool)), "index", r"does not fit \('layer', 'token'\) of shape \(3, 4\)"),
+        (([0, 1], [0, 1, 2]), "index", r"the shapes \(2,\), \(3,\) do not broadcast"),
+    ],
+)
+def test_an_error_names_the_axis(key: object, where: str, words: str) -> None:
+    with pytest.raises(SelectionError, match=words) as caught:
+        parse_key(key, SHAPE)
+    assert caught.value.where == where
+
+
+def test_arrays_of_other_dimensions_name_their_axes_by_number() -> None:
+    with pytest.raises(SelectionError, match=r"axis 1 9 is out of range"):
+        parse_key((0, [9]), (3, 4))
+    with pytest.raises(SelectionError, match=r"3 indices for an array of 2 dimensions \('axis 0', 'axis 1'\)"):
+        parse_key((0, 0, 0), (3, 4))
+    with pytest.raises(SelectionError, match="axis 9 is out of range"):
+        parse_key((0, 9), (3, 4))
+
+
+@pytest.mark.parametrize("progression", [Progression(5, -2, 3), Progression(1, 2, 3), Progression(4, 1, 1)])
+def test_the_ends_of_a_progression(progression: Progression) -> None:
+    positions = [progression.start + i * progression.step for i in range(progression.count)]
+    assert progression.positions().tolist() == positions
+    assert (progression.lowest, progression.highest) == (min(positions), max(positions))
+    assert parse_axis(progression, 6, "example") is progression
+
+
+def test_blocks_and_points_pass_as_they_are() -> None:
+    block, points = parse_key(0, SHAPE), parse_key(([0, 1], [0, 1]), SHAPE)
+    assert parse_key(block, SHAPE) is block
+    assert parse_key(points, SHAPE) is points
+    assert isinstance(block, Block)
+    assert (block.full_shape, block.shape, block.dropped) == ((1, 3, 4, 5), (3, 4, 5), (True, False, False, False))
+
+
+def test_one_list_is_a_block_where_numpy_leaves_it_in_place() -> None:
+    """Also beside an integer behind a slice, if the list comes first: NumPy then puts its dimension in front, where it is."""
+    for key in (
+        ([0, 2], slice(None), 1),
+        ([0, 2],),
+        (0, [0, 2]),
+        (slice(None), [0, 2], 1),
+        ([0, 2], slice(1, 3), 1, 0),
+    ):
+        assert isinstance(parse_key(key, SHAPE), Block)
+        np.testing.assert_array_equal(read(key), DENSE[key])
+    for key in ((slice(None), [0, 2], slice(None), 1), (0, slice(None), [0, 2]), (0, ..., [0, 4]), ([[0, 2]],)):
+        assert isinstance(parse_key(key, SHAPE), Points)
+        np.testing.assert_array_equal(read(key), DENSE[key])
+
+
+def test_a_lone_truth_value_is_no_mask_and_an_error_names_its_axis() -> None:
+    for item in (None, True, np.array(True), 1.5, [0.5], [[0], [0, 1]]):
+        with pytest.raises(SelectionError) as caught:
+            parse_axis(item, 5, "layer")
+        assert caught.value.where == "layer"

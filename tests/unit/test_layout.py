@@ -105,8 +105,9 @@ def test_labels_match_literally() -> None:
     ("example", "token"), [(-1, 0), (3, 0), (0, -1), (0, 5), (1.0, 0), (0, "0"), (True, 0), (0, None)]
 )
 def test_locate_refuses_what_lies_outside(example: object, token: object) -> None:
-    with pytest.raises(SelectionError, match=r"must be an integer from 0 to"):
+    with pytest.raises(SelectionError, match=r"must be an integer from 0 to") as caught:
         Layout(3, (5,), 4, True, 8, 2).locate(example, 5, token)
+    assert caught.value.where == ("token" if type(example) is int and example == 0 else "example")
 
 
 @pytest.mark.parametrize(
@@ -166,3 +167,71 @@ def test_the_padded_tensor_is_below_2_to_the_63(n_examples: int, d_model: int, e
     else:
         with pytest.raises(ArgumentError, match=r"below 2\^63"):
             make()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint64])
+def test_coordinates_of_every_integer_type_are_exact(dtype: type) -> None:
+    layout = Layout(200, tuple(range(120)), 120, False, 1 << 20, 150)
+    one = layout.locate(120, 119, 118)
+    arrays = [np.array([number], dtype=dtype) for number in (120, 119, 118)]
+    shard_idx, start = layout.locate_many(*arrays)
+    assert (shard_idx.tolist(), start.tolist()) == ([0], [one.start])
+    assert (shard_idx.dtype, start.dtype) == (np.int64, np.int64)
+    assert one.start == ((120 * 120 + 119) * 120 + 118) << 22
+    assert one.end == one.start + (1 << 22)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, 2**63])
+def test_each_number_of_a_layout_is_an_integer_of_63_bits(value: object) -> None:
+    good = {
+        "n_examples": 1,
+        "layers": (5,),
+        "content_tokens_per_example": 1,
+        "cls_token": False,
+        "d_model": 1,
+        "examples_per_shard": 1,
+    }
+    for field in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
+        with pytest.raises(ArgumentError, match=rf"{field} is .*; it must be an integer from 1 to 2\^63 - 1") as caught:
+            Layout(**{**good, field: value})
+        assert caught.value.where == field
+    assert Layout(**{**good, "content_tokens_per_example": 2**61 - 1}).nbytes == 2**63 - 4
+
+
+def test_an_error_of_a_layout_names_its_argument() -> None:
+    with pytest.raises(ArgumentError, match=r"layers is \(1, 1\); it must hold at least one label") as caught:
+        Layout(3, (1, 1), 4, True, 8, 2)
+    assert caught.value.where == "layers"
+    with pytest.raises(ArgumentError, match=r"is 9223372036854775808 bytes; it must be below 2\^63") as caught:
+        Layout(1, (0,), 1, False, 2**61, 1)
+    assert caught.value.where == "layout"
+    with pytest.raises(ArgumentError, match=r"is 29, but one example has 30 vectors") as caught:
+        Layout.from_budget(
+            n_examples=1,
+            layers=[1, 2, 3],
+            content_tokens_per_example=9,
+            cls_token=True,
+            d_model=1,
+            max_tokens_per_shard=29,
+        )
+    assert (caught.value.where, caught.value.remedy) == ("max_tokens_per_shard", "Use at least 30.")
+    # What no budget could hold is refused by the layout itself.
+    for change, where in (
+        ({"layers": []}, "layers"),
+        ({"content_tokens_per_example": -1}, "content_tokens_per_example"),
+    ):
+        arguments = {"n_examples": 1, "layers": [1], "content_tokens_per_example": 9, "cls_token": False, "d_model": 1}
+        with pytest.raises(ArgumentError) as caught:
+            Layout.from_budget(**{**arguments, **change}, max_tokens_per_shard=29)
+        assert caught.value.where == where
+
+
+def test_the_sizes_of_a_layout() -> None:
+    layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+    assert (layout.n_layers, layout.n_special_tokens, layout.tokens_per_example, layout.n_shards) == (3, 1, 5, 3)
+    assert (layout.shape, layout.vectors_per_example) == ((7, 3, 5, 8), 15)
+    assert (layout.vector_nbytes, layout.example_nbytes, layout.shard_nbytes, layout.nbytes) == (32, 480, 1440, 3360)
+    assert [layout.examples_in(i) for i in range(5)] == [3, 3, 1, 0, 0]
+    assert [layout.used_nbytes(i) for i in range(4)] == [1440, 1440, 480, 0]
+    assert [layout.example_range(i) for i in range(3)] == [(0, 3), (3, 6), (6, 7)]
+    assert Layout(7, (2,), 4, False, 8, 3).n_special_tokens == 0

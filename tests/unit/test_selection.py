@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saev_store.core.indexing import Progression
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import LayerNotFoundError, SelectionError
@@ -135,3 +136,82 @@ def test_labels_are_from_0_to_255(label: int, is_one: bool) -> None:
         for wrong in ([label], [7, label], np.array([label])):
             with pytest.raises(SelectionError, match="integers from 0 to 255"):
                 row_space(layout, ignore_labels=wrong, labels=labels)
+
+
+@pytest.mark.parametrize("ignored", [None, [1]])
+def test_rows_of_any_shape_and_type(ignored: list[int] | None) -> None:
+    layout = Layout(10, (4, 2), 3, True, 2, 4)
+    labels = np.random.default_rng(0).integers(0, 3, (10, 3), dtype=np.uint8)
+    space = row_space(layout, examples=[7, 2, 9, 2], ignore_labels=ignored, labels=labels)
+    flat = [column.tolist() for column in space.locate(np.arange(len(space)))]
+    for rows in (3, [3, 0], [[3], [1]], np.array([[0, 5, 2]], dtype=np.uint8), np.int16(4), []):
+        found = space.locate(rows)
+        at = np.asarray(rows, dtype=np.int64)
+        for column, expected in zip(found, flat, strict=True):
+            assert column.dtype == np.int64
+            assert column.shape == at.shape
+            assert column.tolist() == np.array(expected)[at].tolist()
+        coordinates = space.coordinates(rows)
+        assert {array.dtype for array in coordinates} == {np.dtype(np.int64)}
+        assert [array.shape for array in coordinates] == [at.shape] * 3
+
+
+@pytest.mark.parametrize("ignored", [None, [], (), [1], np.array([], dtype=np.int64)])
+def test_the_sizes_of_a_space(ignored: object) -> None:
+    layout = Layout(10, (4, 2), 3, True, 2, 4)
+    labels = np.arange(30, dtype=np.uint8).reshape(10, 3) % 3
+    space = row_space(layout, layer=[2], tokens="all", examples=slice(1, 8, 2), ignore_labels=ignored, labels=labels)
+    assert (space.n_examples, space.rows_per_example, space.layer_idx) == (4, 4, (1,))
+    n_ignored = 4 if isinstance(ignored, list) and ignored else 0
+    assert (space.n_rows, len(space)) == (16 - n_ignored, 16 - n_ignored)
+    assert (space.ends is None) == (ignored is None or (isinstance(ignored, (list, tuple)) and not ignored))
+    if space.ends is not None:
+        assert space.ends.dtype == np.int64
+        assert space.ends.tolist() == np.cumsum([4 - (n_ignored > 0)] * 4).tolist()
+        assert space.labels is labels
+        assert space.kept is not None
+        assert np.flatnonzero(~space.kept).tolist() == list(ignored)
+    none = row_space(layout, examples=[], ignore_labels=[1], labels=labels)
+    assert (len(none), none.n_examples, none.n_rows) == (0, 0, 0)
+    assert none.locate([])[0].tolist() == []
+    assert len(row_space(layout, tokens="special", examples=[3, 3])) == 4
+    assert row_space(layout, tokens="content").tokens == Progression(1, 1, 3)
+    assert row_space(layout, tokens="special").tokens == Progression(0, 1, 1)
+    assert row_space(layout, tokens="all").tokens == Progression(0, 1, 4)
+    assert row_space(Layout(2, (1,), 3, False, 2, 4), tokens="content").tokens == Progression(0, 1, 3)
+
+
+def test_layers_in_any_sequence() -> None:
+    layout = Layout(4, (-2, 5, 9), 3, False, 2, 2)
+    assert row_space(layout).layer_idx == (0, 1, 2)
+    for layers in ([9, -2], (9, -2), np.array([9, -2]), range(9, -3, -11)):
+        assert row_space(layout, layer=layers).layer_idx == (2, 0)
+    assert row_space(layout, layer=np.int64(5)).layer_idx == (1,)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "where", "remedy"),
+    [
+        ({"layer": "last"}, "layer", None),
+        ({"layer": []}, "layer", None),
+        ({"layer": [5, 5]}, "layer", None),
+        ({"tokens": "cls"}, "tokens", None),
+        ({"tokens": "special"}, "tokens", "Use tokens='content'."),
+        ({"examples": 4}, "example", None),
+        ({"examples": [True]}, "index", None),
+        ({"ignore_labels": [0]}, "ignore_labels", "Drop ignore_labels."),
+        ({"ignore_labels": [256]}, "ignore_labels", None),
+        ({"ignore_labels": [[0], [0, 1]]}, "ignore_labels", None),
+        ({"ignore_labels": [[0, 1]]}, "ignore_labels", None),
+        ({"ignore_labels": [0.5]}, "ignore_labels", None),
+        ({"ignore_labels": [True]}, "ignore_labels", None),
+    ],
+)
+def test_an_error_names_the_argument(kwargs: dict[str, object], where: str, remedy: str | None) -> None:
+    with pytest.raises(SelectionError) as caught:
+        row_space(LAYOUT, **kwargs)
+    assert (caught.value.where, caught.value.remedy or None) == (where, remedy)
+    special = Layout(4, (-2, 5), 3, True, 2, 2)
+    with pytest.raises(SelectionError, match="special tokens have no labels to ignore") as caught:
+        row_space(special, tokens="special", ignore_labels=[0])
+    assert (caught.value.where, caught.value.remedy) == ("ignore_labels", "Drop one of the two.")
