@@ -439,7 +439,7 @@ class ShardStore(OpenedStore):
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
         self._reader = self._new_reader()
-        self._labels = None
+        self.token_arrays.forget()
         self.transport.close()
 
     def __enter__(self) -> Self:

@@ -60,11 +60,19 @@ class TokenArrays(Mapping[str, TokenValues]):
             self._is_there = find_token_array(self._transport, self._layout, array)
         return self._arrays if self._is_there else {}
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such an array; nothing of it is read."""
+        return name in self._known()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._known())
 
     def __len__(self) -> int:
         return len(self._known())
+
+    def forget(self) -> None:
+        """Drop what was read: what is asked for next is read again."""
+        self._read.clear()
 
     def declared(self, name: str) -> TokenArray:
         """What is known of an array without reading it.

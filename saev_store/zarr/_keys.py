@@ -43,6 +43,11 @@ class TensorKeys:
     dtype: str = "float32"
     _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
+    @property
+    def converts(self) -> bool:
+        """Whether readers see another dtype than the stored one."""
+        return self.dtype != self.grid.layout.dtype
+
     @cached_property
     def label_rows(self) -> int:
         """Examples in a chunk of labels: those of a shard, or as many as fit into 16 MiB."""

@@ -115,8 +115,6 @@ class ZarrView(Store):
         self._keys = keys
         self._readable = dict(readable or {})
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
-        #: How many bytes a reader sees for one that is stored.
-        self._widening = np.dtype(keys.dtype).itemsize // keys.grid.layout.itemsize
 
     @property
     def keys(self) -> TensorKeys:
@@ -207,10 +205,12 @@ class ZarrView(Store):
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def _converts(self, value: bytes | Extent) -> bool:
-        return not isinstance(value, bytes) and value.shard_idx is not None and self._widening > 1
+        is_of_tensor = not isinstance(value, bytes) and value.shard_idx is not None
+        return is_of_tensor and self._keys.converts
 
     def _nbytes(self, value: bytes | Extent) -> int:
-        return _nbytes(value) * (self._widening if self._converts(value) else 1)
+        nbytes = _nbytes(value)
+        return nbytes // self._keys.grid.layout.itemsize * FLOAT32.itemsize if self._converts(value) else nbytes
 
     def _read_converted(self, value: bytes | Extent, start: int, stop: int) -> Bytes:
         """Bytes of the float32 numbers that a value of 16-bit numbers stands for."""

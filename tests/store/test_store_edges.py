@@ -458,7 +458,9 @@ def test_bytes_as_text(nbytes: int, text: str):
 def test_a_card_shows_five_problems_and_counts_the_others(n: int, plain: PlainStore):
     store = opened(MemoryTransport(plain.files))
     problems = [Problem("kind", f"problem number {i}", "x") for i in range(n)]
-    text = card.card_text("x", card.card_rows(store.metadata, store.transport, problems, has_labels=None))
+    text = card.card_text(
+        "x", card.card_rows(store.metadata, store.transport, problems, token_arrays=store.token_arrays)
+    )
     assert text.count("problem number") == min(n, 5)
     assert ("none known" in text) == (n == 0)
     assert ("more in store.problems" in text) == (n > 5)

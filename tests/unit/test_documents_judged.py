@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 
 from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import LABELS
 from saev_store.documents import (
     VERSIONS,
     WrittenVersion,
     content_hashes,
     new_metadata,
     parse_json,
-    parse_labels_size,
     parse_metadata,
     parse_shards,
+    parse_token_array_size,
     shards_bytes,
 )
 from saev_store.documents import writing as writing_module
@@ -243,14 +244,14 @@ def test_problems_that_were_not_looked_at_are_counted():
 )
 def test_what_is_said_of_the_size_of_labels(nbytes: int, message: str, remedy: str):
     with pytest.raises(DocumentError) as caught:
-        parse_labels_size(nbytes, META.layout, where="store/labels.bin")
+        parse_token_array_size(nbytes, LABELS, META.layout, where="store/labels.bin")
     text = f"it has {nbytes} bytes; 7 examples x 4 content tokens of one byte are 28{message}"
     assert (caught.value.message, caught.value.remedy, caught.value.where) == (text, remedy, "store/labels.bin")
     assert [(p.kind, p.message, p.where) for p in caught.value.problems] == [("labels_size", text, "store/labels.bin")]
-    assert parse_labels_size(28, META.layout) == (7, 4)
+    assert parse_token_array_size(28, LABELS, META.layout, where="labels.bin") == (7, 4)
     # Of one layer without CLS neither guess is made.
     with pytest.raises(DocumentError) as caught:
-        parse_labels_size(35, Layout(7, (0,), 4, False, 8, 3))
+        parse_token_array_size(35, LABELS, Layout(7, (0,), 4, False, 8, 3), where="labels.bin")
     assert (caught.value.remedy, caught.value.where) == (
         "It is of another store, or not of one byte each: replace it, or remove it.", "labels.bin",
     )  # fmt: skip

@@ -41,6 +41,7 @@ class Ranges:
 
     transport: Transport
     extents: dict[str, Extent] = field(default_factory=dict)
+    converts = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self.extents == other.extents
