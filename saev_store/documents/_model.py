@@ -232,7 +232,7 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
         findings.add(
             "unknown_protocol",
             f'"protocol" is {shown(protocol)}; this version of saev_store reads {", ".join(PROTOCOLS)} and other minor '
-            f"versions of {' and '.join(map(str, _MAJORS))}",
+            f"versions of {', '.join(map(str, _MAJORS[:-1]))} and {_MAJORS[-1]}",
             loc=("protocol",),
         )
     is_ours = major == 3 and not is_foreign

@@ -88,8 +88,8 @@ GIVEN: dict[str, object] = {
 @pytest.mark.parametrize(
     ("change", "where", "message", "remedy"),
     [
-        ({"protocol": "3.0"}, "protocol", "protocol is '3.0' (a string); new stores are written as 1.0.0, 2.0, 2.1", None),
-        ({"protocol": 2}, "protocol", "protocol is 2 (an integer); new stores are written as 1.0.0, 2.0, 2.1", None),
+        ({"protocol": "4.0"}, "protocol", "protocol is '4.0' (a string); new stores are written as 1.0.0, 2.0, 2.1, 3.0", None),
+        ({"protocol": 2}, "protocol", "protocol is 2 (an integer); new stores are written as 1.0.0, 2.0, 2.1, 3.0", None),
         ({"protocol": "1.0.0", "dataset": "x"}, "dataset", "protocol 1.0.0 has no dataset", "Leave it out."),
         ({"protocol": "1.0.0", "pixel_agg": "x"}, "pixel_agg", "protocol 1.0.0 has no pixel_agg", "Leave it out."),
         ({"extra": [1]}, "extra", "extra is [1] (an array); it must map names to JSON values", None),
@@ -297,15 +297,17 @@ def test_what_follows_from_the_row_of_a_version(version: WrittenVersion):
         "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples",
         "max_tokens_per_shard", "data", "dataset", "pixel_agg", "dtype", "protocol",
     )  # fmt: skip
-    assert tuple(spelling.keys) == names
+    added = ("hook_points", "token_arrays", "text", "spec")
+    assert tuple(spelling.keys) == (*names, *added)
     assert [key for name, key in spelling.keys.items() if name not in spelling.renamed] == [
-        name for name in names if name not in spelling.renamed
+        name for name in (*names, *added) if name not in spelling.renamed
     ]
     assert {name: spelling.keys[name] for name in spelling.renamed} == dict(spelling.renamed)
     again = replace(version)
     assert again.title == f"protocol {version.protocol} (as written since {version.since})"
-    optional = {"pixel_agg"} if version.since in {"2025-10-03", "2025-10-07", "2025-10-08", "2025-10-13"} else {
-        "dataset", "pixel_agg",
-    }  # fmt: skip
-    assert again.required_keys == tuple(key for name, key in spelling.keys.items() if name not in optional)
+    optional = {"pixel_agg"} if version.since >= "2025-10-03" else {"dataset", "pixel_agg"}
+    fields = (*names[:-2], *added, *names[-2:]) if version.protocol == "3.0" else names
+    assert again.fields == fields
+    optional |= {"hook_points", "token_arrays", "text"}
+    assert again.required_keys == tuple(spelling.keys[name] for name in fields if name not in optional)
     assert _all_but("dataset", "pixel_agg") == tuple(name for name in names if name not in {"dataset", "pixel_agg"})
