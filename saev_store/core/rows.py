@@ -53,6 +53,7 @@ class RowSpace:
         ends: Only with ignored labels: rows up to and including each chosen example, int64.
         labels: Only with ignored labels: the store's labels (n_examples, content tokens), borrowed.
         kept: Only with ignored labels: a table of 256 booleans, true for labels that stay.
+        condition: What tells `labels` apart that were derived from a condition: a digest of them; empty for a store's own.
         n_examples: How many examples are chosen (also counting those of which no token is left).
         rows_per_example: Rows of an example of which nothing is ignored.
         n_rows: All rows; also `len(space)`.
@@ -65,6 +66,7 @@ class RowSpace:
     ends: IntArray | None = None
     labels: Labels | None = None
     kept: npt.NDArray[np.bool_] | None = None
+    condition: bytes = b""
     n_examples: int = field(init=False)
     rows_per_example: int = field(init=False)
     n_rows: int = field(init=False)

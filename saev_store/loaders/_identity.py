@@ -78,7 +78,7 @@ def fingerprint(space: RowSpace) -> str:
     state.
     """
     layout = space.layout
-    layers = tuple(layout.layers[position] for position in space.layer_idx)
+    layers = tuple(layout.layer_keys[position] for position in space.layer_idx)
     tokens = (space.tokens.start - layout.n_special_tokens, space.tokens.count)
     digest = hashlib.sha256(repr((layout.n_examples, layout.d_model, layers, tokens, len(space))).encode())
     if isinstance(space.examples, Progression):
@@ -87,6 +87,7 @@ def fingerprint(space: RowSpace) -> str:
         digest.update(np.ascontiguousarray(space.examples, dtype="<i8").tobytes())
     if space.kept is not None:
         digest.update(space.kept.tobytes())
+    digest.update(space.condition)
     return digest.hexdigest()[:16]
 
 

@@ -18,7 +18,7 @@ from saev_store.errors import ArgumentError, brief
 from saev_store.store.opening import Opened, OpenedStore, as_metadata, open_store
 from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, prepared
-from saev_store.store.token_arrays import MASK, kept_tokens
+from saev_store.store.token_arrays import MASK, condition_digest, kept_tokens
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -269,12 +269,14 @@ class ShardStore(OpenedStore):
         """
         labels = self.labels if ignore_labels is not None else None
         hides = not masked and tokens != "special" and self.metadata.declares_token_arrays and MASK in self.token_arrays
+        condition = b""
         if where is not None or hides:
-            kept = kept_tokens(self.token_arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
-            ignore_labels, labels = (0,), kept
+            labels = kept_tokens(self.token_arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
+            ignore_labels, condition = (0,), condition_digest(labels)
         space = row_space(
             self.layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels, labels=labels
         )
+        space.condition = condition
         return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype))
 
     def as_numpy(self, key: Key = ..., *, copy: bool | None = None, dtype: ReadDtype = "float32") -> FloatArray:

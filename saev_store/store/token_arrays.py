@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
@@ -174,6 +175,11 @@ def kept_tokens(
         for values, choices, is_wanted in conditions:
             kept[some] &= np.isin(values[some], choices, invert=not is_wanted)
     return kept
+
+
+def condition_digest(kept: npt.NDArray[np.uint8]) -> bytes:
+    """Bytes that tell what `kept_tokens` gave from what other conditions give."""
+    return xxh3_128(np.packbits(kept).data).digest()
 
 
 def _named(arrays: TokenArrays, name: str) -> TokenValues:

@@ -92,7 +92,7 @@ class TorchLoader(ABC, Generic[Config]):
     def _scale_norm(self) -> bool | float:
         """The factor by the statistics beside the store; those say nothing about vectors without the ignored ones."""
         cfg = self.cfg
-        if not cfg.scale_norm or cfg.ignore_labels:
+        if not cfg.scale_norm or self._rows().space.ends is not None:
             return cfg.scale_norm
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 

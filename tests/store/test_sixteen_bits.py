@@ -150,6 +150,25 @@ def test_conditions_choose_tokens(made):
             store.sel(where=where)
 
 
+def test_a_state_is_refused_by_other_conditions_and_hook_points(made):
+    store = ShardStore.open(made[0])
+    counts = {
+        position: len(store.sel(layer=2, tokens="content", where={"positions": position}, masked=True))
+        for position in (1, 2)
+    }
+    assert counts == {1: N, 2: N}  # as many rows
+    loaders = [
+        OrderedLoader(store.sel(layer=2, tokens="content", where={"positions": 1}, masked=True), batch_size=4),
+        OrderedLoader(store.sel(layer=2, tokens="content", where={"positions": 2}, masked=True), batch_size=4),
+        OrderedLoader(store.sel(layer=(5, "attn_out"), tokens="special"), batch_size=4),
+        OrderedLoader(store.sel(layer=(5, "resid_post"), tokens="special"), batch_size=4),
+    ]
+    for one, other in ((loaders[0], loaders[1]), (loaders[2], loaders[3])):
+        one.load_state_dict(one.state_dict())
+        with pytest.raises(ArgumentError, match="rows"):
+            one.load_state_dict(other.state_dict())
+
+
 def test_views_show_float32(made):
     import xarray as xr
     import zarr
