@@ -266,3 +266,68 @@ def test_numbers_are_rounded_to_nearest_even_and_never_become_infinite_unasked(t
         store = ShardStore.open(root / metadata.hash)
         assert store[0, 0, 0, :4].tolist() == [1.0, 1 + 2**-9, 65504.0, -65504.0]
         assert store[1, 2, 3, 4] == stored
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_the_stored_dtype_are_written_bit_for_bit(tmp_path, dtype):
+    torch = pytest.importorskip("torch")
+    metadata = new_metadata(**{key: value for key, value in META.items() if key != "token_arrays"}, dtype=dtype)
+    bits = torch.randint(-(2**15), 2**15, (N, 3, CONTENT + 1, D), dtype=torch.int16)
+    acts = bits.view(getattr(torch, dtype)).permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)  # strides of its own
+    with ShardStore.create(tmp_path, metadata, on_nonfinite="allow", progress=False) as writer:
+        writer.append(acts[:5])
+        writer.append(acts[5:].requires_grad_())
+    assert np.array_equal(ShardStore.open(tmp_path / metadata.hash).read(dtype="stored").view(np.int16), bits.numpy())
+
+
+def test_declared_arrays_are_needed_and_no_others_are_taken(tmp_path):
+    metadata = new_metadata(**META, dtype="bfloat16")
+    acts, ids = np.zeros((1, 3, CONTENT + 1, D), np.float32), np.zeros((1, CONTENT), np.int64)
+    whole = {
+        "token_ids": ids,
+        "labels": ids,
+        "mask": ids,
+        "positions": ids,
+        "score": ids.astype(np.float32),
+    }
+    writer = ShardStore.create(tmp_path, metadata, progress=False)
+    for changes, match in (
+        ({"token_ids": None}, "token_ids is missing"),
+        ({"document_ids": ids}, "document_ids is not among"),
+        ({"token_ids": ids + 2**31}, "integers from -2147483648 to 2147483647"),
+        ({"mask": ids + 2}, "integers from 0 to 1"),
+        ({"positions": ids.astype(float)}, "dtype float64"),
+        ({"score": ids}, "must be float32"),
+        ({"labels": np.zeros((1, CONTENT + 1), int)}, "none for CLS"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            writer.append(acts, **{**whole, **changes})
+    assert writer.n_written == 0
+    writer.append(acts, **whole)
+    assert writer.n_written == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_interrupted_dump_continues_with_its_token_arrays(made, tmp_path, world):
+    path, acts, arrays = made
+    metadata = ShardStore.open(path).metadata
+
+    def append(writer, end):
+        some = slice(writer.next_example, end)
+        writer.append(acts[some], **{name: values[some] for name, values in arrays.items()})
+
+    root = tmp_path / "again"
+    for rank in range(world):
+        options = {"on_nonfinite": "allow", "progress": False, "part": (rank, world) if world > 1 else None}
+        with pytest.raises(TimeoutError), ShardStore.create(root, metadata, **options) as writer:
+            append(writer, writer.next_example + 2)
+            writer.checkpoint()
+            raise TimeoutError
+        with ShardStore.create(root, metadata, resume=True, **options) as writer:
+            assert writer.next_example == writer.example_range[0] + 2
+            append(writer, writer.example_range[1])
+    if world > 1:
+        ShardStore.finalize(root, metadata)
+    for file in path.iterdir():
+        assert (root / metadata.hash / file.name).read_bytes() == file.read_bytes(), file.name
