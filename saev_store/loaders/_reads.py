@@ -246,7 +246,7 @@ class Reads:
             ):
                 self._advice.soon(shard, starts, ends)
             if array is not None:
-                memory = memoryview(array).cast("B")
+                memory = array.reshape(-1).view(np.uint8).data  # no buffer has items of bfloat16
                 views = [memory[places[lo] * v : (places[lo] + counts[lo]) * v] for lo, _ in some]
                 self._retried(shard, partial(self._transport.readinto, name, starts=starts, buffers=views))
             else:

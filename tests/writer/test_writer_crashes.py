@@ -169,7 +169,7 @@ def test_lost_labels_are_found_on_resuming() -> None:
         create_store(disk, this.metadata, block_bytes=64, on_nonfinite="allow") as writer,
     ):
         writer.append(*this.rows(0, 8))
-    disk.files[f"{this.name}/.saev_store/labels/acts000001.bin"].seen[0] ^= 1
+    disk.files[f"{this.name}/.saev_store/tokens/acts000001.bin"].seen[0] ^= 1
     with pytest.warns(SaevStoreWarning, match="acts000001"):
         writer = create_store(disk, this.metadata, resume=True, block_bytes=64, on_nonfinite="allow")
     assert writer.next_example == 3

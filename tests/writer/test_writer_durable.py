@@ -52,9 +52,9 @@ class Watch:
         if name.startswith(".saev_store/receipts/"):
             receipt, shard = json.loads(content), Path(name).stem + ".bin"
             assert digests_of(survivors[shard][: receipt["used_nbytes"]]) == receipt["digests"]
-            if receipt["labels"] is not None:
-                labels = self.disk.survivors()[f"{self.folder}/.saev_store/labels/{shard}"]
-                assert xxhash.xxh3_128(labels).hexdigest() == receipt["labels"]
+            if receipt["tokens"] is not None:
+                labels = self.disk.survivors()[f"{self.folder}/.saev_store/tokens/{shard}"]
+                assert xxhash.xxh3_128(labels).hexdigest() == receipt["tokens"]
             self.receipts.append((shard, receipt["used_nbytes"]))
         elif name == "digests.json":
             for file, told in json.loads(content)["files"].items():

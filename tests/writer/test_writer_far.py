@@ -58,7 +58,7 @@ def written(this: Case, world: int = 2):
     return disk.files
 
 
-KINDS = ("read .saev_store/receipts/", "size acts", "read .saev_store/labels/", "range acts000003")
+KINDS = ("read .saev_store/receipts/", "size acts", "read .saev_store/tokens/", "range acts000003")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +73,7 @@ def test_a_publisher_asks_about_all_shards_at_once(kind: str) -> None:
     this.check(far.content(this.name))
 
 
-@pytest.mark.parametrize("kind", ["size acts", "read .saev_store/labels/"])
+@pytest.mark.parametrize("kind", ["size acts", "read .saev_store/tokens/"])
 def test_a_resumed_part_asks_about_all_its_shards_at_once(kind: str) -> None:
     this = case(n=2 * N_SHARDS, per_shard=2, pad=False)
     far = Far(written(this), meets=kind, n=N_SHARDS // 2)
@@ -121,8 +121,8 @@ def test_the_first_damage_is_told_whoever_answers_first(damage: str) -> None:
         elif damage == "changed":
             far.files[path].seen[70] ^= 1
         else:
-            del far.files[f"{this.name}/.saev_store/labels/acts{shard_idx:06d}.bin"]
-    told = {"gone": "it is gone", "short": "it has", "changed": "bytes 64:96 are not", "labels": "labels of a shard"}
+            del far.files[f"{this.name}/.saev_store/tokens/acts{shard_idx:06d}.bin"]
+    told = {"gone": "it is gone", "short": "it has", "changed": "bytes 64:96 are not", "labels": "tokens of a shard"}
     with pytest.raises(CorruptShardError, match=f"acts000001.*{told[damage]}"):
         finalize_store(far, this.metadata, verify="digests")
     assert "metadata.json" not in far.content(this.name)

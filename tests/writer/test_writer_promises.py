@@ -52,13 +52,13 @@ def test_labels_are_collected_after_they_are_recorded():
 
     class Slow(Disk):
         def put(self, path, data):
-            if path.endswith("/labels/acts000002.bin"):
+            if path.endswith("/tokens/acts000002.bin"):
                 asked.wait(0.3)
                 assert not asked.is_set(), "they are collected already"
             super().put(path, data)
 
         def read(self, path, *, max_bytes=None):
-            if "/labels/" in path:
+            if "/tokens/" in path:
                 asked.set()
             return super().read(path, max_bytes=max_bytes)
 
@@ -245,4 +245,4 @@ def test_labels_take_their_place_in_one_step():
     assert finalize_store(disk, this.metadata)
     labels = f"{this.name}/labels.bin"
     changes = [what for what in disk.log if what.split()[-1] == labels or f" {labels} " in what]
-    assert changes == [f"move {this.name}/.saev_store/labels.bin {labels}"]
+    assert changes == [f"move {this.name}/.saev_store/building/labels.bin {labels}"]
