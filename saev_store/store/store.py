@@ -12,13 +12,13 @@ import numpy as np
 
 from saev_store.core.dtypes import ReadDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
-from saev_store.core.rows import Layers, Tokens, row_space
+from saev_store.core.rows import Layers, Tokens
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.store.opening import Opened, OpenedStore, as_metadata, open_store
 from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, prepared
-from saev_store.store.token_arrays import MASK, condition_digest, kept_tokens
+from saev_store.store.token_arrays import chosen_rows
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -205,8 +205,7 @@ class ShardStore(OpenedStore):
 
         Args:
             key: Integers, slices with steps, lists, boolean masks, ellipsis: NumPy's rules, layers by position.
-            dtype: "float32", "float64", "bfloat16", "float16" or "stored"; a narrower one than the store's rounds to nearest
-                even.
+            dtype: "float32", "float64", "bfloat16", "float16" or "stored"; narrower ones round to nearest even.
             out: Memory to fill: of that dtype, C order, of exactly the result's shape.
 
         Raises:
@@ -242,16 +241,10 @@ class ShardStore(OpenedStore):
         return count.estimate(math.prod(request.shape) * self.layout.itemsize, prices)
 
     def sel(
-        self,
-        *,
-        layer: Layers = "all",
-        tokens: Tokens = "all",
-        examples: object = None,
-        ignore_labels: Sequence[int] | None = None,
-        where: Mapping[str, object] | None = None,
-        masked: bool = False,
+        self, *, layer: Layers = "all", tokens: Tokens = "all", examples: object = None,
+        ignore_labels: Sequence[int] | None = None, where: Mapping[str, object] | None = None, masked: bool = False,
         dtype: ReadDtype = "float32",
-    ) -> Selection:
+    ) -> Selection:  # fmt: skip
         """Vectors chosen by label, as the rows of a lazy (n, d_model) array.
 
         Args:
@@ -267,16 +260,10 @@ class ShardStore(OpenedStore):
             LayerNotFoundError: a layer was not recorded; the message lists those that were.
             SelectionError: anything else this store does not hold.
         """
-        labels = self.labels if ignore_labels is not None else None
-        hides = not masked and tokens != "special" and self.metadata.declares_token_arrays and MASK in self.token_arrays
-        condition = b""
-        if where is not None or hides:
-            labels = kept_tokens(self.token_arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
-            ignore_labels, condition = (0,), condition_digest(labels)
-        space = row_space(
-            self.layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels, labels=labels
-        )
-        space.condition = condition
+        space = chosen_rows(
+            self.layout, self.token_arrays, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels,
+            where=where, masked=masked,
+        )  # fmt: skip
         return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype))
 
     def as_numpy(self, key: Key = ..., *, copy: bool | None = None, dtype: ReadDtype = "float32") -> FloatArray:

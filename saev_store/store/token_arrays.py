@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
 
 from saev_store.core.layout import Layout
+from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, row_space
 from saev_store.core.token_arrays import TokenArray
 from saev_store.documents import parse_token_array_size
 from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
@@ -42,7 +43,10 @@ class TokenArrays(Mapping[str, TokenValues]):
     def __init__(self, transport: Transport, metadata: Metadata, has_labels: bool | None) -> None:
         self._transport, self._layout = transport, metadata.layout
         self._arrays = {array.name: array for array in metadata.recordable}
-        self._is_there = True if metadata.declares_token_arrays else has_labels
+        #: Whether the document says which arrays there are.
+        self.is_declared = metadata.declares_token_arrays
+        self.shape = (self._layout.n_examples, self._layout.content_tokens_per_example)
+        self._is_there = True if self.is_declared else has_labels
         self._read: dict[str, TokenValues] = {}
 
     @property
@@ -140,23 +144,41 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
     return values
 
 
-def kept_tokens(
-    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
-) -> npt.NDArray[np.uint8]:
-    """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens).
-
-    Args:
-        arrays: The store's.
-        where: Name to the value, or the values, that are wanted.
-        hides: Whether tokens whose `mask` is false are out.
-        ignore_labels: Labels that are out.
+def chosen_rows(
+    layout: Layout,
+    arrays: TokenArrays,
+    *,
+    layer: Layers,
+    tokens: Tokens,
+    examples: object,
+    ignore_labels: Sequence[int] | None,
+    where: Mapping[str, object] | None,
+    masked: bool,
+) -> RowSpace:
+    """The rows that `ShardStore.sel` chooses; see there. Conditions on tokens are evaluated now.
 
     Raises:
         SelectionError: there is no such array, or a value is not one of its dtype.
     """
-    conditions = [(arrays[MASK], np.array([True]), True)] if hides else []
+    ignored, condition, labels = ignore_labels, b"", None
+    hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
+    if where is not None or hides:
+        labels = _kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
+        ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
+    elif ignore_labels is not None and "labels" in arrays:
+        labels = cast("Labels", arrays["labels"])
+    space = row_space(layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignored, labels=labels)
+    space.condition = condition
+    return space
+
+
+def _kept_tokens(
+    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens)."""
+    tests = [(arrays[MASK], np.array([True]), True)] if hides else []
     if ignore_labels is not None:
-        conditions.append((_named(arrays, "labels"), np.atleast_1d(np.asarray(ignore_labels)), False))
+        tests.append((_named(arrays, "labels"), np.atleast_1d(np.asarray(ignore_labels)), False))
     for name, wanted in where.items():
         values = _named(arrays, name)
         choices = np.atleast_1d(np.asarray(wanted))
@@ -166,20 +188,15 @@ def kept_tokens(
                 f"{name} is asked to be {brief(wanted)}; it must be a number of {values.dtype.name}, or a list of them",
                 where="where",
             )
-        conditions.append((values, choices, True))
-    shape = conditions[0][0].shape if conditions else (0, 0)
+        tests.append((values, choices, True))
+    shape = tests[0][0].shape if tests else arrays.shape
     kept = np.ones(shape, dtype=np.uint8)
     step = max(1, _PIECE // max(shape[1], 1))
     for first in range(0, shape[0], step):
         some = slice(first, first + step)
-        for values, choices, is_wanted in conditions:
+        for values, choices, is_wanted in tests:
             kept[some] &= np.isin(values[some], choices, invert=not is_wanted)
     return kept
-
-
-def condition_digest(kept: npt.NDArray[np.uint8]) -> bytes:
-    """Bytes that tell what `kept_tokens` gave from what other conditions give."""
-    return xxh3_128(np.packbits(kept).data).digest()
 
 
 def _named(arrays: TokenArrays, name: str) -> TokenValues:
