@@ -102,6 +102,25 @@ class TokenVariable(StoreArray):
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, copied)
 
 
+def _selects_nothing(item: object, size: int) -> bool:
+    """Whether a key of one axis is a slice without any of so many positions."""
+    return isinstance(item, slice) and not range(size)[cast("slice[None]", item)]
+
+
+class LazyArray(indexing.LazilyIndexedArray):
+    """xarray's lazy array, with empty slices that stay empty.
+
+    xarray 2026.9 makes `slice(-9, None, -3)` of seven positions the three from the last one on, for any back end.
+    """
+
+    def _updated_key(self, new_key: indexing.ExplicitIndexer) -> indexing.BasicIndexer | indexing.OuterIndexer:
+        items = cast("tuple[object, ...]", indexing.expanded_indexer(new_key.tuple, self.ndim))  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        key = tuple(
+            slice(0, 0) if _selects_nothing(item, size) else item for item, size in zip(items, self.shape, strict=True)
+        )
+        return super()._updated_key(type(new_key)(key))
+
+
 class SaevBackend(BackendEntrypoint):
     """xarray's back end for `engine="saev"`, for a local folder of a store opened without an engine, and for a `ShardStore`.
 
@@ -242,7 +261,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     """A store as a dataset of lazy variables, without dask; closing it closes the store."""
     layout = store.layout
     variables = {
-        ARRAY: xarray.Variable(DIMS, indexing.LazilyIndexedArray(StoreArray(store))),
+        ARRAY: xarray.Variable(DIMS, LazyArray(StoreArray(store))),
         "example": xarray.Variable("example", pd.RangeIndex(layout.n_examples)),  # of constant size
     }
     arrays = list(store.token_arrays)
@@ -251,9 +270,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     for name in arrays:
         # A name of another variable gets a prefix: `token` is the axis, `positions` is not.
         shown = f"tokens_{name}" if name in variables else name
-        variables[shown] = xarray.Variable(
-            ("example", CONTENT), indexing.LazilyIndexedArray(TokenVariable(store, name))
-        )
+        variables[shown] = xarray.Variable(("example", CONTENT), LazyArray(TokenVariable(store, name)))
     if layout.hook_points is not None:
         variables["hook_point"] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
