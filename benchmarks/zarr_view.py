@@ -2,8 +2,8 @@
 
     python benchmarks/zarr_view.py [--gib 0.5] [--folder DIR] [--rounds 5] [--latency-ms 30] [--json]
 
-The link is a web server on this machine that waits before each answer; both sides read from it through fsspec, with zarr's
-defaults.
+The link is a server on this machine that waits before each answer: a web server, from which both sides read through fsspec,
+and a bucket, from which ours reads through obstore and FsspecStore through s3fs; with zarr's defaults.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 import zarr
 from _common import Line, make_store, race, report, seconds
 from _transports import LatencyTransport
+from remote import serve as serve_bucket
 
 from saev_store import ShardStore, new_metadata
 from saev_store.documents import shards_bytes
@@ -173,36 +174,56 @@ def dask_means(store: ShardStore, maps: list[np.memmap], rounds: int) -> list[Li
     return lines
 
 
+@contextlib.contextmanager
+def web(root: Path, latency_s: float) -> Iterator[tuple[str, dict[str, object]]]:
+    """Both sides through fsspec's client."""
+    with served(root, latency_s) as url:
+        yield f"{url}/far", {}
+
+
+@contextlib.contextmanager
+def bucket(root: Path, latency_s: float) -> Iterator[tuple[str, dict[str, object]]]:
+    """Ours through obstore, as `ShardStore.open` chooses, FsspecStore through s3fs."""
+    server, url = serve_bucket(root, latency_s)
+    try:
+        yield "s3://far", {"key": "k", "secret": "s", "endpoint_url": url}
+    finally:
+        server.kill()
+        server.wait()
+
+
 def remote(root: Path, latency_s: float, rounds: int) -> list[Line]:
     folder, _ = make_store(root / "far", n_bytes=40 * 6 * 197 * 768 * 4, n_shards=4, layers=range(6))
     local_store = ShardStore.open(folder)
-    chunks = (1, 1, *local_store.shape[2:])
-    path = native(root / "far", local_store, chunks)
+    path = native(root / "far", local_store, (1, 1, *local_store.shape[2:]))
     lines = []
-    with served(root, latency_s) as url:
-        store = ShardStore.open(f"{url}/far/{folder.name}")
-        theirs = zarr.open_array(zarr.storage.FsspecStore.from_url(f"{url}/far/{path.name}", read_only=True), mode="r")
-        ways = {"": store.as_zarr()}
-        if activations(ways[""]).shards is not None:
-            ways[", not sharded"] = store.as_zarr(sharded=False)
-        for suffix, view in ways.items():
-            ours = activations(view)
-            for what, key in (
-                ("one layer of 40 x 6", np.s_[:, 3]),
-                ("one vector", np.s_[17, 3, 5]),
-                ("full scan", np.s_[:]),
-            ):
-                np.testing.assert_array_equal(ours[key], theirs[key])
-                pair = race(lambda a=ours, k=key: a[k], lambda k=key: theirs[k], rounds)
-                against = "FsspecStore, native chunks of one layer"
-                lines.append(
-                    Line(f"far: {what}{suffix}", pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1])
-                )
-        if len(ways) > 1:
-            vectors = activations(store.as_zarr(chunks=(1, 1, 1, store.shape[3])))
-            pair = race(lambda: vectors[17, 3, 5], lambda: theirs[17, 3, 5], rounds)
-            what = "far: one vector, inner chunks of one"
-            lines.append(Line(what, pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1]))
+    for place in (web, bucket):
+        with place(root, latency_s) as (url, options):
+            store = ShardStore.open(f"{url}/{folder.name}", options)
+            native_store = zarr.storage.FsspecStore.from_url(
+                f"{url}/{path.name}", storage_options=options, read_only=True
+            )
+            lines += far_lines(place.__name__, store, zarr.open_array(native_store, mode="r"), rounds)
+    return lines
+
+
+def far_lines(place: str, store: ShardStore, theirs: zarr.Array, rounds: int) -> list[Line]:
+    against = "FsspecStore, native chunks of one layer"
+    ways = {"": store.as_zarr()}
+    if activations(ways[""]).shards is not None:
+        ways[", not sharded"] = store.as_zarr(sharded=False)
+    keys = {"one layer of 40 x 6": np.s_[:, 3], "one vector": np.s_[17, 3, 5], "full scan": np.s_[:]}
+    races = [(what + suffix, activations(view), key) for suffix, view in ways.items() for what, key in keys.items()]
+    if len(ways) > 1:
+        vectors = activations(store.as_zarr(chunks=(1, 1, 1, store.shape[3])))
+        races.append(("one vector, inner chunks of one", vectors, keys["one vector"]))
+    lines = []
+    for what, ours, key in races:
+        np.testing.assert_array_equal(ours[key], theirs[key])
+        pair = race(lambda a=ours, k=key: a[k], lambda k=key: theirs[k], rounds)
+        lines.append(
+            Line(f"far, {place}: {what}", pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1])
+        )
     return lines
 
 
