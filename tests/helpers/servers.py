@@ -21,11 +21,17 @@ class Bucket(NamedTuple):
 
 #: In a process of its own, so that it neither competes with clients for one interpreter nor fills this one's memory.
 _MOTO = """
-import sys
-import moto.s3.models
+import functools, sys, threading
+import moto.s3.models, moto.s3.responses
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import BaseWSGIServer
 moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = 1  # uploads of many parts that are quick
+one, put_object = threading.Lock(), moto.s3.responses.S3Response.put_object
+@functools.wraps(put_object)
+def in_turn(self):  # S3 decides a conditional write in one step; moto looks first and writes later
+    with one:
+        return put_object(self)
+moto.s3.responses.S3Response.put_object = in_turn
 BaseWSGIServer.request_queue_size = 1024  # every request is a connection, and many come at once
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
