@@ -53,18 +53,18 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
     >>> read_dtype("stored", "float16"), read_dtype("float32", "float16")
     (dtype('float16'), dtype('float32'))
     """
-    name = asked
-    if not isinstance(asked, str):
+    name: object = asked
+    if not isinstance(asked, (str, type(None))):  # NumPy takes None for float64
         try:
             name = np.dtype(asked).name
         except TypeError:
             name = None
     if name == "stored":
         name = stored
-    if name not in _READABLE:
+    if not isinstance(name, str) or name not in _READABLE:
         choices = ", ".join(repr(choice) for choice in get_args(get_args(ReadDtype)[0]))
         raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {choices}", where="dtype")
-    return numpy_dtype(str(name))
+    return numpy_dtype(name)
 
 
 def convert(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:

@@ -115,6 +115,52 @@ def test_what_breaks_a_rule_is_refused(changes):
     with pytest.raises(DocumentError) as caught:
         parse(**changes)
     assert caught.value.remedy
+    is_geometry = "layers" in changes or changes == {"hook_points": ["resid_mid"]}
+    (found,) = caught.value.problems
+    assert (found.kind, found.loc) == ("layout" if is_geometry else "wrong_value", (next(iter(changes)),))
+    assert next(iter(changes)) in found.message
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        ({"name": "token_ids", "dtype": "int64"}, "token_ids has dtype int64; arrays of that name are int32"),
+        (
+            {"name": "x", "dtype": "complex64"},
+            "x has dtype 'complex64'; it must be one of bool, uint8, int32, int64, float32",
+        ),
+        ({"name": "X", "dtype": "int32"}, "'X' has a name that is not allowed"),
+    ],
+)
+def test_why_an_array_is_refused_is_said(array, why):
+    with pytest.raises(DocumentError) as caught:
+        parse(token_arrays=[array])
+    assert why in caught.value.problems[0].message
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    wrong = {
+        "token_arrays": [{"name": "X", "dtype": "int32"}], "hook_points": [1], "text": [], "layers": [0, "a"], "d_model": -1,
+        "family": ...,
+    }  # fmt: skip
+    with pytest.raises(DocumentError) as caught:
+        parse(**wrong)
+    assert {problem.loc[0] for problem in caught.value.problems} == wrong.keys()
+
+
+def test_what_is_at_the_end_of_a_rule_is_allowed():
+    arrays = [{"name": f"a{i}", "dtype": "bool"} for i in range(64)]
+    assert len(parse(token_arrays=arrays).token_arrays) == 64
+    longest = ["a" * 128, "resid_mid"]
+    assert parse(hook_points=longest).hook_points == tuple(longest)
+    with pytest.raises(DocumentError):
+        parse(hook_points=["a" * 129, "resid_mid"])
+    for layout in ("window", "stream"):
+        assert parse(text={"layout": layout, "more": 1}).text == {"layout": layout, "more": 1}
+    assert parse(text=None).text is None
+    assert parse(text=...).text is None
+    assert parse(hook_points=None).hook_points is None
+    assert parse(token_arrays=[]).token_arrays == ()
 
 
 def test_a_layer_may_occur_with_several_hook_points():

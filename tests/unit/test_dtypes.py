@@ -1,0 +1,113 @@
+"""Names of dtypes, and numbers that are converted, against `ml_dtypes` and NumPy."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from saev_store.core.dtypes import FLOAT32, ITEMSIZES, convert, converted, numpy_dtype, read_dtype
+from saev_store.errors import ArgumentError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {"float32": np.dtype("<f4"), "bfloat16": BFLOAT16, "float16": np.dtype("<f2"), "float64": np.dtype("<f8")}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("byteorder", ["little", "big"])
+def test_names_are_little_endian_dtypes(name: str, byteorder: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "byteorder", byteorder)
+    assert numpy_dtype(name) == DTYPES[name]
+    assert numpy_dtype(name).isnative is (sys.byteorder == byteorder)
+    assert name == "float64" or numpy_dtype(name).itemsize == ITEMSIZES[name]
+
+
+@pytest.mark.parametrize("stored", ITEMSIZES)
+def test_what_a_reader_may_ask_for(stored: str):
+    assert read_dtype("stored", stored) == DTYPES[stored]
+    for name, dtype in DTYPES.items():
+        assert read_dtype(name, stored) == dtype
+        assert read_dtype(dtype, stored) == dtype
+    assert read_dtype(np.float16, stored) == DTYPES["float16"]
+
+
+@pytest.mark.parametrize(
+    "asked", ["int8", "float8_e4m3fn", "", "Stored", np.int32, np.dtype(">i4"), object(), None, 4], ids=repr
+)
+def test_what_a_reader_may_not_ask_for(asked: object):
+    with pytest.raises(ArgumentError) as caught:
+        read_dtype(asked, "float32")
+    assert caught.value.where == "dtype"
+    assert "must be one of 'float32', 'float64', 'bfloat16', 'float16', 'stored'" in caught.value.message
+
+
+def numbers(dtype: np.dtype) -> np.ndarray:
+    """All bit patterns of 16 bits, or of 32 bits some near each of those of bfloat16: halves of its last place, and NaNs."""
+    if dtype.itemsize == 2:
+        return np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(256, 256)
+    upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
+    found = (upper | np.array([0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).view(np.float32)
+    with np.errstate(all="ignore"):
+        return found if dtype == FLOAT32 else found.astype(dtype)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_numbers_are_rounded_to_nearest_even(source: str, target: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    given = numbers(DTYPES[source])
+    with np.errstate(all="ignore"):
+        expected = given.astype(DTYPES[target])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = converted(given, DTYPES[target])
+        assert found.dtype == DTYPES[target]
+        assert found.tobytes() == expected.tobytes()
+        assert (found is given) is (source == target)
+        strided = np.zeros((given.shape[0], 2 * given.shape[1]), DTYPES[target])
+        convert(given[::-1], strided[:, ::2])
+    assert strided[:, ::2].tobytes() == expected[::-1].tobytes()
+    assert not strided[:, 1::2].any()
+
+
+class Tensor:
+    """As much of a tensor as `convert` uses; counts copies."""
+
+    n_copies = 0
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def copy_(self, other: Tensor) -> None:
+        Tensor.n_copies += 1
+        np.copyto(self.array, other.array)
+
+
+def test_torch_widens_float16_where_it_may(monkeypatch: pytest.MonkeyPatch):
+    """Contiguous memory that may be written: torch warns of other memory, or does not take it."""
+    torch = types.ModuleType("torch")
+    torch.from_numpy = Tensor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(Tensor, "n_copies", 0)
+    given, out = numbers(DTYPES["float16"])[:4], np.zeros((4, 256), np.float32)
+    convert(given, out)
+    assert Tensor.n_copies == 1
+    expected = given.astype(np.float32)
+    assert out.tobytes() == expected.tobytes()
+    fixed, wide = given.copy(), np.zeros((4, 512), np.float32)
+    fixed.flags.writeable = False
+    for source, target in (
+        (fixed, np.zeros((4, 256), np.float32)),
+        (given, wide[:, ::2]),
+        (np.repeat(given, 2, axis=1)[:, ::2], np.zeros((4, 256), np.float32)),
+    ):
+        convert(source, target)
+        assert target.tobytes() == expected.tobytes()
+    for source, dtype in ((given, np.float64), (expected, np.float16), (expected, BFLOAT16)):
+        with np.errstate(all="ignore"):
+            assert converted(source, np.dtype(dtype)).tobytes() == source.astype(dtype).tobytes()
+    assert Tensor.n_copies == 1
