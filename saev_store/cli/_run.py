@@ -124,6 +124,11 @@ def run(argv: list[str]) -> int:
         emit_error(error, as_json=as_json, seen=seen)
         return code
 
+    def interrupted() -> int:
+        if not as_json:
+            print("interrupted" + ("; the same command continues" if "copy" in argv[:1] else ""), file=sys.stderr)
+        return INTERRUPTED
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaevStoreWarning)
@@ -131,7 +136,7 @@ def run(argv: list[str]) -> int:
             code = app()(args=argv, prog_name="saev-store", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return interrupted()
     except (PipeClosedError, BrokenPipeError):
         # Python flushes standard output again at exit; discard that.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,7 +152,7 @@ def run(argv: list[str]) -> int:
         if usage is not None:
             return fail(usage, USAGE)
         if type(error).__name__ == "Abort":  # the command line library converts Ctrl-C into this
-            return INTERRUPTED
+            return interrupted()
         return fail(error, DEFECT)
     for message in seen:
         print(f"warning: {message}", file=sys.stderr)

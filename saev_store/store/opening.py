@@ -348,8 +348,11 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
             where=transport.url,
             remedy="Open one of them; ShardStore.list(root) describes them.",
         )
+    path = transport.local_path
     return NotFoundError(
-        "there is no metadata.json, so this is no store",
+        "there is no such folder"
+        if path is not None and not os.path.exists(path)
+        else "there is no metadata.json, so this is no store",
         where=transport.url,
         remedy="A store is a folder <root>/<HASH> with metadata.json, shards.json and acts000000.bin.",
     )

@@ -372,10 +372,10 @@ def test_a_bucket_on_the_command_line(run, store, tmp_path, s3_bucket):
         (["info", "/tmp", "-o", "anon=true"], 2, "local files take no options"),
         (["info", ""], 2, "not an address"),
         (["info", "nosuch://x"], 1, "nosuch"),
-        (["info", "/nonexistent/store"], 1, "no metadata.json"),
+        (["info", "/nonexistent/store"], 1, "no such folder"),
         (["validate", "/dev/null"], 1, "/dev/null"),
         (["ls", "/dev/null"], 1, "/dev/null"),
-        (["copy", "/nonexistent", "/tmp/x"], 1, "no metadata.json"),
+        (["copy", "/nonexistent", "/tmp/x"], 1, "no such folder"),
     ],
 )  # fmt: skip
 def test_errors_name_what_is_wrong_and_show_no_traceback(run, arguments, code, text):
@@ -464,6 +464,7 @@ def test_interrupt(tmp_path, receiver):
         finally:
             process.kill()
     assert process.returncode == 130
+    assert err.endswith("interrupted\n")
     assert "Traceback" not in err
     assert time.monotonic() - started < 20
 

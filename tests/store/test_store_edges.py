@@ -22,6 +22,7 @@ from saev_store.errors import (
     DocumentError,
     IncompleteStoreError,
     MissingShardError,
+    NotFoundError,
     SelectionError,
 )
 from saev_store.names import CLAIM_PATH
@@ -482,3 +483,10 @@ def test_nothing_of_a_document_is_markup_in_a_card(plain: PlainStore):
     page = opened(MemoryTransport(files, label="<x>"))._repr_html_()
     assert not {"<i>", "<b>", "<x>"} & {page[at : at + 3] for at in range(len(page))}
     assert "&lt;b&gt;&amp;" in page
+
+
+def test_a_folder_that_is_not_there_is_told_from_one_that_is_no_store(tmp_path):
+    with pytest.raises(NotFoundError, match="there is no such folder"):
+        ShardStore.open(tmp_path / "absent")
+    with pytest.raises(NotFoundError, match="there is no metadata.json"):
+        ShardStore.open(tmp_path)
