@@ -135,7 +135,7 @@ def run(argv: list[str]) -> int:
             warnings.showwarning = show_warning
             code = app()(args=argv, prog_name="saev-store", standalone_mode=False)
         sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before and after the command
         return interrupted()
     except (PipeClosedError, BrokenPipeError):
         # Python flushes standard output again at exit; discard that.
@@ -156,4 +156,6 @@ def run(argv: list[str]) -> int:
         return fail(error, DEFECT)
     for message in seen:
         print(f"warning: {message}", file=sys.stderr)
+    if code == INTERRUPTED:  # what the command line library makes of Ctrl-C
+        return interrupted()
     return code if isinstance(code, int) else OK

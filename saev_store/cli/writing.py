@@ -286,7 +286,7 @@ def demo(
         result = run_demo(out, device=device, progress=progress, say=say)
     except KeyboardInterrupt:
         again = f"saev-store demo --out {shlex.quote(str(out))}"
-        print(f"\nInterrupted. Recorded examples are kept; continue with: {again}", file=sys.stderr)
+        print(f"\nRecorded examples are kept; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         emit_json(result.to_dict())
