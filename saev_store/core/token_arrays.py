@@ -5,9 +5,10 @@ Section 5 of docs/protocol.md: the file `<name>.bin` of a token array holds (n_e
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ MEANINGS: Mapping[str, str] = {
     "document_ids": "int64",
     "positions": "int32",
 }
+#: What stands for "none" at special tokens, for which nothing is recorded, by dtype.
+NONE: Mapping[str, float] = {"bool": False, "uint8": 255, "int32": -1, "int64": -1, "float32": math.nan}
 #: The most token arrays of a store.
 MAX_ARRAYS = 64
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
@@ -90,3 +93,22 @@ class TokenArray:
 
 #: Labels, which stores of every version may have, declared or not.
 LABELS = TokenArray("labels", "uint8")
+
+
+def shown_names(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """The names under which token arrays are shown beside other things: their own, or with `tokens_` in front.
+
+    Args:
+        names: Of all token arrays of a store, so that a name does not depend on which of them are shown.
+        taken: Names of the other things.
+
+    >>> shown_names(["labels", "layer"], {"layer", "token"})
+    {'labels': 'labels', 'layer': 'tokens_layer'}
+    """
+    own, found = set(names), dict[str, str]()
+    for name in sorted(own):
+        shown = name
+        while shown in taken or (shown != name and shown in own):
+            shown = f"tokens_{shown}"
+        found[name] = shown
+    return found

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from saev_store.loaders._base import NO_LABEL, Loader
+from saev_store.loaders._base import Loader
+from saev_store.loaders._columns import NO_LABEL, TokenColumns
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import stored_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
@@ -51,6 +52,7 @@ __all__ += [
     "RowNumbers",
     "ScatteredReads",
     "ShuffleArguments",
+    "TokenColumns",
     "medium_of",
     "open_for_training",
     "options_class",

@@ -20,6 +20,7 @@ from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
+from saev_store.loaders._columns import TokenColumns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
@@ -31,9 +32,6 @@ from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.order import Batching, Blocks
 from saev_store.store.reader import NumberArray
 from saev_store.store.selection import Selection
-
-#: The label of special tokens, which have none.
-NO_LABEL = 255
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
 _N_THREADS = {"memory": 4, "cached": 4, "flash": 16, "disk": 8, "parallel": 16, "remote": 32}
@@ -80,9 +78,8 @@ class Loader(ABC):
         if not isinstance(rows, Selection):
             raise ArgumentError(f"rows is a {type(rows).__name__}", where="rows", remedy="Pass store.sel(…).")
         space, layout = rows.space, rows.space.layout
-        if labels is not None and space.tokens.start + space.tokens.count <= layout.n_special_tokens:
-            labels = None  # special tokens only: they have no labels
-        self._rows, self._space, self._labels, self._options = rows, space, labels, options
+        self._rows, self._space, self._options = rows, space, options
+        self._columns = TokenColumns(rows, options.token_arrays, labels)
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self.d_model, self.n_samples = layout.d_model, space.n_rows
         self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
@@ -215,7 +212,7 @@ class Loader(ABC):
                 )
                 source = self._source(epoch, first, iteration, reads)
                 numbers = range(first, self._batching.n_batches)
-                iteration.start(partial(_batches, source, numbers, self._space, self._labels))
+                iteration.start(partial(_batches, source, numbers, self._space, self._columns))
                 return BatchIterator(
                     iteration,
                     len(numbers),
@@ -385,9 +382,9 @@ class Loader(ABC):
 
 
 def _batches(
-    source: Callable[[], BatchSource], numbers: range, space: RowSpace, labels: Labels | None
+    source: Callable[[], BatchSource], numbers: range, space: RowSpace, columns: TokenColumns
 ) -> Iterator[Batch]:
-    """Batches with what comes with their vectors: token numbers, layers' labels, tokens' labels."""
+    """Batches with what comes with their vectors: token numbers, layers' labels, tokens' labels and other token arrays."""
     if not numbers:
         return
     layout, found = space.layout, source()
@@ -397,10 +394,7 @@ def _batches(
         batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
         if len(space.layer_idx) > 1:
             batch["layer"] = np.asarray(layout.layers, dtype=np.int64)[where.layer]
-        if labels is not None:
-            # Special tokens have no label; 255 stands for "none" where they are mixed with content.
-            known = labels[where.example, np.maximum(token, 0)]
-            batch["token_labels"] = np.where(token < 0, np.uint8(NO_LABEL), known) if layout.cls_token else known
+        batch.update(columns.at(where.example, token))
         # The consumer alone decides how long a batch lives.
         del act, where
         yield batch

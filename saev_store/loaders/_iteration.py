@@ -22,7 +22,7 @@ from saev_store._runtime.threads import ABANDONED
 from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
 
 #: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
-#: `token_labels` (n,) uint8.
+#: `token_labels` (n,) uint8 and token arrays by name, (n,) of their dtype.
 Batch = dict[str, np.ndarray]
 #: What a thread carries out, and the name of the file that it reads, for messages about time-outs.
 Task: TypeAlias = tuple[Callable[[], None], str]

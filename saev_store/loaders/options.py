@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Annotated, Protocol, TypedDict, TypeVar, cast, dataclass_transform
 
@@ -80,6 +80,7 @@ class ReadArguments(TypedDict, total=False):
     medium: Kind | None
     read_bytes: int | None
     keep_pages: bool | None
+    token_arrays: Sequence[str]
 
 
 class ShuffleArguments(ReadArguments, total=False):
@@ -111,6 +112,7 @@ class ReadOptions:
             `"remote"`. It decides how many threads read, and how much at once.
         read_bytes: About how many bytes one task reads. Default: by the medium.
         keep_pages: Whether the page cache keeps what was read. Default: unless the store is much larger than memory.
+        token_arrays: Names of token arrays of the store to have in the batches, such as `("token_ids",)`.
 
     Raises:
         ArgumentError: an option is out of range; the message lists all of these.
@@ -127,6 +129,7 @@ class ReadOptions:
     medium: Kind | None = None
     read_bytes: Count | None = None
     keep_pages: bool | None = None
+    token_arrays: tuple[str, ...] = ()
 
 
 @options_class(ArgumentError)

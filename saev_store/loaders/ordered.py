@@ -95,7 +95,8 @@ class OrderedLoader(Loader):
     """Batches in storage order: example by example, in it layer by layer, in that token by token. Always the same.
 
     A batch is a dict: `act` float32 (n, d_model), `example_idx` and `token_idx` int64 (n,), with several layers `layer`
-    int64 (n,), and `token_labels` uint8 (n,) where labels were given (255 for special tokens, which have none).
+    int64 (n,), `token_labels` uint8 (n,) where labels were given (255 for special tokens, which have none), and by name
+    those of `options.token_arrays`, (n,) of their dtype (for special tokens 255, -1, NaN or false).
     `token_idx` counts content tokens from 0; -1 is the special token. Memory of a batch belongs to the consumer as long as
     the batch, or any view of it, is referred to; then it is used again.
 

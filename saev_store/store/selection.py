@@ -17,6 +17,7 @@ from saev_store.store.reader import FloatArray, NumberArray
 if TYPE_CHECKING:
     from saev_store.store.estimate import Estimate, Prices
     from saev_store.store.reader import Reader
+    from saev_store.store.token_arrays import TokenArrays
 
 #: A slice of rows is read in pieces of about this size.
 PIECE_BYTES = 64 << 20
@@ -35,9 +36,18 @@ class Selection:
     Coordinates(example_idx=array([0, 1]), layer=array([5, 5]), token_idx=array([0, 1]))
     """
 
-    def __init__(self, reader: Reader, space: RowSpace, dtype: np.dtype[np.generic] = FLOAT32) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        space: RowSpace,
+        dtype: np.dtype[np.generic] = FLOAT32,
+        *,
+        token_arrays: TokenArrays | None = None,
+    ) -> None:
         self.reader = reader
         self.space = space
+        #: Of the store, where the rows come from one.
+        self.token_arrays = token_arrays
         #: Of the vectors that come out.
         self.dtype = dtype
 

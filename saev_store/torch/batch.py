@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 import torch
 
-Value = torch.Tensor | int
+Value = torch.Tensor | float
 
 #: What keys were called in version 1 of the protocol.
 _OLD_KEYS = {"image_i": "example_idx", "patch_i": "token_idx"}
@@ -46,7 +46,7 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
 
 
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
-    """The same memory as tensors; labels as int64, because PyTorch takes uint8 tensors for masks when they index.
+    """The same memory as tensors; `token_labels` as int64, because PyTorch takes uint8 tensors for masks when they index.
 
     What a window on a device has gathered is a tensor already.
     """
@@ -83,11 +83,11 @@ class Examples(Sequence[ExampleBatch]):
 
 
 def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
-    """One example of a batch: `act` (d_model,), everything else an int; a token without a label has none."""
+    """One example of a batch: `act` (d_model,), everything else a number; a token without a label has none."""
     found = ExampleBatch()
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            found[name] = value[number] if name == "act" else int(value[number])
+            found[name] = value[number] if name == "act" else value[number].item()
     label = found.pop("token_labels", None)
     if label is not None and isinstance(token := found["token_idx"], int) and token >= 0:
         found["token_label"] = label

@@ -77,6 +77,7 @@ class IndexedConfig(_OldNames):
         ignore_labels: Leave out content tokens with these labels.
         masked: Hand out also tokens whose `mask` is false, in stores that record one.
         dtype: Of the vectors: "float32", or "stored", or another one that `ShardStore.read` takes.
+        token_arrays: Names of token arrays of the store to have in examples and batches, such as `("token_ids",)`.
         storage_options: What fsspec hands to the file system.
     """
 
@@ -88,6 +89,7 @@ class IndexedConfig(_OldNames):
     ignore_labels: tuple[int, ...] = ()
     masked: bool = False
     dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
+    token_arrays: tuple[str, ...] = ()
     storage_options: dict[str, object] | None = None
 
 

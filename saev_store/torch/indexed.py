@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportU
 from saev_store._runtime.threads import n_cores
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import NO_LABEL, BufferPool, ScatteredReads, medium_of
+from saev_store.loaders import BufferPool, ScatteredReads, TokenColumns, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
 from saev_store.torch.config import IndexedConfig
@@ -34,7 +34,8 @@ class IndexedDataset(Dataset[ExampleBatch]):
     """The rows of a selection by number: `dataset[i]` for one, `dataset.batch(numbers)` for many at once.
 
     An example is a dict: `act` float32 (d_model,), `example_idx`, `token_idx` (-1 for the special token), with several
-    layers `layer`, and `token_label` where the store has labels and the token is content. May be used with
+    layers `layer`, the token arrays that `cfg` names, and `token_label` where the store has labels and the token is
+    content. May be used with
     `DataLoader(dataset, batch_size=…, collate_fn=IndexedDataset.collate)`: each batch is then gathered at once, which is
     much faster than example by example. Can be pickled and inherited by workers.
 
@@ -59,7 +60,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             dtype=cfg.dtype,
         )
         space = self.rows.space
-        self._labels = self.store.labels if cfg.tokens != "special" else None
+        self._columns = TokenColumns(self.rows, cfg.token_arrays, self.store.labels)
         self._several = len(space.layer_idx) > 1
         self._n_batches = 0
         self._look_at_medium()
@@ -121,9 +122,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         found: dict[str, np.ndarray] = {"act": act, "example_idx": where.example_idx, "token_idx": where.token_idx}
         if self._several:
             found["layer"] = where.layer
-        if self._labels is not None:
-            labels = self._labels[where.example_idx, np.maximum(where.token_idx, 0)]
-            found["token_labels"] = np.where(where.token_idx < 0, np.uint8(NO_LABEL), labels)
+        found.update(self._columns.at(where.example_idx, where.token_idx))
         return tensors(found)
 
     def _memory(self, n: int) -> npt.NDArray[np.generic]:

@@ -53,9 +53,9 @@ class TorchLoader(ABC, Generic[Config]):
     """What `OrderedDataLoader` and `ShuffledDataLoader` share.
 
     Iterate it once per epoch; a batch is an `ExampleBatch`, a dict of tensors: `act` float32 (n, d_model), `example_idx`
-    and `token_idx` int64 (n,), with several layers `layer` int64 (n,), and `token_labels` int64 (n,) where the store has
-    labels (255 for special tokens). On the CPU a batch is a view of memory that is used again once no reference to the batch
-    is left.
+    and `token_idx` int64 (n,), with several layers `layer` int64 (n,), `token_labels` int64 (n,) where the store has
+    labels (255 for special tokens), and the token arrays that the config names. On the CPU a batch is a view of memory that
+    is used again once no reference to the batch is left.
     """
 
     ExampleBatch = ExampleBatch

@@ -65,6 +65,7 @@ PUBLIC = {
         "RowNumbers",
         "ScatteredReads",
         "ShuffleArguments",
+        "TokenColumns",
         "WINDOW_BYTES",
         "medium_of",
         "open_for_training",
