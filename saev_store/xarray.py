@@ -36,7 +36,7 @@ from saev_store.store.identity import recording_identity
 from saev_store.store.listing import list_stores
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.zarr.documents import ARRAY, CONTENT, attributes_of, coordinates
+from saev_store.zarr.documents import ARRAY, HOOK_POINT, TOKEN_DIMS, attributes_of, coordinates, token_variables
 
 try:
     import pandas as pd
@@ -264,22 +264,21 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
         ARRAY: xarray.Variable(DIMS, LazyArray(StoreArray(store))),
         "example": xarray.Variable("example", pd.RangeIndex(layout.n_examples)),  # of constant size
     }
-    arrays = list(store.token_arrays)
+    arrays = token_variables(store.token_arrays.described())
     for name, values in coordinates(layout, labelled=bool(arrays)).items():
         variables[name] = xarray.Variable(name, values)
-    for name in arrays:
-        # A name of another variable gets a prefix: `token` is the axis, `positions` is not.
-        shown = f"tokens_{name}" if name in variables else name
-        variables[shown] = xarray.Variable(("example", CONTENT), LazyArray(TokenVariable(store, name)))
+    for name, array in arrays.items():
+        variables[name] = xarray.Variable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
     if layout.hook_points is not None:
-        variables["hook_point"] = xarray.Variable("layer", np.array(layout.hook_points))
+        variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
         variables[name].encoding["preferred_chunks"] = {**variables[name].sizes, "example": task_lengths(layout)}
     left_out = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
-    # netCDF has neither objects nor booleans as attributes.
+    # netCDF has neither objects nor booleans as attributes. Hook points are a coordinate.
     attributes = {
         name: json.dumps(value) if isinstance(value, dict) else int(value) if isinstance(value, bool) else value
         for name, value in attributes_of(store.metadata, url=store.url).items()
+        if name != "hook_points"
     }
     dataset = xarray.Dataset(
         {name: variable for name, variable in variables.items() if name not in left_out}, attrs=attributes
@@ -335,8 +334,8 @@ def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:
         stores: Opened stores, in order.
 
     Raises:
-        ArgumentError: no store is given, one is given twice, or the stores differ in model, layers, tokens, d_model, or
-            in whether and how they are labelled.
+        ArgumentError: no store is given, one is given twice, or the stores differ in model, layers, tokens, d_model, token
+            arrays, or in how they are labelled.
         MissingDependencyError: xarray or dask is not installed.
 
     >>> from saev_store import ShardStore
@@ -384,9 +383,11 @@ def _what_must_agree(store: ShardStore) -> dict[str, object]:
         "family": metadata.family,
         "ckpt": metadata.ckpt,
         "layers": metadata.layers,
+        "hook_points": metadata.layout.hook_points,
         "content_tokens_per_example": metadata.content_tokens_per_example,
         "cls_token": metadata.cls_token,
         "d_model": metadata.d_model,
         "labels": store.has_labels,
         "pixel_agg": metadata.pixel_agg if store.has_labels else None,
+        "token_arrays": {array.name: array.dtype for array in store.token_arrays.described()},
     }

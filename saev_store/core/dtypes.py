@@ -27,7 +27,7 @@ _READABLE = (*ITEMSIZES, "float64")
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """The NumPy dtype of a name in `ITEMSIZES`, little-endian; of bfloat16 that of `ml_dtypes`.
+    """The NumPy dtype of a name, little-endian; of bfloat16 that of `ml_dtypes`.
 
     >>> numpy_dtype("float32"), numpy_dtype("bfloat16").itemsize
     (dtype('float32'), 2)

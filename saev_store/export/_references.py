@@ -1,7 +1,7 @@
 """The content of all exports: shape and chunks of each array, and the byte range of each chunk.
 
-Other readers do not pad: a chunk that ends after its file is exported as bytes. There are at most two, and they are small by
-default: the last one of the activations, if the last shard is cut, and that of the labels.
+Other readers do not pad: a chunk that ends after its file is exported as bytes. There is at most one for each array, small by
+default: the last one of the activations, if the last shard is cut, and those of the token arrays.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import numpy as np
 
 from saev_store.core.chunk_grid import ChunkGrid, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
-from saev_store.core.token_arrays import LABELS as LABELS_ARRAY
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning
-from saev_store.names import LABELS_NAME
 from saev_store.zarr import Chunks, chunk_shape
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, attributes_of, coordinates
+from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, coordinates, token_variables
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
 #: Readers of exports make a request for each chunk, so chunks suit remote stores.
 _MAX_GAP_BYTES = 1 << 20
-_LABEL_CHUNK_BYTES = 1 << 20
+_TOKEN_CHUNK_BYTES = 1 << 20
 #: Upper bound on a chunk that is exported as bytes.
 _INLINE_MAX_BYTES = 32 << 20
 #: About 100 MB of JSON.
@@ -76,7 +75,7 @@ class References:
 
     Attributes:
         base: Address of the store's folder for readers.
-        arrays: `activations`, and `labels` if the store has labels.
+        arrays: `activations`, and the token arrays.
         coordinates: Values by name, which is also the name of their axis.
         attributes: The group's.
     """
@@ -93,7 +92,7 @@ def references(
     chunks: Chunks = "auto",
     base: str | None = None,
     inline: bool = True,
-    label_rows: int | None = None,
+    token_rows: Mapping[str, int] | None = None,
 ) -> References:
     """The content of an export of a store.
 
@@ -101,7 +100,7 @@ def references(
         store: An opened store without damage.
         chunks: As in `ShardStore.as_zarr`.
         base: Address of the store's folder for readers; default: its address here.
-        label_rows: Examples in a chunk of labels; default: about 1 MiB.
+        token_rows: Examples in a chunk of each token array, by the name of its variable; default: about 1 MiB.
         inline: Whether a chunk that ends after its file may be given as bytes. If not, chunks are chosen so that none does.
 
     Raises:
@@ -130,11 +129,11 @@ def references(
             )
         shape = (whole, *shape[1:])
     grid = ChunkGrid(layout, shape)
+    tokens = token_variables(store.token_arrays.described())
     arrays = [_activations(store, grid)]
-    if store.has_labels:
-        arrays.append(_labels(store, label_rows, inline=inline))
+    arrays += [_tokens(store, name, tokens[name], (token_rows or {}).get(name), inline=inline) for name in tokens]
     attributes = attributes_of(store.metadata, url=address)
-    return References(address, tuple(arrays), coordinates(layout, labelled=store.has_labels), attributes)
+    return References(address, tuple(arrays), coordinates(layout, labelled=bool(tokens)), attributes)
 
 
 def warn_if_many(found: References, *, what: str) -> None:
@@ -191,13 +190,12 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     )
 
 
-def _labels(store: ShardStore, rows: int | None, *, inline: bool) -> ArrayReferences:
-    layout = store.layout
-    n_content = layout.content_tokens_per_example
-    rows = rows or max(1, min(layout.n_examples, _LABEL_CHUNK_BYTES // n_content))
+def _tokens(store: ShardStore, name: str, array: TokenArray, rows: int | None, *, inline: bool) -> ArrayReferences:
+    layout, path = store.layout, array.file_name
+    rows = rows or max(1, min(layout.n_examples, _TOKEN_CHUNK_BYTES // array.example_nbytes(layout)))
     if not inline:
         rows = max(n for n in divisors(layout.n_examples) if n <= rows)
-    nbytes = rows * n_content
+    nbytes = rows * array.example_nbytes(layout)
 
     def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
         row = np.unravel_index(numbers, (-(-layout.n_examples // rows), 1))[0]
@@ -206,9 +204,10 @@ def _labels(store: ShardStore, rows: int | None, *, inline: bool) -> ArrayRefere
     short: dict[int, bytes] = {}
     if layout.n_examples % rows:
         last = layout.n_examples // rows
-        short[last] = _padded(store, LABELS_NAME, last * nbytes, LABELS_ARRAY.nbytes(layout), nbytes, where="labels")
-    shape, dims = (layout.n_examples, n_content), ("example", CONTENT)
-    return ArrayReferences(LABELS, "uint8", shape, (rows, n_content), dims, nbytes, [LABELS_NAME], locate, short)
+        short[last] = _padded(store, path, last * nbytes, array.nbytes(layout), nbytes, where=name)
+    n_content = layout.content_tokens_per_example
+    shape, chunk = (layout.n_examples, n_content), (rows, n_content)
+    return ArrayReferences(name, array.dtype, shape, chunk, TOKEN_DIMS, nbytes, [path], locate, short)
 
 
 def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, where: str) -> bytes:

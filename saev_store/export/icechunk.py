@@ -11,11 +11,12 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 
 from saev_store._runtime.optional import need
+from saev_store.core.dtypes import numpy_dtype
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError
 from saev_store.export._references import References, references, usable_base, warn_if_many
 from saev_store.export.virtual import virtual_dataset
 from saev_store.zarr import Chunks
-from saev_store.zarr.documents import ARRAY, LABELS, attributes_of
+from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, token_variables
 
 if TYPE_CHECKING:
     import icechunk
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _BRANCH = "main"
 _NOTHING, _CREATE = "there is no repository to append to", "Create it without append first."
 #: Attributes of stores that continue each other.
-_SAME = ("family", "ckpt", "content_tokens_per_example", "cls_token", "d_model")
+_SAME = ("family", "ckpt", "content_tokens_per_example", "cls_token", "d_model", "hook_points")
 
 
 def write_icechunk(
@@ -47,8 +48,8 @@ def write_icechunk(
         chunks: As in `write_kerchunk`. To append other stores later, take one example. Ignored with `append`.
         base: As in `write_kerchunk`.
         container: How Icechunk reads the shards; default: by the scheme of `base`.
-        append: Append the examples to a repository that this function created. It needs the same layers, tokens, model and
-            labels, and examples in whole chunks so far.
+        append: Append the examples to a repository that this function created. It needs the same layers, tokens, model,
+            dtype and token arrays, and examples in whole chunks so far.
 
     Raises:
         ArgumentError: `chunks` is not a legal shape, the store does not fit the repository, or Icechunk cannot read `base` or
@@ -89,7 +90,7 @@ def write_icechunk(
     if before:
         before.check(store, usable_base(store, base), where)
     found = references(
-        store, chunks=before.chunk if before else chunks, base=base, label_rows=before.label_rows if before else None
+        store, chunks=before.chunk if before else chunks, base=base, token_rows=before.token_rows if before else None
     )
     warn_if_many(found, what="manifests")
     container = container or _container(found.base)
@@ -106,12 +107,22 @@ def write_icechunk(
 
 @dataclass(frozen=True)
 class _Appended:
-    """The repository that examples are appended to: `chunk` is that of `activations`, `label_rows` those of a chunk of `labels`."""
+    """The repository that examples are appended to.
+
+    Attributes:
+        n_examples: So far.
+        attributes: The group's.
+        chunk: Shape of a chunk of `activations`.
+        token_rows: Examples in a chunk of each token array, by name.
+        dtypes: Of `activations` and the token arrays, by name.
+        layers: Their labels.
+    """
 
     n_examples: int
     attributes: Mapping[str, object]
     chunk: tuple[int, ...]
-    label_rows: int | None
+    token_rows: Mapping[str, int]
+    dtypes: Mapping[str, str]
     layers: tuple[int, ...]
 
     @classmethod
@@ -121,27 +132,32 @@ class _Appended:
         try:
             group = zarr.open_group(repository.readonly_session(_BRANCH).store, mode="r")  # pyright: ignore[reportUnknownMemberType]  # a partial type
             arrays = dict(group.arrays())
-            acts, labels, layer = arrays[ARRAY], arrays.get(LABELS), arrays["layer"]
+            acts, layer = arrays[ARRAY], arrays["layer"]
         except (KeyError, FileNotFoundError, ValueError):
             raise ArgumentError("the repository is not an export of a store", where=where) from None
+        tokens = {name: array for name, array in arrays.items() if array.ndim == len(TOKEN_DIMS)}
         return cls(
             n_examples=acts.shape[0],
             attributes=dict(group.attrs),
             chunk=acts.chunks,
-            label_rows=labels.chunks[0] if labels is not None else None,
+            token_rows={name: array.chunks[0] for name, array in tokens.items()},
+            dtypes={name: array.dtype.name for name, array in {ARRAY: acts, **tokens}.items()},
             layers=tuple(np.asarray(layer[:]).tolist()),
         )
 
     def check(self, store: ShardStore, url: str, where: str) -> None:
         """Refuse a store that does not continue the repository."""
         here = attributes_of(store.metadata, url=url)
-        pairs = {name: (self.attributes.get(name), here[name]) for name in _SAME}
+        pairs = {name: (self.attributes.get(name), here.get(name)) for name in _SAME}
         pairs["layers"] = (self.layers, store.layout.layers)
-        pairs["labels"] = (self.label_rows is not None, store.has_labels)
+        tokens = token_variables(store.token_arrays.described())
+        dtypes = {ARRAY: store.layout.dtype, **{name: array.dtype for name, array in tokens.items()}}
+        for name in sorted({*self.dtypes, *dtypes}):
+            pairs[name] = (self.dtypes.get(name), dtypes.get(name))
         other = [f"{name}: {a!r} in the repository, {b!r} here" for name, (a, b) in pairs.items() if a != b]
         if other:
             raise ArgumentError(f"the store does not continue the repository; {'; '.join(other)}", where=where)
-        for rows in (self.chunk[0], self.label_rows or 1):
+        for rows in (self.chunk[0], *self.token_rows.values()):
             if self.n_examples % rows:
                 raise ArgumentError(
                     f"the repository ends within a chunk: {self.n_examples} examples in chunks of {rows}",
@@ -179,7 +195,7 @@ def _write(found: References, target: icechunk.IcechunkStore, before: _Appended 
             # A short chunk is copied into the repository.
             starts = [int(at) * n for at, n in zip(np.unravel_index(number, array.counts), array.chunk, strict=True)]
             ends = [min(at + n, full) for at, n, full in zip(starts, array.chunk, array.shape, strict=True)]
-            values = np.frombuffer(data, np.dtype(array.data_type).newbyteorder("<")).reshape(array.chunk)
+            values = np.frombuffer(data, numpy_dtype(array.data_type)).reshape(array.chunk)
             here = tuple(slice(b - a) for a, b in zip(starts, ends, strict=True))
             there = tuple(slice(a, b) for a, b in zip(starts, ends, strict=True))
             there = (slice(first + starts[0], first + ends[0]), *there[1:])

@@ -35,7 +35,7 @@ _STEP = 1 << 16
 #: References in one Parquet file: some hundred KB, which a reader loads for each access.
 _RECORD_SIZE = 100_000
 _ROOT = ".zmetadata"
-_DTYPES = {"float32": "<f4", "float16": "<f2", "uint8": "|u1", "int64": "<i8"}
+_DTYPES = {"float32": "<f4", "float16": "<f2", "bool": "|b1", "uint8": "|u1", "int32": "<i4", "int64": "<i8"}
 
 
 def write_kerchunk(

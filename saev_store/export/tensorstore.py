@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from saev_store.core.layout import DIMS, shard_name
 from saev_store.errors import ArgumentError
 from saev_store.export._references import usable_base
-from saev_store.names import LABELS_NAME
-from saev_store.zarr.documents import ARRAY, CONTENT, LABELS, array_document, coordinates
+from saev_store.zarr.documents import ARRAY, CONTENT, TOKEN_DIMS, array_document, coordinates, token_variables
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
@@ -28,7 +27,8 @@ _NOT_IN_SPECS = ("attributes", "storage_transformers")
 
 def array_names(store: ShardStore) -> tuple[str, ...]:
     """Names of the arrays that have a spec."""
-    return (ARRAY, "layer", "token", *((LABELS, CONTENT) if store.has_labels else ()))
+    tokens = token_variables(store.token_arrays.described())
+    return (ARRAY, "layer", "token", *((*tokens, CONTENT) if tokens else ()))
 
 
 def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
@@ -36,7 +36,8 @@ def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mappi
 
     Args:
         store: The opened store.
-        array: `"activations"`, `"layer"`, `"token"`, and if the store has labels `"labels"` and `"content_token"`.
+        array: `"activations"`, `"layer"`, `"token"`, and if the store has token arrays, such as `"labels"`, their names and
+            `"content_token"`.
         base: The store's folder for readers: an address, or TensorStore's JSON for it (a kvstore).
 
     Raises:
@@ -57,9 +58,10 @@ def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mappi
         return {"driver": "array", "array": values.tolist(), "dtype": "int64", "transform": transform}
     store.validate(progress=False).raise_if_bad()
     folder = _kvstore(usable_base(store, base) if base is None or isinstance(base, str) else base)
-    if array == LABELS:
+    tokens = token_variables(store.token_arrays.described()).get(array)
+    if tokens is not None:
         shape = (layout.n_examples, layout.content_tokens_per_example)
-        return _zarr3("uint8", shape, shape, ("example", CONTENT), {"c/0/0": LABELS_NAME}, folder)
+        return _zarr3(tokens.dtype, shape, shape, TOKEN_DIMS, {"c/0/0": tokens.file_name}, folder)
     last = layout.n_shards - 1
     in_last_file = store.transport.size(shard_name(last)) // layout.example_nbytes
     files = {f"c/{n}/0/0/0": shard_name(n) for n in range(layout.n_shards)}

@@ -302,7 +302,7 @@ class ShardStore(OpenedStore):
     def as_zarr(
         self, *, chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto", dtype: ReadDtype = "float32"
     ) -> ZarrView:
-        """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and `labels` where they exist.
+        """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and token arrays such as `labels`.
 
         Nothing is copied or listed: each chunk is a range of bytes of a shard. See `saev_store.zarr.open_view`.
 

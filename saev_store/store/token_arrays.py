@@ -87,6 +87,10 @@ class TokenArrays(Mapping[str, TokenValues]):
         """
         return self._known()[name]
 
+    def described(self) -> tuple[TokenArray, ...]:
+        """What is known of all arrays without reading them."""
+        return tuple(self._known().values())
+
     def __getitem__(self, name: str) -> TokenValues:
         """The values of an array: a view of the mapped file locally; a remote file is read once.
 

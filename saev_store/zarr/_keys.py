@@ -12,16 +12,15 @@ import google_crc32c
 
 from saev_store.core.chunk_grid import ChunkGrid, Extent, Shape, default_chunk
 from saev_store.core.layout import Layout
-from saev_store.core.token_arrays import LABELS as LABELS_ARRAY
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError
-from saev_store.names import LABELS_NAME
-from saev_store.zarr.documents import ARRAY, LABELS, array_documents, coordinates, group_document, to_json
+from saev_store.zarr.documents import ARRAY, array_documents, coordinates, group_document, to_json
 
 #: A chunk shape over (example, layer, token, d_model), or the one that suits the readers.
 Chunks: TypeAlias = Literal["auto"] | Sequence[int]
 
-#: A chunk of labels has at most about this size.
-_LABEL_CHUNK_BYTES = 16 << 20
+#: A chunk of a token array has at most about this size.
+_TOKEN_CHUNK_BYTES = 16 << 20
 _DOCUMENT = "zarr.json"
 _KEPT_INDEXES = 2
 
@@ -33,13 +32,13 @@ class TensorKeys:
     Attributes:
         grid: The grid of chunks.
         attributes: The group's attributes.
-        labelled: Whether there is a `labels.bin`.
+        token_arrays: The token arrays by the name of their variable.
         dtype: What readers see; where it is not the stored one, the view converts.
     """
 
     grid: ChunkGrid
     attributes: Mapping[str, object]
-    labelled: bool
+    token_arrays: Mapping[str, TokenArray]
     dtype: str = "float32"
     _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
@@ -48,17 +47,17 @@ class TensorKeys:
         """Whether readers see another dtype than the stored one."""
         return self.dtype != self.grid.layout.dtype
 
-    @cached_property
-    def label_rows(self) -> int:
-        """Examples in a chunk of labels: those of a shard, or as many as fit into 16 MiB."""
+    def rows_of(self, array: TokenArray) -> int:
+        """Examples in a chunk of a token array: those of a shard, or as many as fit into 16 MiB."""
         layout = self.grid.layout
-        most = max(1, _LABEL_CHUNK_BYTES // layout.content_tokens_per_example)
+        most = max(1, _TOKEN_CHUNK_BYTES // array.example_nbytes(layout))
         return min(layout.n_examples, layout.examples_per_shard, most)
 
     @cached_property
     def documents(self) -> dict[str, bytes]:
         """The documents by key."""
-        arrays = array_documents(self.grid, label_rows=self.label_rows if self.labelled else None, dtype=self.dtype)
+        tokens = {name: (array.dtype, self.rows_of(array)) for name, array in self.token_arrays.items()}
+        arrays = array_documents(self.grid, tokens, dtype=self.dtype)
         documents = {f"{name}/{_DOCUMENT}": to_json(document) for name, document in arrays.items()}
         return {_DOCUMENT: to_json(group_document(self.attributes, arrays)), **documents}
 
@@ -66,9 +65,10 @@ class TensorKeys:
     def counts(self) -> dict[str, tuple[int, ...]]:
         """How many chunks each array has along each of its axes."""
         counts: dict[str, tuple[int, ...]] = {ARRAY: self.grid.counts}
-        counts |= dict.fromkeys(coordinates(self.grid.layout, labelled=self.labelled), (1,))
-        if self.labelled:
-            counts[LABELS] = (-(-self.grid.layout.n_examples // self.label_rows), 1)
+        layout = self.grid.layout
+        counts |= dict.fromkeys(coordinates(layout, labelled=bool(self.token_arrays)), (1,))
+        for name, array in self.token_arrays.items():
+            counts[name] = (-(-layout.n_examples // self.rows_of(array)), 1)
         return counts
 
     def find(self, key: str) -> bytes | Extent | None:
@@ -76,21 +76,21 @@ class TensorKeys:
         document = self.documents.get(key)
         if document is not None:
             return document
-        array, *parts = key.split("/")
-        counts = self.counts.get(array)
+        name, *parts = key.split("/")
+        counts = self.counts.get(name)
         if counts is None or len(parts) != len(counts) + 1 or parts[0] != "c":
             return None
         position = [_number(part) for part in parts[1:]]
         if any(not 0 <= place < count for place, count in zip(position, counts, strict=True)):
             return None
-        if array == ARRAY:
+        if name == ARRAY:
             return self.grid.extent(position)
-        layout = self.grid.layout
-        if array == LABELS:
-            nbytes = self.label_rows * layout.content_tokens_per_example
+        layout, array = self.grid.layout, self.token_arrays.get(name)
+        if array is not None:
+            nbytes = self.rows_of(array) * array.example_nbytes(layout)
             start = position[0] * nbytes
-            return Extent(LABELS_NAME, start, min(start + nbytes, LABELS_ARRAY.nbytes(layout)), nbytes)
-        return coordinates(layout, labelled=self.labelled)[array].tobytes()
+            return Extent(array.file_name, start, min(start + nbytes, array.nbytes(layout)), nbytes)
+        return coordinates(layout, labelled=bool(self.token_arrays))[name].tobytes()
 
     def index(self, extent: Extent) -> bytes:
         """The index that follows the data of a shard: places of its inner chunks, and a checksum. Full shards share one."""
@@ -149,13 +149,13 @@ class TensorKeys:
         return {
             "grid": self.grid,
             "attributes": self.attributes,
-            "labelled": self.labelled,
+            "token_arrays": self.token_arrays,
             "dtype": self.dtype,
             "_indexes": {},
         }
 
     def __hash__(self) -> int:
-        return hash((self.grid, self.labelled, self.dtype))
+        return hash((self.grid, tuple(self.token_arrays), self.dtype))
 
 
 def chunk_shape(layout: Layout, chunks: Chunks, *, max_gap_bytes: float) -> Shape:

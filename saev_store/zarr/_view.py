@@ -25,7 +25,7 @@ from saev_store.transport import Buffer as Bytes
 from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch_ranges
 from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
-from saev_store.zarr.documents import attributes_of
+from saev_store.zarr.documents import attributes_of, token_variables
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
@@ -92,13 +92,14 @@ def open_view(
         not converts and (_CAN_READ_SHARDS and not math.isinf(max_gap_bytes)) if sharded == "auto" else bool(sharded)
     )
     attributes = attributes_of(store.metadata, url=store.url)
-    keys = TensorKeys(ChunkGrid(layout, shape, sharded=is_sharded), attributes, labelled=store.has_labels, dtype=shown)
+    arrays = token_variables(store.token_arrays.described())
+    keys = TensorKeys(ChunkGrid(layout, shape, sharded=is_sharded), attributes, arrays, dtype=shown)
     readable = {shard: n * layout.example_nbytes for shard, n in store.readable_examples.items()}
     return ZarrView(store.transport, keys, readable=readable)
 
 
 class ZarrView(Store):
-    """The tensor of a store, its coordinates and labels as a Zarr v3 group; made by `store.as_zarr()`.
+    """The tensor of a store, its coordinates and token arrays as a Zarr v3 group; made by `store.as_zarr()`.
 
     Values are verified by length when they are read: a shard that is missing or short raises `CorruptShardError`, and
     never reads as fill values. Picklable; may be shared between threads, and with forked children where the transport may.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from saev_store._version import __version__
 from saev_store.core.layout import DIMS, IntArray, Layout
+from saev_store.core.token_arrays import TokenArray, shown_names
 
 if TYPE_CHECKING:
     from saev_store.core.chunk_grid import ChunkGrid
@@ -18,15 +19,30 @@ if TYPE_CHECKING:
 Document = Mapping[str, object]
 
 ARRAY = "activations"
-LABELS = "labels"
-#: The axis of labels: without special tokens, so it is not the tensor's token axis.
+#: The axis of token arrays: without special tokens, so it is not the tensor's token axis.
 CONTENT = "content_token"
+TOKEN_DIMS = ("example", CONTENT)
+HOOK_POINT = "hook_point"
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _BYTES = {"name": "bytes"}
 
 
-_FLOATS = {"float16", "float32"}
+_FLOATS = {"float16", "bfloat16", "float32"}
+_OF_A_BYTE = {"bool", "uint8"}
+#: Names of axes and of other variables, here and in xarray.
+_TAKEN = frozenset({ARRAY, *DIMS, CONTENT, HOOK_POINT})
+
+
+def token_variables(arrays: Iterable[TokenArray]) -> dict[str, TokenArray]:
+    """Token arrays by the name of their variable: their own, with `tokens_` in front where another variable has it.
+
+    >>> [*token_variables([TokenArray("labels", "uint8"), TokenArray("token", "int32")])]
+    ['labels', 'tokens_token']
+    """
+    named = {array.name: array for array in arrays}
+    shown = shown_names(named, _TAKEN)
+    return {shown[name]: array for name, array in named.items()}
 
 
 def coordinates(layout: Layout, *, labelled: bool) -> dict[str, IntArray]:
@@ -55,7 +71,7 @@ def array_document(
     attributes: Document | None = None,
 ) -> Document:
     """The `zarr.json` of an uncompressed array; with `inner`, each chunk is a shard of such chunks."""
-    codecs: list[Document] = [_BYTES if data_type == "uint8" else _LITTLE]
+    codecs: list[Document] = [_BYTES if data_type in _OF_A_BYTE else _LITTLE]
     if inner is not None:
         configuration = {
             "chunk_shape": list(inner),
@@ -72,7 +88,7 @@ def array_document(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         # No chunk is ever missing. If this value is read all the same, it must not look like an activation.
-        "fill_value": "NaN" if data_type in _FLOATS else 0,
+        "fill_value": "NaN" if data_type in _FLOATS else False if data_type == "bool" else 0,
         "codecs": codecs,
         "attributes": dict(attributes or {}),
         "dimension_names": list(dims),
@@ -80,24 +96,25 @@ def array_document(
     }
 
 
-def array_documents(grid: ChunkGrid, *, label_rows: int | None, dtype: str = "float32") -> dict[str, Document]:
+def array_documents(
+    grid: ChunkGrid, token_arrays: Mapping[str, tuple[str, int]], *, dtype: str = "float32"
+) -> dict[str, Document]:
     """The documents of all arrays by name.
 
     Args:
         grid: How the tensor is cut.
-        label_rows: Examples in a chunk of labels; None for a store without labels.
+        token_arrays: Dtype, and examples in a chunk, of each token array, by the name of its variable.
         dtype: Of the activations.
     """
     layout = grid.layout
     documents = {
         ARRAY: array_document(dtype, layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None)
     }
-    for name, values in coordinates(layout, labelled=label_rows is not None).items():
+    for name, values in coordinates(layout, labelled=bool(token_arrays)).items():
         documents[name] = array_document("int64", values.shape, values.shape, [name])
-    if label_rows is not None:
-        n_content = layout.content_tokens_per_example
-        shape, chunk = [layout.n_examples, n_content], [label_rows, n_content]
-        documents[LABELS] = array_document("uint8", shape, chunk, ["example", CONTENT])
+    n_content = layout.content_tokens_per_example
+    for name, (data_type, rows) in token_arrays.items():
+        documents[name] = array_document(data_type, [layout.n_examples, n_content], [rows, n_content], TOKEN_DIMS)
     return documents
 
 
@@ -114,7 +131,12 @@ def group_document(attributes: Document, arrays: Mapping[str, Document]) -> Docu
 
 def attributes_of(metadata: Metadata, *, url: str) -> Document:
     """What the store's document says, under canonical names, and where the store is."""
-    optional = {"dataset": metadata.dataset, "pixel_agg": metadata.pixel_agg}
+    hook_points = metadata.layout.hook_points
+    optional = {
+        "dataset": metadata.dataset,
+        "pixel_agg": metadata.pixel_agg,
+        "hook_points": None if hook_points is None else list(hook_points),
+    }
     return {
         "protocol": metadata.protocol,
         "family": metadata.family,

@@ -157,7 +157,7 @@ def test_a_short_last_chunk_is_kept_and_ends_the_repository(tmp_path: Path):
         (Layout(10, (2, 5), 4, True, 8, 6), True, "content_tokens_per_example: 3 in the repository, 4 here"),
         (Layout(10, (2, 5), 3, True, 4, 6), True, "d_model: 8 in the repository, 4 here"),
         (Layout(10, (2, 5), 3, False, 8, 6), True, "cls_token: True in the repository, False here"),
-        (Layout(10, (2, 5), 3, True, 8, 6), False, "labels: True in the repository, False here"),
+        (Layout(10, (2, 5), 3, True, 8, 6), False, "labels: 'uint8' in the repository, None here"),
     ],
 )
 def test_what_does_not_continue_the_repository_is_refused(layout, labelled, message, tmp_path: Path):

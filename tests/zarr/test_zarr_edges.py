@@ -41,7 +41,7 @@ def test_labels_in_chunks_of_any_size(
     chunk_nbytes: int, per_shard: int, rows: int, is_far: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """At most as large as is said, never across what a shard holds, and never longer than the array."""
-    monkeypatch.setattr(_keys, "_LABEL_CHUNK_BYTES", chunk_nbytes)
+    monkeypatch.setattr(_keys, "_TOKEN_CHUNK_BYTES", chunk_nbytes)
     plain = plain_store(Layout(7, (2, 5), 4, True, 8, per_shard), labelled=True)
     transport: Transport = MemoryTransport(plain.files)
     view = opened(LatencyTransport(transport, 0.0, 1e6) if is_far else transport).as_zarr()
@@ -114,7 +114,7 @@ def test_parts_of_the_last_chunk_that_are_in_the_file_need_no_size(tail: str):
     """A mapped last chunk is looked at whole only where its end is wanted; the answer is the same."""
     plain = plain_store(LAYOUT, tail=tail)
     counting = CountingTransport(MemoryTransport(plain.files, label=plain.name))
-    view = ZarrView(counting, TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, labelled=False))
+    view = ZarrView(counting, TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, {}))
     value = plain.dense[6:].tobytes().ljust(3 * LAYOUT.example_nbytes, b"\0")
     for start, end in ((0, 10), (470, 480), (470, 481), (480, 490), (0, 1440), (1439, 1440)):
         sizes = counting.counters.operations.get("size", 0)
@@ -125,7 +125,7 @@ def test_parts_of_the_last_chunk_that_are_in_the_file_need_no_size(tail: str):
 
 def test_a_pickled_view_is_equal_and_small():
     layout = Layout(3000, (0,), 1, False, 2, 3000)
-    keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {"a": 1}, labelled=False)
+    keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {"a": 1}, {})
     assert len(keys.index(keys.find("activations/c/0/0/0/0"))) == 3000 * 16 + 4
     again = pickle.loads(pickle.dumps(keys))
     assert again == keys
@@ -136,7 +136,7 @@ def test_a_pickled_view_is_equal_and_small():
 def test_indices_of_full_and_cut_shards_are_kept_apart():
     """In any order, more kinds of shards than are kept."""
     for layout in (Layout(7, (0, 1), 1, False, 2, 3), Layout(2, (0, 1), 1, False, 2, 3)):
-        keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, labelled=False)
+        keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, {})
         for _ in range(2):
             for shard in [*range(layout.n_shards), *reversed(range(layout.n_shards))]:
                 index = keys.index(keys.find(f"activations/c/{shard}/0/0/0"))
@@ -146,7 +146,7 @@ def test_indices_of_full_and_cut_shards_are_kept_apart():
 
 def test_views_of_other_places_differ():
     files = plain_store(LAYOUT).files
-    keys = TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, labelled=False)
+    keys = TensorKeys(ChunkGrid(LAYOUT, (3, 3, 5, 8)), {}, {})
     one, same, other = (ZarrView(MemoryTransport(files, label=label), keys) for label in ("x", "x", "y"))
     assert one == same
     assert hash(one) == hash(same)

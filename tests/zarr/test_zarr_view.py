@@ -504,7 +504,7 @@ def test_every_range_of_a_sharded_key(tail: str, mapped: bool):
     plain = plain_store(layout, tail=tail)
     memory = MemoryTransport(plain.files, label=plain.name)
     transport = memory if mapped else LatencyTransport(memory, 0.0, 1e9)
-    view = ZarrView(transport, TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, labelled=False))
+    view = ZarrView(transport, TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, {}))
     n_inner = layout.examples_per_shard * 2
     for shard_idx in range(layout.n_shards):
         data = plain.dense[shard_idx * 3 : shard_idx * 3 + 3].tobytes()

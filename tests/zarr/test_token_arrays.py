@@ -1,0 +1,207 @@
+"""Token arrays in Zarr, xarray, exports and over HTTP: variables of their dtype, ranges of their files, equal to dense NumPy."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from test_export import FORMATS, NEEDS, make_export, read_elsewhere
+from token_stores import ARRAYS, TokenStore, token_store
+from zarr.core.sync import sync
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError
+from saev_store.export import array_names
+from saev_store.transport import MemoryTransport
+from saev_store.zarr import _keys
+
+#: The variable of each array: `layer` and `example` are axes, `tokens_layer` is an array's own name, `act` is free here.
+SHOWN = {name: name for name in ARRAYS} | {"layer": "tokens_tokens_layer", "example": "tokens_example"}
+
+
+def same(found: np.ndarray, truth: np.ndarray) -> None:
+    assert (found.dtype, found.shape) == (truth.dtype, truth.shape)
+    assert np.array_equal(found, truth, equal_nan=truth.dtype.kind == "f")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> TokenStore:
+    return token_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
+@pytest.mark.parametrize("chunk_nbytes", [1, 50, 16 << 20])
+def test_the_view_has_every_array_as_a_variable(made, engine, chunk_nbytes, monkeypatch):
+    monkeypatch.setattr(_keys, "_TOKEN_CHUNK_BYTES", chunk_nbytes)
+    view = ShardStore.open(made.path, engine=engine).as_zarr()
+    group = zarr.open_group(pickle.loads(pickle.dumps(view)), mode="r")
+    assert set(group) == {"activations", "layer", "token", "content_token", *SHOWN.values()}
+    assert set(sync(_listed(view, ""))) == {*group, "zarr.json"}
+    for name, truth in made.arrays.items():
+        array = group[SHOWN[name]]
+        assert array.metadata.dimension_names == ("example", "content_token")
+        same(array[...], truth)
+        same(array[3:9:2, 1:4], truth[3:9:2, 1:4])
+        rows = array.chunks[0]
+        assert rows == 1 or rows * truth[:1].nbytes <= chunk_nbytes
+        value = view.get_sync(f"{SHOWN[name]}/c/0/0").to_bytes()
+        assert value == truth[:rows].tobytes()
+    same(group["activations"][...], made.acts)
+
+
+async def _listed(view, prefix: str) -> list[str]:
+    return [name async for name in view.list_dir(prefix)]
+
+
+def test_views_with_other_arrays_differ(tmp_path):
+    views = [
+        ShardStore.open(token_store(tmp_path / str(n), arrays=arrays).path).as_zarr()
+        for n, arrays in enumerate([{"ids": "int32"}, {"ids": "int64"}, {}])
+    ]
+    assert views[0].keys == views[0].keys
+    assert views[0].keys != views[1].keys
+    assert "content_token" not in zarr.open_group(views[2], mode="r")
+
+
+def test_xarray_and_zarr_show_the_same_names(made):
+    import xarray as xr
+
+    with xr.open_dataset(made.path, engine="saev") as dataset:
+        own = {name: variable for name, variable in dataset.variables.items() if name != "example"}
+        group = zarr.open_group(ShardStore.open(made.path).as_zarr(), mode="r")
+        assert set(own) == set(group)
+        for name, truth in made.arrays.items():
+            same(dataset[SHOWN[name]].values, truth)
+            same(dataset[SHOWN[name]].isel(example=[4, 0], content_token=slice(1, None, 2)).values, truth[[4, 0], 1::2])
+    through_zarr = xr.open_zarr(ShardStore.open(made.path).as_zarr(), chunks=None, consolidated=False)
+    for name, truth in made.arrays.items():
+        same(through_zarr[SHOWN[name]].values, truth)
+
+
+def test_a_lost_array_raises_and_the_rest_reads(made):
+    (made.path / "token_ids.bin").unlink()
+    with (made.path / "document_ids.bin").open("r+b") as file:
+        file.truncate(100)
+    group = zarr.open_group(ShardStore.open(made.path, damaged_ok=True).as_zarr(), mode="r")
+    for name in ("token_ids", "document_ids"):
+        with pytest.raises(CorruptShardError, match=name):
+            group[name][...]
+    same(group["mask"][...], made.arrays["mask"])
+    same(group["activations"][...], made.acts)
+    with pytest.raises(SaevStoreError, match="token_ids"):
+        ShardStore.open(made.path, damaged_ok=True).to_kerchunk(made.path.parent / "r.json")
+
+
+def test_stores_with_other_arrays_are_not_joined(tmp_path):
+    stores = [
+        ShardStore.open(token_store(tmp_path, seed=n, arrays=arrays).path)
+        for n, arrays in enumerate([{"ids": "int32"}, {"ids": "int32"}, {"ids": "int64"}])
+    ]
+    both = ShardStore.concat(stores[:2])
+    same(both.ids.values, np.concatenate([store.token_arrays["ids"] for store in stores[:2]]))
+    with pytest.raises(ArgumentError, match="token_arrays"):
+        ShardStore.concat(stores)
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+
+def truth_of(made: TokenStore, path: Path) -> str:
+    n_content = next(iter(made.arrays.values())).shape[1]
+    coordinates = {
+        "layer": np.array([2, 5]), "token": np.arange(n_content + 1) - 1, "content_token": np.arange(n_content)
+    }  # fmt: skip
+    np.savez(path, activations=made.acts, **coordinates, **{SHOWN[name]: a for name, a in made.arrays.items()})
+    return str(path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_exports_have_them_without_us(format, tmp_path, monkeypatch):
+    for library in NEEDS.get(format, []):
+        pytest.importorskip(library)
+    from saev_store.export import _references
+
+    jobs = []
+    for number, (dtype, nbytes) in enumerate([("float32", 1 << 20), ("float16", 1 << 20), ("float16", 100)]):
+        monkeypatch.setattr(_references, "_TOKEN_CHUNK_BYTES", nbytes)  # several chunks, and a short one
+        made = token_store(tmp_path, dtype=dtype, seed=number, cut=number != 1)
+        out = tmp_path / f"out{number}{'.json' if format in {'kerchunk', 'tensorstore'} else ''}"
+        store = ShardStore.open(made.path)
+        if format == "tensorstore":
+            out.write_text(json.dumps({name: store.to_tensorstore_spec(name) for name in array_names(store)}))
+        else:
+            make_export(store, format, out)
+        jobs.append({"format": format, "out": str(out), "truth": truth_of(made, tmp_path / f"{number}.npz")})
+    assert read_elsewhere(jobs, tmp_path) == [[], [], []]
+
+
+def test_virtual_datasets_have_them(made):
+    pytest.importorskip("virtualizarr")
+    from obspec_utils.registry import ObjectStoreRegistry
+    from obstore.store import LocalStore
+    from test_virtual import ranges
+    from virtualizarr import open_virtual_dataset
+
+    from saev_store.export import SaevParser
+
+    registry = ObjectStoreRegistry({"file://": LocalStore()})
+    parsed = open_virtual_dataset(f"file://{made.path}", registry, SaevParser())
+    for dataset in (ShardStore.open(made.path).to_virtual_dataset(), parsed):
+        for name, truth in made.arrays.items():
+            assert dataset[SHOWN[name]].dtype == truth.dtype
+            assert ranges(dataset[SHOWN[name]].data) == truth.tobytes()
+
+
+def test_icechunk_appends_them(tmp_path):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    from test_virtual import opened
+
+    parts = [token_store(tmp_path, seed=seed, n=8) for seed in range(2)]
+    for part in parts:
+        store = ShardStore.open(part.path)
+        store.to_icechunk(tmp_path / "repository", chunks=(1, *store.shape[1:]), append=part is not parts[0])
+    found = opened(tmp_path / "repository")
+    for name, shown in SHOWN.items():
+        same(found[shown].values, np.concatenate([part.arrays[name] for part in parts]))
+    for arrays, dtype, message in (
+        ({**ARRAYS, "score": "int32"}, "float32", "score: 'float32' in the repository, 'int32' here"),
+        ({**ARRAYS, "more": "int32"}, "float32", "more: None in the repository, 'int32' here"),
+        (ARRAYS, "float16", "activations: 'float32' in the repository, 'float16' here"),
+    ):
+        other = ShardStore.open(token_store(tmp_path, seed=3, n=8, arrays=arrays, dtype=dtype).path)
+        with pytest.raises(ArgumentError, match=message):
+            other.to_icechunk(tmp_path / "repository", append=True)
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_has_them(made):
+    pytest.importorskip("starlette")
+    testclient = pytest.importorskip("starlette.testclient")
+    from saev_store.serve import application
+
+    client = testclient.TestClient(application(ShardStore.open(made.path), hosts=["testserver"]))
+    files = {}
+    for name in SHOWN.values():
+        for key in (f"{name}/zarr.json", *(f"{name}/c/{row}/0" for row in range(3))):
+            answer = client.get(f"/{key}")
+            assert answer.status_code == 200, key
+            files[key] = answer.content
+    buffers = {key: zarr.core.buffer.default_buffer_prototype().buffer.from_bytes(data) for key, data in files.items()}
+    served = zarr.storage.MemoryStore(buffers, read_only=True)
+    for name, truth in made.arrays.items():
+        same(zarr.open_array(served, path=SHOWN[name], mode="r")[...], truth)
+
+
+def test_a_store_in_memory_has_them(made):
+    files = {path.name: path.read_bytes() for path in made.path.iterdir()}
+    store = ShardStore.open(MemoryTransport(files, label=made.path.name))
+    group = zarr.open_group(store.as_zarr(), mode="r")
+    for name, truth in made.arrays.items():
+        same(group[SHOWN[name]][...], truth)
