@@ -109,12 +109,6 @@ def references(
         CorruptShardError: shards are missing or short; other readers would return fill values.
     """
     layout = store.layout
-    if layout.dtype == "bfloat16":
-        raise ArgumentError(
-            "the store holds bfloat16, which no reader of these references knows",
-            where="dtype",
-            remedy="Copy the store as float32, or export a TensorStore spec.",
-        )
     store.validate(progress=False).raise_if_bad()
     address = usable_base(store, base)
     shape = chunk_shape(layout, chunks, max_gap_bytes=_MAX_GAP_BYTES)

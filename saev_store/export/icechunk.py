@@ -41,6 +41,7 @@ def write_icechunk(
     """Create an Icechunk repository whose chunks are ranges of the shards, or append to one; returns the commit's id.
 
     Appended examples follow those of the repository; each store stays where it is. The attribute `parts` lists the stores.
+    References to bfloat16 have the data type of the zarr-extensions registry, which zarr knows where this package is installed.
 
     Args:
         store: The opened store.

@@ -62,7 +62,7 @@ def write_kerchunk(
         storage_options: For writing to `path`.
 
     Raises:
-        ArgumentError: `chunks` is not a legal shape, or the store has no address for other processes.
+        ArgumentError: `chunks` is not a legal shape, the store holds bfloat16, or it has no address for other processes.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: `"parquet"` without fastparquet.
         StoreExistsError: the folder contains other files.
@@ -76,6 +76,12 @@ def write_kerchunk(
         need("fastparquet", install="saev-store[kerchunk]", where="format")
     elif base == "":
         raise ArgumentError("a JSON document names the store's folder once, in its template", where="base")
+    if store.layout.dtype not in _DTYPES:
+        raise ArgumentError(
+            f"the store holds {store.layout.dtype}, which Zarr v2, and so these references, have no name for",
+            where="dtype",
+            remedy="Export to Icechunk or as a TensorStore spec, or copy the store as float32.",
+        )
     found = references(store, chunks=chunks, base=base)
     if format == "json":
         warn_if_many(found, what="a JSON document")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def to_virtual_dataset(store: ShardStore, *, chunks: Chunks = "auto", base: str | None = None) -> xarray.Dataset:
     """A virtual dataset of a store: `activations` and `labels` as `ManifestArray`s, coordinates as NumPy arrays.
 
-    Nothing is read but the store's documents. The dataset can be concatenated with others and written with
+    Nothing is read but the store's documents. Arrays have the stored dtype. The dataset can be concatenated with others and written with
     `dataset.vz.to_icechunk` or `dataset.vz.to_kerchunk`. Each chunk is a range of one file.
 
     Args:

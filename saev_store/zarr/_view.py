@@ -61,10 +61,11 @@ def open_view(
             length 1, axes right of it are whole, and the length on the pivot divides its axis.
         sharded: Make each shard one key with `chunks` as its inner chunks, which are then read many at a time. `"auto"`
             does so for remote stores, if zarr is 3.3 or newer; older versions cannot. Not for a view that converts.
-        dtype: "float32", to which a view of a 16-bit store converts what it reads, or "stored", without copying.
+        dtype: "float32", to which a view of a 16-bit store converts what it reads, or "stored", without copying. The data
+            type of stored bfloat16 is that of the zarr-extensions registry, `saev_store.zarr.BFloat16`.
 
     Raises:
-        ArgumentError: zarr has no such data type, as for bfloat16.
+        ArgumentError: `dtype` is neither float32 nor what is stored.
         ArgumentError: `chunks` is not such a shape (the message has the nearest ones), or zarr is too old for `sharded`.
         DocumentError: `labels.bin` has another size than the documents imply.
     """
@@ -79,11 +80,11 @@ def open_view(
     layout, max_gap_bytes = store.layout, store.transport.cost.max_gap_bytes
     shape = chunk_shape(layout, chunks, max_gap_bytes=max_gap_bytes)
     shown = read_dtype(dtype, layout.dtype).name
-    if shown not in {"float32", layout.dtype} or shown == "bfloat16":
+    if shown not in {"float32", layout.dtype}:
         raise ArgumentError(
-            f"dtype is {brief(dtype)}, which is {shown} here; the view shows float32, or what is stored if zarr knows it",
+            f"dtype is {brief(dtype)}; the view shows float32, or what is stored, which is {layout.dtype} here",
             where="dtype",
-            remedy="Use float32, which holds every bfloat16 exactly.",
+            remedy="Use float32, which holds every number of 16 bits exactly.",
         )
     converts = shown != layout.dtype
     if converts and sharded is True:

@@ -1,0 +1,265 @@
+"""The stored face: 16-bit numbers in Zarr and exports as they are stored, bit for bit and without a copy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from token_stores import TokenStore, token_store
+from waiting import HANG_S
+from zarr.dtype import data_type_registry
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError
+from saev_store.zarr import BFloat16
+
+ROOT = Path(__file__).resolve().parents[2]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ZARR = tuple(map(int, importlib.metadata.version("zarr").split(".")[:3]))
+
+
+def same_bits(found: np.ndarray, truth: np.ndarray) -> None:
+    assert (found.dtype, found.shape) == (truth.dtype, truth.shape)
+    assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))
+
+
+@pytest.fixture(params=["bfloat16", "float16"])
+def made(request, tmp_path: Path) -> TokenStore:
+    return token_store(tmp_path, dtype=request.param)
+
+
+# -- the view ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
+@pytest.mark.parametrize("chunks", ["auto", (1, 1, 7, 8), (1, 2, 7, 8), (4, 2, 7, 8)], ids=str)
+def test_the_stored_face_has_the_bits(made, engine, chunks):
+    store = ShardStore.open(made.path, engine=engine)
+    for dtype in ("stored", made.acts.dtype.name, made.acts.dtype):
+        view = pickle.loads(pickle.dumps(store.as_zarr(chunks=chunks, dtype=dtype)))
+        array = zarr.open_group(view, mode="r")["activations"]
+        same_bits(array[...], made.acts)
+        same_bits(array[2:9:3, 1, :, 5:], made.acts[2:9:3, 1, :, 5:])
+        same_bits(array.oindex[[0, 9, 4], :, [1, 6]], made.acts[[0, 9, 4]][:, :, [1, 6]])
+
+
+def test_the_stored_face_copies_nothing(made):
+    store = ShardStore.open(made.path, engine="mmap")
+    view = store.as_zarr(chunks=(1, 2, 7, 8), dtype="stored")
+    for example in (0, 5, 10):
+        chunk = view.get_sync(f"activations/c/{example}/0/0/0").as_numpy_array()
+        mapped = store.as_numpy(np.s_[example], copy=False, dtype="stored")
+        assert np.shares_memory(chunk, mapped)
+
+
+def test_sharded_keys_have_the_bits(made):
+    if ZARR < (3, 3):
+        pytest.skip("zarr >= 3.3 reads parts of shards together")
+    view = ShardStore.open(made.path).as_zarr(chunks=(1, 1, 1, 8), sharded=True, dtype="stored")
+    same_bits(zarr.open_group(view, mode="r")["activations"][1:10, 1, 3], made.acts[1:10, 1, 3])
+
+
+def test_other_dtypes_are_refused_with_the_one_that_is_stored(made):
+    other = {"bfloat16": "float16", "float16": "bfloat16"}[made.acts.dtype.name]
+    for dtype in (other, "float64"):
+        with pytest.raises(ArgumentError, match=f"what is stored, which is {made.acts.dtype.name} here"):
+            ShardStore.open(made.path).as_zarr(dtype=dtype)
+
+
+def test_xarray_opens_the_stored_face_and_is_float32_by_itself(made):
+    import xarray as xr
+
+    stored = xr.open_zarr(ShardStore.open(made.path).as_zarr(dtype="stored"), chunks=None, consolidated=False)
+    assert stored.activations.dims == ("example", "layer", "token", "d_model")
+    same_bits(stored.activations.sel(layer=5, token=[-1, 3]).values, made.acts[:, 1][:, [0, 4]])
+    with xr.open_dataset(made.path, engine="saev") as dataset:
+        assert dataset.activations.dtype == np.float32
+        assert np.array_equal(dataset.activations.values, made.acts.astype(np.float32), equal_nan=True)
+    lazy = xr.open_zarr(ShardStore.open(made.path).as_zarr(dtype="stored"), chunks={}, consolidated=False)
+    same_bits(lazy.activations.compute().values, made.acts)
+
+
+# -- the data type -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelled", "bits"),
+    [
+        (0, 0x0000), (1.5, 0x3FC0), (-0.0, 0x8000), (3, 0x4040), ("NaN", 0x7FC0), ("Infinity", 0x7F80),
+        ("-Infinity", 0xFF80), ("0x7fc0", 0x7FC0), ("0xffc1", 0xFFC1), ("0x0001", 0x0001),
+    ],
+)  # fmt: skip
+def test_fill_values_are_spelled_as_the_registry_says(spelled, bits):
+    value = BFloat16().from_json_scalar(spelled, zarr_format=3)
+    assert value.dtype == BF16
+    assert int(np.asarray(value).view(np.uint16)) == bits
+    again = BFloat16().from_json_scalar(BFloat16().to_json_scalar(value, zarr_format=3), zarr_format=3)
+    assert int(np.asarray(again).view(np.uint16)) == bits
+    json.dumps(BFloat16().to_json_scalar(value, zarr_format=3), allow_nan=False)
+
+
+@pytest.mark.parametrize("spelled", ["nan", "0x7fc", "0xzzzz", "0x7fc00000", None, [1], True])
+def test_other_fill_values_are_refused(spelled):
+    with pytest.raises(TypeError, match="not a fill value"):
+        BFloat16().from_json_scalar(spelled, zarr_format=3)
+
+
+@pytest.mark.parametrize("endian", ["little", "big"])
+def test_arrays_of_it_are_written_and_read(endian, tmp_path):
+    values = np.random.default_rng(0).integers(0, 2**16, (6, 4), dtype=np.uint16).view(BF16)
+    for number, dtype in enumerate((BF16, "bfloat16", BFloat16())):
+        folder = tmp_path / str(number)
+        array = zarr.create_array(
+            folder, shape=(6, 4), chunks=(2, 4), dtype=dtype,
+            fill_value=float("nan"), compressors=None, serializer=zarr.codecs.BytesCodec(endian=endian),
+        )  # fmt: skip
+        array[:] = values
+        document = json.loads((folder / "zarr.json").read_text())
+        assert (document["data_type"], document["fill_value"]) == ("bfloat16", "NaN")
+        assert document["codecs"] == [{"name": "bytes", "configuration": {"endian": endian}}]
+        raw = values.view(np.uint16).astype("<u2" if endian == "little" else ">u2")
+        assert (folder / "c/1/0").read_bytes() == raw[2:4].tobytes()
+        found = zarr.open_array(folder, mode="r")[...]
+        assert np.array_equal(found.astype(BF16).astype(np.float32), values.astype(np.float32), equal_nan=True)
+
+
+def test_another_implementation_reads_what_ours_writes(tmp_path):
+    ts = pytest.importorskip("tensorstore")
+    values = np.random.default_rng(0).integers(0, 2**16, (6, 4), dtype=np.uint16).view(BF16)
+    array = zarr.create_array(tmp_path / "a", shape=(6, 4), dtype="bfloat16", fill_value="NaN", compressors=None)
+    array[:] = values
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "a")}}
+    same_bits(np.array(ts.open(spec).result().read().result()).view(BF16), values)
+
+
+def test_zarr_v2_and_other_dtypes_are_not_it():
+    with pytest.raises(ValueError, match="zarr_format=3"):
+        zarr.create_array(zarr.storage.MemoryStore(), shape=(6,), dtype=BF16, zarr_format=2)
+    for dtype in (np.float16, "V2", "<u2", ml_dtypes.float8_e4m3fn):
+        with pytest.raises(ValueError, match="is not bfloat16"):
+            BFloat16.from_native_dtype(np.dtype(dtype))
+    for value in ("much", b"1", None, [1.0]):
+        with pytest.raises(TypeError, match="not a number"):
+            BFloat16().cast_scalar(value)
+    assert data_type_registry.match_dtype(np.dtype(np.float16)).to_json(zarr_format=3) == "float16"
+    assert data_type_registry.match_dtype(BF16) == BFloat16()
+
+
+def test_readers_that_do_not_import_us_have_it_where_we_are_installed(tmp_path):
+    """The entry point of pyproject.toml, in a process of its own."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4).astype(BF16)
+    zarr.create_array(tmp_path / "a", shape=(3, 4), dtype="bfloat16", compressors=None)[:] = values
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["zarr.data_type"]
+    about = tmp_path / "site" / "saev_store_entry_points-0.dist-info"
+    about.mkdir(parents=True)
+    about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: saev-store-entry-points\nVersion: 0\n")
+    lines = [f"{name} = {target}" for name, target in points.items()]
+    about.joinpath("entry_points.txt").write_text("\n".join(["[zarr.data_type]", *lines, ""]))
+    # Versions before 3.4.1 list entry points and never load them.
+    loads = "" if ZARR >= (3, 4, 1) else "zarr.dtype.data_type_registry._lazy_load();"
+    code = f"import sys, zarr; import zarr.dtype; assert 'saev_store' not in sys.modules; {loads}"
+    code += f"print(zarr.open_array({str(tmp_path / 'a')!r}, mode='r')[...].astype('float32').tolist())"
+    path = os.pathsep.join([str(about.parent), str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANG_S, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == values.astype(np.float32).tolist()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_data_type_of_the_name_that_zarr_has_already_stays(known):
+    """A later zarr, or another package, may have one: there must not be two."""
+    code = """
+        import sys
+        from zarr.dtype import Float16, data_type_registry as registry
+        registry._lazy_load_list.clear()
+        class Theirs(Float16):
+            _zarr_v3_name = "bfloat16"
+        if sys.argv[1] == "True":
+            registry.register("bfloat16", Theirs)
+        from saev_store.zarr.bfloat16 import DATA_TYPE, BFloat16
+        assert registry.get("bfloat16") is DATA_TYPE
+        print(DATA_TYPE is (Theirs if sys.argv[1] == "True" else BFloat16))
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(known)], capture_output=True, text=True, check=False,
+        timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.stdout.strip() == "True", ran.stderr
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+
+def test_icechunk_has_the_bits(made, tmp_path):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    from test_virtual import opened
+
+    ShardStore.open(made.path).to_icechunk(tmp_path / "repository")  # the last shard is cut, so its chunk is copied
+    same_bits(opened(tmp_path / "repository").activations.values, made.acts)
+    parts = [token_store(tmp_path / "parts", dtype=made.acts.dtype.name, n=8, seed=seed) for seed in (5, 6)]
+    for part in parts:
+        store = ShardStore.open(part.path)
+        store.to_icechunk(tmp_path / "several", chunks=(1, *store.shape[1:]), append=part is not parts[0])
+    same_bits(opened(tmp_path / "several").activations.values, np.concatenate([part.acts for part in parts]))
+
+
+def test_virtual_datasets_have_the_bits(made):
+    pytest.importorskip("virtualizarr")
+    import xarray as xr
+    from obspec_utils.registry import ObjectStoreRegistry
+    from obstore.store import LocalStore
+    from test_virtual import ranges
+    from virtualizarr import open_virtual_dataset
+
+    from saev_store.export import SaevParser
+
+    registry = ObjectStoreRegistry({"file://": LocalStore()})
+    parsed = open_virtual_dataset(f"file://{made.path}", registry, SaevParser())
+    for dataset in (ShardStore.open(made.path).to_virtual_dataset(), parsed):
+        assert dataset.activations.dtype == made.acts.dtype
+        assert ranges(dataset.activations.data) == made.acts.tobytes()
+    manifests = SaevParser()(f"file://{made.path}", registry)
+    read = xr.open_zarr(manifests, consolidated=False, zarr_format=3, chunks=None)
+    same_bits(read.activations.values, made.acts)
+
+
+@pytest.mark.filterwarnings("ignore:The 'fastparquet' engine is deprecated")  # pandas, about fsspec's reader
+@pytest.mark.parametrize("format", ["json", "parquet"])
+def test_kerchunk_has_float16_and_refuses_bfloat16_with_a_word(made, format, tmp_path):
+    if format == "parquet":
+        pytest.importorskip("fastparquet")
+    import fsspec
+
+    store, out = ShardStore.open(made.path), tmp_path / ("r.json" if format == "json" else "r.parq")
+    if made.acts.dtype == BF16:
+        with pytest.raises(ArgumentError, match="bfloat16, which Zarr v2") as caught:
+            store.to_kerchunk(out, format=format)
+        assert "Icechunk" in str(caught.value)
+        assert not out.exists()
+        return
+    store.to_kerchunk(out, format=format)
+    files = fsspec.filesystem("reference", fo=str(out), asynchronous=True)
+    group = zarr.open_group(zarr.storage.FsspecStore(files, read_only=True, path=""), mode="r", zarr_format=2)
+    same_bits(group["activations"][...], made.acts)
+    same_bits(group["activations"][10, 1], made.acts[10, 1])
+
+
+def test_tensorstore_has_the_bits(made):
+    ts = pytest.importorskip("tensorstore")
+    spec = ShardStore.open(made.path).to_tensorstore_spec()
+    same_bits(np.array(ts.open(spec, read=True).result().read().result()).view(made.acts.dtype), made.acts)
