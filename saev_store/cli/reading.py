@@ -128,6 +128,10 @@ def head(
     n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="Number of vectors.")] = 5,
     layer: Annotated[int | None, typer.Option(help="Label of a layer [default: the first recorded].")] = None,
     tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Which tokens.")] = "all",
+    token_array: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show this token array too, such as token_ids; may be repeated."),
+    ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -135,16 +139,23 @@ def head(
     """Show the first vectors of a layer with their example, token and norm."""
     import numpy as np
 
+    from saev_store.loaders import TokenColumns
     from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
-        label = store.layers[0] if layer is None else layer
+        label = store.layout.layer_keys[0] if layer is None else layer
         selection = store.sel(layer=label, tokens=tokens)
         rows = np.arange(min(n, len(selection)))
         vectors = selection.rows(rows)
-        norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1))
+        with np.errstate(invalid="ignore"):  # NaN and infinity are shown as they are
+            norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1))
         where = selection.coordinates(rows)
         example, token = where.example_idx.tolist(), where.token_idx.tolist()
+        columns = TokenColumns(selection, token_array or (), None).at(where.example_idx, where.token_idx)
+        recorded = [
+            {key: None if t < 0 else values[row].item() for key, values in columns.items()}
+            for row, t in enumerate(token)
+        ]
     if as_json:
         emit_json({
             "url": store.url,
@@ -152,7 +163,10 @@ def head(
             "tokens": tokens,
             "vectors": [
                 {"example_idx": e, "token_idx": t, "norm": norm, "values": values}
-                for e, t, norm, values in zip(example, token, norms.tolist(), vectors.tolist(), strict=True)
+                | ({"token_arrays": found} if found else {})
+                for e, t, found, norm, values in zip(
+                    example, token, recorded, norms.tolist(), vectors.tolist(), strict=True
+                )
             ],
         })  # fmt: skip
         return
@@ -161,13 +175,14 @@ def head(
         (
             str(e),
             "CLS" if t < 0 else str(t),
+            *("-" if value is None else str(value) for value in found.values()),
             f"{norm:.4g}",
             " ".join(f"{value:.4g}" for value in values[:_SHOWN]) + more,
         )
-        for e, t, norm, values in zip(example, token, norms.tolist(), vectors.tolist(), strict=True)
+        for e, t, found, norm, values in zip(example, token, recorded, norms.tolist(), vectors.tolist(), strict=True)
     ]
-    emit(f"layer {label} of {list(store.layers)}, {store.shape[3]} values per vector")
-    emit(table(("example", "token", "norm", "values"), lines))
+    emit(f"layer {label} of {list(store.layout.layer_keys)}, {store.shape[3]} values per vector")
+    emit(table(("example", "token", *columns, "norm", "values"), lines))
 
 
 def validate(

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
+from token_stores import token_store
 from waiting import HANG_S
 
-from saev_store import ShardStore, __version__
+from saev_store import ShardStore, __version__, new_metadata
 from saev_store.cli import main
 from saev_store.cli._run import app
 from saev_store.names import CLAIM_PATH, WORK_FOLDER
@@ -165,6 +166,40 @@ def test_head_of_numbers_that_json_does_not_know(run, store):
     row = json.loads(out, parse_constant=pytest.fail)["vectors"][0]
     assert row["values"][:2] == [None, None]
     assert row["norm"] is None
+
+
+def test_head_with_token_arrays(run, tmp_path):
+    made = token_store(tmp_path, dtype="bfloat16", arrays={"token_ids": "int32", "score": "float32", "layer": "bool"})
+    options = ["-n", 6, "--token-array", "token_ids", "--token-array", "layer"]
+    code, out, _ = run("head", made.path, *options, "--json")
+    found = json.loads(out)
+    assert code == 0
+    for row in found["vectors"]:
+        at, special = (row["example_idx"], row["token_idx"]), row["token_idx"] < 0
+        assert row["token_arrays"] == {
+            "token_ids": None if special else made.arrays["token_ids"][at],
+            "tokens_layer": None if special else bool(made.arrays["layer"][at]),
+        }
+    code, out, _ = run("head", made.path, *options)
+    lines = out.splitlines()
+    assert (code, lines[1].split()) == (0, ["example", "token", "token_ids", "tokens_layer", "norm", "values"])
+    assert lines[2].split()[:4] == ["0", "CLS", "-", "-"]
+    assert lines[3].split()[:4] == ["0", "0", str(made.arrays["token_ids"][0, 0]), str(made.arrays["layer"][0, 0])]
+    code, out, err = run("head", made.path, "--token-array", "text")
+    assert (code, out) == (2, "")
+    assert "no token array 'text'; it has ['token_ids', 'score', 'layer']" in err
+
+
+def test_head_of_several_hook_points(run, tmp_path):
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[5, 5], hook_points=["resid_mid", "attn_out"], content_tokens_per_example=2,
+        cls_token=False, d_model=2, n_examples=1, max_tokens_per_shard=4,
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2))
+    code, out, _ = run("head", tmp_path / metadata.hash, "--json")
+    assert code == 0
+    assert [row["values"] for row in json.loads(out)["vectors"]] == [[0, 1], [2, 3]]
 
 
 def test_head_of_a_layer_that_is_not_there(run, store):
