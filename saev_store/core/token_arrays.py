@@ -105,10 +105,11 @@ def shown_names(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
     >>> shown_names(["labels", "layer"], {"layer", "token"})
     {'labels': 'labels', 'layer': 'tokens_layer'}
     """
-    own, found = set(names), dict[str, str]()
-    for name in sorted(own):
+    found = dict[str, str]()
+    free = set(names) - set(taken)
+    for name in sorted(set(names)):
         shown = name
-        while shown in taken or (shown != name and shown in own):
+        while shown in taken or (shown != name and shown in {*free, *found.values()}):
             shown = f"tokens_{shown}"
         found[name] = shown
     return found

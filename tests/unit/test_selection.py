@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
+from saev_store.core.token_arrays import DTYPES, NONE, shown_names
 from saev_store.errors import LayerNotFoundError, SelectionError
 
 LAYERS = (11, -2, 5)
@@ -215,3 +216,24 @@ def test_an_error_names_the_argument(kwargs: dict[str, object], where: str, reme
     with pytest.raises(SelectionError, match="special tokens have no labels to ignore") as caught:
         row_space(special, tokens="special", ignore_labels=[0])
     assert (caught.value.where, caught.value.remedy) == ("ignore_labels", "Drop one of the two.")
+
+
+NAMES = st.sets(st.sampled_from(["a", "b", "tokens_a", "tokens_b", "tokens_tokens_a", "tokens_tokens_b"]))
+
+
+@given(names=NAMES, taken=NAMES)
+def test_token_arrays_beside_other_names_have_names_of_their_own(names: set[str], taken: set[str]) -> None:
+    shown = shown_names(sorted(names), taken)
+    assert shown.keys() == names
+    assert len(set(shown.values())) == len(names)
+    assert not taken & set(shown.values())
+    for name, value in shown.items():
+        assert value.endswith(name)
+        assert set(value.removesuffix(name).split("tokens_")) == {""}
+        assert (value == name) == (name not in taken)
+
+
+def test_what_stands_for_none_is_a_number_of_the_dtype() -> None:
+    assert {name: repr(NONE[name]) for name in DTYPES} == {
+        "bool": "False", "uint8": "255", "int32": "-1", "int64": "-1", "float32": "nan"
+    }  # fmt: skip
