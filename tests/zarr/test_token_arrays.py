@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import legal_shapes
 from test_export import FORMATS, NEEDS, make_export, read_elsewhere
 from token_stores import ARRAYS, TokenStore, token_store
 from zarr.core.sync import sync
@@ -18,6 +22,7 @@ from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError
 from saev_store.export import array_names
 from saev_store.transport import MemoryTransport
 from saev_store.zarr import _keys
+from saev_store.zarr.documents import token_variables
 
 #: The variable of each array: `layer` and `example` are axes, `tokens_layer` is an array's own name, `act` is free here.
 SHOWN = {name: name for name in ARRAYS} | {"layer": "tokens_tokens_layer", "example": "tokens_example"}
@@ -51,6 +56,41 @@ def test_the_view_has_every_array_as_a_variable(made, engine, chunk_nbytes, monk
         value = view.get_sync(f"{SHOWN[name]}/c/0/0").to_bytes()
         assert value == truth[:rows].tobytes()
     same(group["activations"][...], made.acts)
+
+
+@given(st.data())
+def test_any_store_in_any_dtype_chunking_and_selection_equals_numpy(data):
+    draw, dtypes = data.draw, ["float32", "bfloat16", "float16"]
+    arrays = draw(
+        st.dictionaries(st.sampled_from(["token_ids", "a", "layer", "content_token"]), st.just("int32"), max_size=3)
+    )
+    arrays |= draw(st.dictionaries(st.sampled_from(["mask", "b"]), st.just("bool")))
+    arrays |= draw(st.dictionaries(st.sampled_from(["score", "token"]), st.just("float32")))
+    with tempfile.TemporaryDirectory() as root:
+        made = token_store(
+            Path(root), dtype=draw(st.sampled_from(dtypes)), n=draw(st.integers(1, 7)), per_shard=draw(st.integers(1, 4)),
+            layers=tuple(range(draw(st.integers(1, 3)))), content=draw(st.integers(1, 4)), cls=draw(st.booleans()),
+            d_model=draw(st.integers(1, 3)), seed=draw(st.integers(0, 9)), cut=draw(st.booleans()), arrays=arrays,
+        )  # fmt: skip
+        files = {path.name: path.read_bytes() for path in made.path.iterdir()}
+    store = ShardStore.open(MemoryTransport(files, label=made.path.name))
+    chunks, dtype = (
+        draw(st.sampled_from(legal_shapes(store.layout, sharded=False))),
+        draw(st.sampled_from(["float32", "stored"])),
+    )
+    group = zarr.open_group(store.as_zarr(chunks=chunks, dtype=dtype), mode="r")
+    truth = made.acts if dtype == "stored" else made.acts.astype(np.float32)
+    low, step = draw(st.integers(0, 7)), draw(st.integers(1, 3))
+    for key in (np.s_[...], np.s_[low::step], np.s_[low:, 0], np.s_[..., 0]):
+        found, expected = group["activations"][key], truth[key]
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        if dtype == "stored":
+            assert np.asarray(found).tobytes() == expected.tobytes()
+        else:
+            assert np.array_equal(found, expected, equal_nan=True)
+    for name, shown in token_variables(store.token_arrays.described()).items():
+        same(group[name][low::step], made.arrays[shown.name][low::step])
+        same(store.as_xarray()[name].values, made.arrays[shown.name])
 
 
 async def _listed(view, prefix: str) -> list[str]:
