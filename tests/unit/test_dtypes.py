@@ -90,7 +90,7 @@ class Tensor:
 def test_torch_widens_float16_where_it_may(monkeypatch: pytest.MonkeyPatch):
     """Contiguous memory that may be written: torch warns of other memory, or does not take it."""
     torch = types.ModuleType("torch")
-    torch.from_numpy = Tensor  # type: ignore[attr-defined]
+    torch.from_numpy = Tensor  # pyright: ignore[reportAttributeAccessIssue]  # a module of its own
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(Tensor, "n_copies", 0)
     given, out = numbers(DTYPES["float16"])[:4], np.zeros((4, 256), np.float32)
