@@ -118,6 +118,11 @@ def hostile_condition(rng, store):
     return {rng.choice(names): number if rng.random() < 0.5 else [number, rng.choice([0, 1, rng.choice(VALUES)])]}
 
 
+def first_document(store):
+    ids = store.token_arrays.get("document_ids")
+    return 0 if ids is None else abs(int(ids[0, 0]))
+
+
 def operations(rng, *, reads):
     """What may be asked of a store; without `reads` no vectors, whose memory is what the caller asks for."""
     found = [
@@ -129,6 +134,7 @@ def operations(rng, *, reads):
         lambda store: store.sel(where=hostile_condition(rng, store)),
         lambda store: store.sel(where={}, masked=True),
         lambda store: store.sel(ignore_labels=[0, 255]),
+        lambda store: store.context(rng.randrange(-2, 5), rng.randrange(-1, 4)),
         lambda store: store.validate(deep=rng.random() < 0.3, progress=False),
     ]
     if reads:
@@ -137,6 +143,7 @@ def operations(rng, *, reads):
             lambda store: store.sel(tokens="content", masked=True).rows([0]),
             lambda store: store.sel(where=hostile_condition(rng, store)).rows([0]),
             lambda store: store.read((0, 0, 0)),
+            lambda store: store.document(first_document(store), masked=rng.random() < 0.5),
         ]
     return rng.sample(found, 3)
 

@@ -59,6 +59,8 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "where": lambda junk: store.sel(where=junk),
         "value of where": lambda junk: store.sel(where={"labels": junk}),
         "dtype": lambda junk: store.sel(dtype=junk),
+        "document": store.document,
+        "context": lambda junk: store.context(junk, junk),
         "dtype of read": lambda junk: store.read(0, dtype=junk),
         "rows": rows.rows,
         "row": lambda junk: rows[junk],
