@@ -26,7 +26,7 @@ from saev_store import ShardStore
 from saev_store.core.dtypes import ReadDtype
 from saev_store.loaders import ShuffledLoader
 
-BATCH, LAYER, SCAN_EXAMPLES = 16_384, 11, 16
+BATCH, LAYER, SCAN_EXAMPLES = 16_384, 11, 64
 
 
 def check_same(folder: Path, wide_folder: Path) -> None:

@@ -290,7 +290,7 @@ class Reader:
                     continue
                 for first, to in zip(at.tolist(), place.tolist(), strict=True):
                     run = rows[first : first + n] if step.kept is None else rows[first + step.kept]
-                    targets[to] = converted(run[..., columns], out.dtype).reshape(step.unit)
+                    convert(run[..., columns].reshape(step.unit), targets[to])
         except NotFoundError:
             self.check_size(step.shard_idx)
             raise
