@@ -56,8 +56,7 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
     name: object = asked
     if not isinstance(asked, (str, type(None))):  # NumPy takes None for float64
         try:
-            # NumPy takes None for float64.
-            name = np.dtype(asked).name if isinstance(asked, (np.dtype, type)) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            name = np.dtype(asked).name
         except (TypeError, ValueError):
             name = None
     if name == "stored":
