@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from saev_store.core.dtypes import StoredDtype, numpy_dtype
 from saev_store.documents import Metadata, new_metadata, shards_bytes
 
 
@@ -30,22 +31,27 @@ class Line:
 
 
 def make_store(
-    root: Path, *, n_bytes: int, n_shards: int, layers: Sequence[int] = (11,), tokens: int = 196, d_model: int = 768
-) -> tuple[Path, Metadata]:
-    """A store of standard normal float32 with CLS, written with NumPy alone; returns its folder and document."""
+    root: Path, *, n_bytes: int, n_shards: int, layers: Sequence[int] = (11,), tokens: int = 196, d_model: int = 768,
+    dtype: StoredDtype = "float32",
+) -> tuple[Path, Metadata]:  # fmt: skip
+    """A store of standard normal numbers with CLS, written with NumPy alone; returns its folder and document.
+
+    `n_bytes` are those of float32: of another dtype it has the same numbers, rounded.
+    """
     per_example = (tokens + 1) * d_model * 4 * len(layers)
     n_examples = max(n_shards, n_bytes // per_example)
     capacity = -(-n_examples // n_shards)
     metadata = new_metadata(
         family="clip", ckpt="benchmark", layers=list(layers), content_tokens_per_example=tokens, cls_token=True,
-        d_model=d_model, n_examples=n_examples, max_tokens_per_shard=capacity * (tokens + 1) * len(layers),
+        d_model=d_model, n_examples=n_examples, max_tokens_per_shard=capacity * (tokens + 1) * len(layers), dtype=dtype,
     )  # fmt: skip
     folder = root / metadata.hash
     folder.mkdir(parents=True)
     layout, rng = metadata.layout, np.random.default_rng(17)
     for shard_idx in range(layout.n_shards):
         path = folder / f"acts{shard_idx:06d}.bin"
-        rng.standard_normal(layout.used_nbytes(shard_idx) // 4, dtype=np.float32).tofile(path)
+        n_numbers = layout.used_nbytes(shard_idx) // layout.itemsize
+        rng.standard_normal(n_numbers, dtype=np.float32).astype(numpy_dtype(dtype), copy=False).tofile(path)
     (folder / "metadata.json").write_bytes(metadata.raw)
     (folder / "shards.json").write_bytes(shards_bytes(layout, metadata.count_key))
     return folder, metadata

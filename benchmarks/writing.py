@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.documents import Metadata, new_metadata
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
@@ -25,8 +26,8 @@ BATCH = 64
 BLOCK_BYTES = 8 << 20
 
 
-def metadata_for(gib: float) -> Metadata:
-    n_vectors = int(gib * 2**30) // (768 * 4)
+def metadata_for(gib: float, dtype: StoredDtype = "float32") -> Metadata:
+    n_vectors = int(gib * 2**30) // (768 * ITEMSIZES[dtype])
     n_examples = max(BATCH, n_vectors // 197 // BATCH * BATCH)
     return new_metadata(
         family="clip",
@@ -37,6 +38,7 @@ def metadata_for(gib: float) -> Metadata:
         d_model=768,
         n_examples=n_examples,
         max_tokens_per_shard=n_examples * 197 // 3,  # four shards, the last one short
+        dtype=dtype,
     )
 
 

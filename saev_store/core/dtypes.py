@@ -57,7 +57,7 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
     if not isinstance(asked, (str, type(None))):  # NumPy takes None for float64
         try:
             name = np.dtype(asked).name
-        except TypeError:
+        except (TypeError, ValueError):
             name = None
     if name == "stored":
         name = stored
@@ -72,6 +72,9 @@ def convert(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> No
 
     NumPy widens float16 at a tenth of the speed of a copy: torch does it where the process has imported it anyway.
     """
+    if source.dtype == out.dtype:
+        out[...] = source
+        return
     torch = sys.modules.get("torch") if source.dtype == np.float16 and out.dtype == FLOAT32 else None
     if torch is not None and source.flags.writeable and out.flags.c_contiguous and source.flags.c_contiguous:
         torch.from_numpy(out).copy_(torch.from_numpy(source))

@@ -317,11 +317,13 @@ def new_metadata(
         "dataset": dataset,
         "pixel_agg": pixel_agg,
     }
-    hooks = None if hook_points is None else list(hook_points)
-    if hooks and set(hooks) == {RESID_POST} and len(hooks) == len(layers):
-        hooks = None  # said by leaving them out
-    arrays = None if not token_arrays else [{"name": name, "dtype": kind} for name, kind in token_arrays.items()]
-    ours = {"hook_points": hooks, "token_arrays": arrays, "text": text}
+    # What is no sequence or mapping goes on as it is, to be refused like the same value in a document.
+    ours: dict[str, object] = {"hook_points": hook_points, "token_arrays": token_arrays, "text": text}
+    if isinstance(hook_points, (list, tuple)):
+        are_default = [*hook_points] == [RESID_POST] * len(layers)
+        ours["hook_points"] = None if are_default else [*hook_points]  # said by leaving them out
+    if isinstance(token_arrays, Mapping):
+        ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in token_arrays.items()] or None
     if protocol is None:
         is_ours = dtype != "float32" or any(value is not None for value in ours.values())
         protocol = "3.0" if is_ours else "2.0"

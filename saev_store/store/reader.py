@@ -231,7 +231,7 @@ class Reader:
             if isinstance(step, MappedBox):
                 examples, layers, tokens, columns = map(_index, step.axes)
                 convert(self._mapped(step.shard_idx)[examples, layers, tokens][..., columns], out[step.place])
-            elif step.direct and out.dtype == self.dtype:
+            elif step.direct:
                 self._read_direct(step, out)
             else:
                 self._fetch(step, out)
@@ -262,14 +262,18 @@ class Reader:
                 out[step.place[some][start : start + n]] = converted(part, out.dtype)
 
     def _read_direct(self, step: Runs, out: NumberArray) -> None:
-        """Read runs straight into the output."""
-        raw = out.reshape(-1).view(np.uint8).data
-        unit_nbytes = step.n_vectors * self.layout.vector_nbytes
-        begins = step.place[step.spans.first[:-1]] * unit_nbytes
-        ends = begins + (step.spans.ends - step.spans.starts)
-        buffers = [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        """Read runs straight into the output, or convert them into it, each span as a whole."""
+        name, targets = shard_name(step.shard_idx), out.reshape(-1, self.layout.d_model)
+        begins = step.place[step.spans.first[:-1]] * step.n_vectors
+        ends = begins + (step.spans.ends - step.spans.starts) // self.layout.vector_nbytes
+        parts = [targets[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         try:
-            self.transport.readinto(shard_name(step.shard_idx), starts=step.spans.starts.tolist(), buffers=buffers)
+            if out.dtype == self.dtype:
+                buffers = [part.reshape(-1).view(np.uint8).data for part in parts]
+                self.transport.readinto(name, starts=step.spans.starts.tolist(), buffers=buffers)
+                return
+            for number, view in fetch(self.transport, name, step.spans):
+                convert(np.frombuffer(view, dtype=self.dtype).reshape(parts[number].shape), parts[number])
         except NotFoundError:
             self.check_size(step.shard_idx)
             raise
@@ -290,7 +294,7 @@ class Reader:
                     continue
                 for first, to in zip(at.tolist(), place.tolist(), strict=True):
                     run = rows[first : first + n] if step.kept is None else rows[first + step.kept]
-                    targets[to] = converted(run[..., columns], out.dtype).reshape(step.unit)
+                    convert(run[..., columns].reshape(step.unit), targets[to])
         except NotFoundError:
             self.check_size(step.shard_idx)
             raise

@@ -166,7 +166,11 @@ def chosen_rows(
     """
     ignored, condition, labels = ignore_labels, b"", None
     hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
-    if where is not None or hides:
+    if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise SelectionError(
+            f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
+        )
+    if where or hides:
         labels = _kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
         ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
     elif ignore_labels is not None and "labels" in arrays:
@@ -185,15 +189,8 @@ def _kept_tokens(
         tests.append((_named(arrays, "labels"), np.atleast_1d(np.asarray(ignore_labels)), False))
     for name, wanted in where.items():
         values = _named(arrays, name)
-        choices = np.atleast_1d(np.asarray(wanted))
-        is_float = choices.dtype.kind == "f"
-        if choices.ndim != 1 or choices.dtype.kind not in "biuf" or (is_float and values.dtype.kind != "f"):
-            raise SelectionError(
-                f"{name} is asked to be {brief(wanted)}; it must be a number of {values.dtype.name}, or a list of them",
-                where="where",
-            )
-        tests.append((values, choices, True))
-    shape = tests[0][0].shape if tests else arrays.shape
+        tests.append((values, _choices(name, values.dtype, wanted), True))
+    shape = tests[0][0].shape  # that of a file whose size was compared
     kept = np.ones(shape, dtype=np.uint8)
     step = max(1, _PIECE // max(shape[1], 1))
     for first in range(0, shape[0], step):
@@ -201,6 +198,22 @@ def _kept_tokens(
         for values, choices, is_wanted in tests:
             kept[some] &= np.isin(values[some], choices, invert=not is_wanted)
     return kept
+
+
+def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDArray[np.generic]:
+    """The values that a condition names, as a vector; `SelectionError` if they are no numbers of the array's kind."""
+    try:
+        choices = np.atleast_1d(np.asarray(wanted))
+    except ValueError:  # lists of unequal lengths
+        choices = np.array([None])
+    if choices.ndim != 1 or choices.dtype.kind not in "biuf" or (choices.dtype.kind == "f" and dtype.kind != "f"):
+        raise SelectionError(
+            f"{name} is asked to be {brief(wanted)}; it must be a number of {dtype.name}, or a list of them",
+            where="where",
+        )
+    if choices.dtype == np.uint64 and dtype.kind != "f":  # else NumPy compares them with int64 as float64
+        choices = choices[choices <= np.iinfo(np.int64).max].astype(np.int64)
+    return choices
 
 
 def _named(arrays: TokenArrays, name: str) -> TokenValues:

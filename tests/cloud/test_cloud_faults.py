@@ -56,10 +56,11 @@ def test_what_is_written_is_whole_or_not_there(s3_bucket, kind, engine):
     assert found.operations == 2
 
 
+@pytest.mark.parametrize("protocol", ["2.0", "3.0"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["resets", "denied half-way", "the last answer is lost"])
-def test_a_store_is_published_whole_or_not_at_all(s3_bucket, kind, engine):
-    assert not store_through(s3_endpoint(), s3_bucket, engine, kind).problems
+def test_a_store_is_published_whole_or_not_at_all(s3_bucket, kind, engine, protocol):
+    assert not store_through(s3_endpoint(), s3_bucket, engine, kind, protocols=[protocol]).problems
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -70,7 +71,7 @@ def test_a_server_that_checks_what_it_is_sent(swift_bucket, kind, engine):
     assert not read_through(endpoint, swift_bucket, engine, kind).problems
     if kind in WRITING:
         assert not write_through(endpoint, swift_bucket, engine, kind, operations=6).problems
-        assert not store_through(endpoint, swift_bucket, engine, kind).problems
+        assert not store_through(endpoint, swift_bucket, engine, kind, protocols=["3.0"]).problems
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cloud_servers import PLACES, gcs_json_bucket, gcs_xml_bucket, swift_bucket  # noqa: F401 (fixtures)
@@ -59,6 +60,10 @@ def place(request):
     return bucket.url + "/lab/shards", bucket.options, engine
 
 
+#: What is recorded for tokens in a store of protocol 3.0 here.
+NEW = {"dtype": "bfloat16", "token_arrays": {"token_ids": "int32", "document_ids": "int64", "mask": "bool"}}
+
+
 def small_metadata(**changes):
     fields = {
         "family": "clip",
@@ -75,16 +80,33 @@ def small_metadata(**changes):
 
 
 def truth_of(metadata):
-    return np.random.default_rng(5).standard_normal(metadata.layout.shape).astype(np.float32)
+    numbers = np.random.default_rng(5).standard_normal(metadata.layout.shape)
+    return numbers.astype(ml_dtypes.bfloat16 if metadata.dtype == "bfloat16" else np.float32)
+
+
+def arrays_of(metadata):
+    """What is recorded for tokens: random bits of every dtype."""
+    rng, shape = np.random.default_rng(6), (metadata.n_examples, metadata.content_tokens_per_example)
+    return {array.name: rng.integers(0, 2, shape).astype(array.dtype) for array in metadata.token_arrays}
+
+
+def append(writer, metadata, start, end):
+    arrays = {name: values[start:end] for name, values in arrays_of(metadata).items()}
+    writer.append(truth_of(metadata)[start:end], **arrays)
+
+
+def holds_the_truth(store):
+    return np.array_equal(store.read(dtype="stored"), truth_of(store.metadata)) and all(
+        np.array_equal(store.token_arrays[name], values) for name, values in arrays_of(store.metadata).items()
+    )
 
 
 def write(place, metadata, **options):
     """Write the examples that `options["part"]` has to."""
     url, storage_options, engine = place
-    truth = truth_of(metadata)
     with create_store(open_transport(url, storage_options, engine=engine), metadata, **options) as writer:
         start, end = writer.example_range
-        writer.append(truth[writer.next_example : end])
+        append(writer, metadata, writer.next_example, end)
     return start, end
 
 
@@ -126,21 +148,21 @@ def open_list(place):
     return list_stores(open_transport(url, storage_options, engine=engine))
 
 
-def test_an_interrupted_writer_is_continued(place):
-    metadata, (url, storage_options, engine) = small_metadata(), place
-    truth = truth_of(metadata)
+@pytest.mark.parametrize("kind", [{}, NEW], ids=["2.0", "3.0"])
+def test_an_interrupted_writer_is_continued(place, kind):
+    metadata, (url, storage_options, engine) = small_metadata(**kind), place
     with (
         pytest.raises(KeyError),
         create_store(open_transport(url, storage_options, engine=engine), metadata) as writer,
     ):
-        writer.append(truth[:13])
+        append(writer, metadata, 0, 13)
         raise KeyError
     with pytest.raises(SaevStoreError):
         reopen(place, metadata)
     with create_store(open_transport(url, storage_options, engine=engine), metadata, resume=True) as writer:
         assert 0 <= writer.next_example <= 13
-        writer.append(truth[writer.next_example :])
-    assert np.array_equal(reopen(place, metadata)[...], truth)
+        append(writer, metadata, writer.next_example, metadata.n_examples)
+    assert holds_the_truth(reopen(place, metadata))
     names = {entry.path for entry in open_transport(f"{url}/{metadata.hash}", storage_options, engine=engine).list()}
     assert ".saev_store" not in names
 
@@ -157,7 +179,7 @@ def test_zarr_over_a_bucket(place):
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 def test_publishers_that_race_have_one_winner(s3_bucket, engine):
-    place, metadata = (s3_bucket.url + "/race", s3_bucket.options, engine), small_metadata()
+    place, metadata = (s3_bucket.url + "/race", s3_bucket.options, engine), small_metadata(**NEW)
     for rank in range(2):
         write(place, metadata, part=(rank, 2))
     from saev_store.writer import finalize_store
@@ -179,7 +201,7 @@ def test_publishers_that_race_have_one_winner(s3_bucket, engine):
         thread.join(HANG_S)
     assert outcomes.count(True) == 1
     assert set(outcomes) <= {True, False, "WriterConflictError"}
-    assert np.array_equal(reopen(place, metadata)[...], truth_of(metadata))
+    assert holds_the_truth(reopen(place, metadata))
 
 
 def test_a_server_that_checks_signatures_refuses_wrong_keys(swift_bucket):

@@ -126,7 +126,7 @@ class Turns:
 
 def write(transport, this):
     with create_store(transport, this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, this.n))
+        this.append(writer, 0, this.n)
     return True
 
 
@@ -147,7 +147,7 @@ def test_publishers_that_race_have_one_winner(seed, monkeypatch):
     transport = GcsModelTransport(model)
     for rank in range(2):
         with create_store(transport, this.metadata, part=(rank, 2), **OPTIONS) as writer:
-            writer.append(*this.rows(*writer.example_range))
+            this.append(writer, *writer.example_range)
     model.step = turns.step
     outcomes = turns.run(
         [partial(finalize_store, GcsModelTransport(model), this.metadata) for _ in range(2 + seed % 2)]
@@ -165,7 +165,7 @@ def test_lost_answers_never_make_two_winners(seed):
     transport = GcsModelTransport(model)
     for rank in range(2):
         with create_store(transport, this.metadata, part=(rank, 2), **OPTIONS) as writer:
-            writer.append(*this.rows(*writer.example_range))
+            this.append(writer, *writer.example_range)
     model.step, model.lose = turns.step, lambda doing: doing.startswith(("create", "put")) and rng.random() < 0.3
     outcomes = turns.run([partial(finalize_store, GcsModelTransport(model), this.metadata) for _ in range(2)])
     assert outcomes.count(True) <= 1, outcomes
@@ -207,7 +207,7 @@ def test_publishers_that_take_over_have_one_winner(seed, monkeypatch):
     transport = GcsModelTransport(model)
     for rank in range(2):
         with create_store(transport, this.metadata, part=(rank, 2), **OPTIONS) as writer:
-            writer.append(*this.rows(*writer.example_range))
+            this.append(writer, *writer.example_range)
     rng = random.Random(seed)
     loses = seed >= 60
     model.step, model.lose = turns.step, lambda doing: loses and doing.startswith("create") and rng.random() < 0.3

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import ml_dtypes
 import numpy as np
 import xxhash
 
 from saev_store.documents import Metadata, new_metadata
 
+#: What a store of protocol 3.0 records for each content token here.
+TOKEN_ARRAYS = {"token_ids": "int32", "document_ids": "int64", "mask": "bool"}
+
 
 @dataclass(frozen=True)
 class Case:
-    """A store to be written: its document, its truth, and how its bytes are shaped."""
+    """A store to be written: its document, its truth in the stored dtype, and how its bytes are shaped."""
 
     metadata: Metadata
     acts: np.ndarray
     labels: np.ndarray | None
     pad: bool
     block_bytes: int
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # those that the document declares
 
     @property
     def n(self) -> int:
@@ -31,6 +37,21 @@ class Case:
 
     def rows(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray | None]:
         return self.acts[start:end], None if self.labels is None else self.labels[start:end]
+
+    @property
+    def recorded(self) -> dict[str, np.ndarray]:
+        """All that is recorded for content tokens, by name."""
+        return {**self.arrays, **({} if self.labels is None else {"labels": self.labels})}
+
+    def append(self, writer, start: int, end: int) -> None:
+        """Append examples and all that is recorded for their tokens."""
+        writer.append(self.acts[start:end], **{name: values[start:end] for name, values in self.recorded.items()})
+
+    def matches(self, store) -> bool:
+        """Whether an opened store gives the vectors and what is recorded for tokens, bit for bit."""
+        return store.read(dtype="stored").tobytes() == self.acts.tobytes() and {
+            name: values.tobytes() for name, values in store.token_arrays.items()
+        } == {name: values.tobytes() for name, values in self.recorded.items()}
 
     def files(self) -> dict[str, bytes]:
         """Every file of the finished folder."""
@@ -45,15 +66,16 @@ class Case:
 
         for i, start in enumerate(range(0, self.n, step)):
             part = self.acts[start : start + step]
-            used = part.astype("<f4").tobytes()
+            used = part.tobytes()
             padding = (step - len(part)) * layout.example_nbytes if self.pad else 0
             files[f"acts{i:06d}.bin"] = used + bytes(padding)
             digest(f"acts{i:06d}.bin", used)
             shards.append({"name": f"acts{i:06d}.bin", self.metadata.count_key: len(part)})
-        if self.labels is not None:
-            files["labels.bin"] = self.labels.tobytes()
-            digest("labels.bin", self.labels.tobytes())
-        document = {"version": 1, "algorithm": "xxh3_128", "block_bytes": self.block_bytes, "files": digests}
+        for name, values in self.recorded.items():
+            files[f"{name}.bin"] = values.tobytes()
+            digest(f"{name}.bin", values.tobytes())
+        files_told = {name: digests[name] for name in sorted(digests)}
+        document = {"version": 1, "algorithm": "xxh3_128", "block_bytes": self.block_bytes, "files": files_told}
         files["digests.json"] = json.dumps(document, separators=(",", ":")).encode() + b"\n"
         files["metadata.json"] = self.metadata.raw
         files["shards.json"] = json.dumps(shards).encode()
@@ -84,7 +106,11 @@ def case(
     seed: int = 0,
     protocol: str = "2.0",
 ) -> Case:
-    """A small store full of random bits: NaN payloads, infinities and denormals occur."""
+    """A small store full of random bits: NaN payloads, infinities and denormals occur.
+
+    Of protocol 3.0 it holds bfloat16, has `TOKEN_ARRAYS`, and never labels.
+    """
+    is_new = protocol == "3.0"
     rng = np.random.default_rng(seed)
     shape = (n, len(layers), content + cls, d_model)
     metadata = new_metadata(
@@ -97,7 +123,17 @@ def case(
         d_model=d_model,
         n_examples=n,
         max_tokens_per_shard=per_shard * shape[1] * shape[2],
+        dtype="bfloat16" if is_new else "float32",
+        token_arrays=TOKEN_ARRAYS if is_new else None,
     )
-    acts = np.frombuffer(rng.bytes(4 * int(np.prod(shape))), "<f4").reshape(shape)
-    labels = rng.integers(0, 256, (n, content), dtype=np.uint8) if labelled else None
-    return Case(metadata, acts, labels, pad, block_bytes)
+    dtype = np.dtype(ml_dtypes.bfloat16 if is_new else "<f4")
+    acts = np.frombuffer(rng.bytes(dtype.itemsize * int(np.prod(shape))), dtype).reshape(shape)
+    if not is_new:
+        labels = rng.integers(0, 256, (n, content), dtype=np.uint8) if labelled else None
+        return Case(metadata, acts, labels, pad, block_bytes)
+    arrays = {
+        "token_ids": rng.integers(-(2**31), 2**31, (n, content), dtype=np.int32),
+        "document_ids": rng.integers(-(2**63), 2**63 - 1, (n, content), dtype=np.int64),
+        "mask": rng.integers(0, 2, (n, content)).astype(bool),
+    }
+    return Case(metadata, acts, None, pad, block_bytes, arrays)

@@ -50,15 +50,16 @@ in_child = partial(strict_child, on_warning="ignore")
 def make_case(seed: int) -> Case:
     """Two or three shards of two to six parts each."""
     rng = np.random.default_rng(seed)
-    per_shard = int(rng.integers(8, 24))
+    per_shard, protocol = int(rng.integers(8, 24)), ("2.0", "3.0")[seed % 2]
     return case(
         n=int(per_shard * rng.uniform(1.2, 2.8)),
         per_shard=per_shard,
-        d_model=700,
+        d_model=700 if protocol == "2.0" else 1400,  # as many bytes
         labelled=bool(rng.integers(2)),
         pad=False,
         block_bytes=BLOCK_BYTES,
         seed=seed,
+        protocol=protocol,
     )
 
 
@@ -77,7 +78,7 @@ def write(url: str, options: dict, engine: str, this: Case, seed: int) -> None:
     ) as writer:
         while not writer.complete and writer.next_example < writer.example_range[1]:
             start = writer.next_example
-            writer.append(*this.rows(start, min(start + int(rng.integers(1, 5)), writer.example_range[1])))
+            this.append(writer, start, min(start + int(rng.integers(1, 5)), writer.example_range[1]))
 
 
 def check_now(url: str, options: dict, engine: str, this: Case) -> None:

@@ -100,6 +100,8 @@ def test_a_view_has_the_stored_dtype(made):
         store.as_numpy(np.s_[0:2, 1], copy=False)
     with pytest.raises(ArgumentError, match="dtype is 'int8'"):
         store.read(dtype="int8")
+    with pytest.raises(ArgumentError, match="dtype is None"):
+        store.read(dtype=None)
     with pytest.raises(ArgumentError, match="writable float32"):
         store.read(0, out=np.empty(acts.shape[1:], acts.dtype))
 

@@ -26,6 +26,11 @@ JUNK: dict[str, object] = {
 }  # fmt: skip
 
 
+def append_mask(root: Path, mask: object) -> None:
+    with ShardStore.create(root, {**METADATA, "token_arrays": {"mask": "bool"}}, resume="auto") as writer:
+        writer.append(np.zeros((1, 2, 5, 8), np.float32), mask=mask)
+
+
 def calls(root: Path) -> dict[str, Callable[[object], object]]:
     store = ShardStore.open(SAMPLE)
     rows = store.sel()
@@ -51,6 +56,12 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "tokens": lambda junk: store.sel(tokens=junk),
         "examples": lambda junk: store.sel(examples=junk),
         "ignore_labels": lambda junk: store.sel(ignore_labels=junk),
+        "where": lambda junk: store.sel(where=junk),
+        "value of where": lambda junk: store.sel(where={"labels": junk}),
+        "dtype": lambda junk: store.sel(dtype=junk),
+        "document": store.document,
+        "context": lambda junk: store.context(junk, junk),
+        "dtype of read": lambda junk: store.read(0, dtype=junk),
         "rows": rows.rows,
         "row": lambda junk: rows[junk],
         "coordinates": rows.coordinates,
@@ -62,8 +73,21 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "on_nonfinite": lambda junk: ShardStore.create(root, METADATA, on_nonfinite=junk).close(),
         "append": append,
         "labels": lambda junk: append(np.zeros((1, 2, 5, 8), np.float32), junk),
+        "token array": lambda junk: append_mask(root, junk),
+        "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
     }
-    for name in [*METADATA, "protocol", "data", "dataset", "pixel_agg", "extra"]:
+    for name in [
+        *METADATA,
+        "protocol",
+        "data",
+        "dataset",
+        "pixel_agg",
+        "extra",
+        "dtype",
+        "hook_points",
+        "token_arrays",
+        "text",
+    ]:
         found[f"metadata {name}"] = lambda junk, name=name: new_metadata(**{**METADATA, name: junk})
     return found
 

@@ -23,7 +23,7 @@ def begun(transport: object, this: Case, **options: object) -> None:
         contextlib.suppress(IncompleteStoreError),
         create_store(transport, this.metadata, **OPTIONS, **options) as writer,
     ):
-        writer.append(*this.rows(writer.next_example, writer.next_example + 1))
+        this.append(writer, writer.next_example, writer.next_example + 1)
 
 
 @pytest.mark.parametrize("what", ["part00000", "publish", "copy", "repair"])
@@ -51,7 +51,7 @@ def test_a_store_that_was_published_meanwhile_stays(tmp_path, monkeypatch):
 
     def late(folder: Folder, leftover: _leftovers.Leftover) -> str:
         with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
-            writer.append(*this.rows(writer.next_example, this.n))
+            this.append(writer, writer.next_example, this.n)
         return remove(folder, leftover)
 
     monkeypatch.setattr(_leftovers, "_remove", late)

@@ -70,7 +70,7 @@ def written(place, folder="from", **options):
     this = case(n=9, per_shard=4, d_model=50, pad=False, **options)
     transport = open_transport(f"{place.url}/{folder}", place.options)
     with create_store(transport, this.metadata, block_bytes=1024, on_nonfinite="allow") as writer:
-        writer.append(*this.rows(0, 9))
+        this.append(writer, 0, 9)
     return this
 
 
@@ -78,8 +78,9 @@ def content(transport):
     return {entry.path: transport.read(entry.path) for entry in transport.list() if not entry.is_dir}
 
 
-def test_the_service_copies_by_itself(place):
-    this = written(place)
+@pytest.mark.parametrize("protocol", ["2.0", "3.0"])
+def test_the_service_copies_by_itself(place, protocol):
+    this = written(place, protocol=protocol)
     place.moved()
     url = copy_store(
         f"{place.url}/from/{this.name}",
@@ -149,7 +150,7 @@ def test_from_one_bucket_to_another(place):
 
     name = f"other-{uuid.uuid4().hex[:12]}"
     s3fs.S3FileSystem(**place.options).mkdir(name)
-    this = written(place)
+    this = written(place, protocol="3.0")
     url = copy_store(
         f"{place.url}/from/{this.name}",
         f"s3://{name}/to",

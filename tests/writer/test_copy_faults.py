@@ -26,9 +26,9 @@ from saev_store.writer.copying import _layers, _whole, copy_store
 from saev_store.writer.folder import Folder
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Plain:
-    return plain_store(tmp_path / "source", labels=False)
+@pytest.fixture(params=["2.0", "3.0"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Plain:
+    return plain_store(tmp_path / "source", protocol=request.param)
 
 
 def metadata_of(source: Plain) -> Metadata:
@@ -37,11 +37,12 @@ def metadata_of(source: Plain) -> Metadata:
 
 def record_anew(source: Plain, *, digests: bool) -> None:
     """The same documents, other vectors."""
+    one = source.acts.dtype.type(1)
     for file in sorted(source.path.glob("acts*.bin")):
         new = file.with_suffix(".new")
-        (np.fromfile(file, np.float32) + 1).tofile(new)
+        (np.fromfile(file, source.acts.dtype) + one).tofile(new)
         os.replace(new, file)
-    source.acts = source.acts + 1
+    source.acts = source.acts + one
     if digests:
         source.write_digests(256)
 
@@ -71,7 +72,10 @@ def interrupted_at(n: int, source: Plain, to: Path, monkeypatch: pytest.MonkeyPa
 def check(url: str | Path, source: Plain, layer_idx: slice = slice(None)) -> None:
     store = ShardStore.open(str(url))
     assert store.validate(deep=True).ok
-    assert store[...].tobytes() == np.ascontiguousarray(source.acts[:, layer_idx]).tobytes()
+    assert store.read(dtype="stored").tobytes() == np.ascontiguousarray(source.acts[:, layer_idx]).tobytes()
+    assert {name: values.tobytes() for name, values in store.token_arrays.items()} == {
+        name: values.tobytes() for name, values in source.arrays.items()
+    }
 
 
 def test_a_copy_that_is_published_meanwhile_is_not_touched(source, tmp_path, monkeypatch):
@@ -131,7 +135,7 @@ def test_who_was_overtaken_where_there_are_no_locks_touches_nothing(source, monk
     thread.join(HANG_S)
     assert outcome == ["done"]
     store = ShardStore(open_documents(place.at(source.path.name)))
-    assert store[...].tobytes() == source.acts.tobytes()
+    assert store.read(dtype="stored").tobytes() == source.acts.tobytes()
 
 
 @pytest.mark.parametrize("digests", [False, True])
@@ -171,7 +175,8 @@ def test_chosen_layers_go_on_from_the_same_recording_elsewhere(source, tmp_path,
 def test_somebody_elses_recording_is_not_continued_as_a_copy(source, tmp_path):
     metadata = _layers.part_of(metadata_of(source), (1,), _layers.kept_tokens(ShardStore.open(str(source.path)), "all"))  # fmt: skip
     with pytest.raises(IncompleteStoreError), create_store(open_transport(str(tmp_path / "to")), metadata) as writer:
-        writer.append(np.ones((1, *metadata.layout.shape[1:]), np.float32))
+        some = {name: values[:1] for name, values in source.arrays.items()}
+        writer.append(np.ones((1, *metadata.layout.shape[1:]), np.float32), **some)
     with pytest.raises(IncompleteStoreError, match="no copy of this one"):
         copy_store(source.path, tmp_path / "to", layers=[metadata_of(source).layout.layers[1]])
 
@@ -228,7 +233,8 @@ def test_progress_counts_each_byte_once(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(_whole, "Progress", Bar)
     copy_store(source.path, tmp_path / "to", progress=False)
-    assert bars == [[source.acts.nbytes, source.acts.nbytes]]
+    total = source.acts.nbytes + sum(values.nbytes for values in source.arrays.values())
+    assert bars == [[total, total]]
 
 
 @pytest.mark.parametrize("layers", [None, 1])
@@ -267,7 +273,7 @@ def test_labels_of_an_earlier_attempt_do_not_stay(tmp_path, monkeypatch):
 
 def test_room_is_needed_for_what_is_missing_only(source, tmp_path, monkeypatch):
     interrupted_at(2, source, tmp_path / "to", monkeypatch)
-    free = metadata_of(source).layout.used_nbytes(2)
+    free = metadata_of(source).layout.used_nbytes(2) + sum(values.nbytes for values in source.arrays.values())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     check(copy_store(source.path, tmp_path / "to"), source)
 
@@ -307,6 +313,7 @@ def test_a_finished_copy_of_chosen_layers_is_of_this_recording(tmp_path):
         copy_store(source, tmp_path / "b", layers=[2], progress=False)
 
 
+@pytest.mark.parametrize("source", ["2.0"], indirect=True)  # 2.1 cannot say what 3.0 does
 def test_shards_of_a_copy_that_is_published_meanwhile_are_not_replaced_by_links(source, tmp_path, monkeypatch):
     """Another process could not link them, and has copied them."""
     plainly, to = _whole._check_claim, tmp_path / "to"

@@ -29,7 +29,7 @@ class Hooked(Disk):
 def store(block_bytes: int = 64) -> tuple[Case, Hooked]:
     this, disk = case(n=6, per_shard=2, block_bytes=block_bytes), Hooked(posix=True)
     with create_store(disk, this.metadata, block_bytes=block_bytes, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 6))
+        this.append(writer, 0, 6)
     disk.files = {path.removeprefix(f"{this.name}/"): file for path, file in disk.files.items()}
     return this, disk
 

@@ -46,8 +46,8 @@ class Operation(Protocol):
         ...
 
 
-def a_case(seed: int = 0) -> Case:
-    return case(n=11, per_shard=4, d_model=5, content=3, labelled=True, pad=False, block_bytes=64, seed=seed)
+def a_case(protocol: str = "2.0") -> Case:
+    return case(n=11, per_shard=4, d_model=5, content=3, labelled=True, pad=False, block_bytes=64, protocol=protocol)
 
 
 def write(root: Path, this: Case) -> None:
@@ -57,24 +57,22 @@ def write(root: Path, this: Case) -> None:
     ) as writer:  # fmt: skip
         while not writer.complete and writer.next_example < writer.example_range[1]:
             start = writer.next_example
-            writer.append(*this.rows(start, min(start + 3, writer.example_range[1])))
+            this.append(writer, start, min(start + 3, writer.example_range[1]))
 
 
 def opens_right(folder: Path, this: Case, *, finished: bool) -> None:
-    """A store that opens holds the right vectors."""
+    """A store that opens holds the right vectors, and what was recorded for tokens."""
     try:
         store = ShardStore.open(folder)
     except SaevStoreError:
         assert not finished
         return
-    acts, labels = this.rows(0, this.n)
-    assert store[...].tobytes() == acts.tobytes()
-    assert store.labels[...].tobytes() == labels.tobytes()
+    assert this.matches(store)
 
 
 class Write:
-    def __init__(self) -> None:
-        self.case = a_case()
+    def __init__(self, protocol: str = "2.0") -> None:
+        self.case = a_case(protocol)
 
     def set_up(self, folder: Path) -> None: ...
 
@@ -86,10 +84,10 @@ class Write:
 
 
 class Repair:
-    """Two of three shards are damaged: one is gone, one is cut."""
+    """Two of three shards are damaged: one is gone, one is cut. In 3.0 the mask is gone, too."""
 
-    def __init__(self) -> None:
-        self.case = a_case()
+    def __init__(self, protocol: str = "2.0") -> None:
+        self.case = a_case(protocol)
 
     def set_up(self, folder: Path) -> None:
         write(folder, self.case)
@@ -97,20 +95,24 @@ class Repair:
         (store / "acts000000.bin").unlink()
         with open(store / "acts000002.bin", "r+b") as file:
             file.truncate(10)
+        if self.case.arrays:
+            (store / "mask.bin").unlink()
 
     def run(self, folder: Path) -> None:
         store = ShardStore.open(folder / self.case.name, damaged_ok=True)
         with store.repair(on_nonfinite="allow") as writer:
+            for name in writer.lost_arrays:
+                writer.restore_array(name, self.case.arrays[name])
             for first, end in list(writer.missing):
-                writer.append(*self.case.rows(first, end))
+                self.case.append(writer, first, end)
 
     def check(self, folder: Path, *, finished: bool) -> None:
         opens_right(folder / self.case.name, self.case, finished=finished)
 
 
 class Copy:
-    def __init__(self, copy: Callable[[Path, Path], object]) -> None:
-        self.case, self.copy = a_case(), copy
+    def __init__(self, copy: Callable[[Path, Path], object], protocol: str = "2.0") -> None:
+        self.case, self.copy = a_case(protocol), copy
 
     def set_up(self, folder: Path) -> None:
         write(folder / "from", self.case)
@@ -203,10 +205,13 @@ class Statistics:
 
 OPERATIONS: dict[str, Callable[[], Operation]] = {
     "write": Write,
+    "write 3.0": lambda: Write("3.0"),
     "repair": Repair,
+    "repair 3.0": lambda: Repair("3.0"),
     "copy": lambda: Copy(lambda src, dst: copy_store(src, dst, progress=False)),
     "copy of layers": lambda: Copy(lambda src, dst: copy_store(src, dst, layers=[2, 5], progress=False)),
-    "stage": lambda: Copy(lambda src, dst: stage(src, dst, timeout_s=20)),
+    "copy of layers 3.0": lambda: Copy(lambda src, dst: copy_store(src, dst, layers=[2, 5], progress=False), "3.0"),
+    "stage": lambda: Copy(lambda src, dst: stage(src, dst, timeout_s=20), "3.0"),
     "llmbatch": lambda: Source(Batches(np.random.default_rng(1), stream=False)),
     "llmbatch stream": lambda: Source(Batches(np.random.default_rng(1), stream=True)),
     "mmididx": lambda: Source(Documents(np.random.default_rng(2))),

@@ -39,9 +39,9 @@ def begin(transport: Transport, this: Case, **options: object) -> ShardWriter:
 def written(transport: Transport, this: Case, sizes: list[int], **options: object) -> None:
     with begin(transport, this, **options) as writer:
         for k in sizes:
-            writer.append(*this.rows(writer.next_example, writer.next_example + k))
+            this.append(writer, writer.next_example, writer.next_example + k)
         while writer.next_example < this.n:
-            writer.append(*this.rows(writer.next_example, writer.next_example + 1))
+            this.append(writer, writer.next_example, writer.next_example + 1)
 
 
 def folder_content(root: Path, this: Case) -> dict[str, bytes]:
@@ -53,20 +53,20 @@ def folder_content(root: Path, this: Case) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
-@pytest.mark.parametrize("protocol", ["1.0.0", "2.0", "2.1"])
+@pytest.mark.parametrize("protocol", ["1.0.0", "2.0", "2.1", "3.0"])
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_store_on_disk_is_what_it_must_be(tmp_path: Path, engine, protocol, labelled) -> None:
     this = case(protocol=protocol, labelled=labelled, pad=engine != "fsspec")
     transport = open_transport(tmp_path, engine=engine)
     with begin(transport, this, pad=None) as writer:
-        writer.append(*this.rows(0, 5))
-        writer.append(*this.rows(5, 7))
+        this.append(writer, 0, 5)
+        this.append(writer, 5, 7)
     assert writer.complete
     assert writer.url.endswith(this.name)
     this.check(folder_content(tmp_path, this))
     store = ShardStore.open(tmp_path / this.name)
-    assert store[...].tobytes() == this.acts.tobytes()
-    assert (store.labels is None) == (not labelled)
+    assert this.matches(store)
+    assert (store.labels is None) == (this.labels is None)
 
 
 @given(
@@ -168,12 +168,12 @@ def test_bad_activations_are_refused_and_nothing_is_taken(acts, message) -> None
     this = case()
     memory = MemoryTransport()
     with begin(memory, this) as writer:
-        writer.append(*this.rows(0, 2))
+        this.append(writer, 0, 2)
         with pytest.raises(ArgumentError, match=message) as caught:
             writer.append(acts, this.labels[2:3])
         assert caught.value.where == "acts"
         assert writer.next_example == 2
-        writer.append(*this.rows(2, 7))
+        this.append(writer, 2, 7)
     this.check(memory.at(this.name).files)
 
 
@@ -191,7 +191,7 @@ def test_bad_activations_are_refused_and_nothing_is_taken(acts, message) -> None
 def test_bad_labels_are_refused(labels, message) -> None:
     this = case()
     with begin(MemoryTransport(), this) as writer:
-        writer.append(*this.rows(0, 2))
+        this.append(writer, 0, 2)
         with pytest.raises(ArgumentError, match=message):
             writer.append(this.acts[2:3], labels)
         writer.append(this.acts[2:], this.labels[2:].astype(np.int64))
@@ -235,12 +235,12 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
 def test_more_examples_than_promised() -> None:
     this = case()
     with begin(MemoryTransport(), this) as writer:
-        writer.append(*this.rows(0, 5))
+        this.append(writer, 0, 5)
         with pytest.raises(ArgumentError, match="3 examples were appended at example 5, but the store ends at 7"):
             writer.append(this.acts[:3], this.labels[:3])
-        writer.append(*this.rows(5, 7))
+        this.append(writer, 5, 7)
         with pytest.raises(ArgumentError, match="ends at 7"):
-            writer.append(*this.rows(0, 1))
+            this.append(writer, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_leaving_early_tells_how_far_and_how_to_go_on(tmp_path: Path) -> None:
         pytest.raises(IncompleteStoreError, match=r"4 of 7 examples.*resume=True, and append the rest"),
         begin(transport, this) as writer,
     ):
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
     with pytest.raises(IncompleteStoreError, match="never published"):
         ShardStore.open(tmp_path / this.name)
     assert [found.name for found in unfinished(transport)] == [this.name]
@@ -299,7 +299,7 @@ def test_leaving_early_tells_how_far_and_how_to_go_on(tmp_path: Path) -> None:
         begin(transport, this)
     with begin(transport, this, resume=True) as writer:
         assert (writer.next_example, writer.n_written, writer.example_range) == (4, 4, (0, 7))
-        writer.append(*this.rows(4, 7))
+        this.append(writer, 4, 7)
     this.check(folder_content(tmp_path, this))
     assert unfinished(transport) == ()
 
@@ -308,18 +308,18 @@ def test_leaving_early_tells_how_far_and_how_to_go_on(tmp_path: Path) -> None:
 def test_an_exception_in_the_block_keeps_what_was_appended(error) -> None:
     this, disk = case(), Disk()
     with pytest.raises(error), begin(disk, this) as writer:
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
         raise error
     with begin(disk, this, resume=True) as writer:
         assert writer.next_example == 4
-        writer.append(*this.rows(4, 7))
+        this.append(writer, 4, 7)
     this.check(disk.content(this.name))
 
 
 def test_an_exception_after_the_last_example_does_not_publish() -> None:
     this, disk = case(), Disk()
     with pytest.raises(RuntimeError), begin(disk, this) as writer:
-        writer.append(*this.rows(0, 7))
+        this.append(writer, 0, 7)
         raise RuntimeError
     assert "metadata.json" not in disk.content(this.name)
     with begin(disk, this, resume=True) as writer:
@@ -338,7 +338,7 @@ def test_a_complete_store_is_never_written_again(tmp_path: Path) -> None:
         assert writer.complete
         assert writer.next_example == 7
         with pytest.raises(StoreExistsError, match="nothing left to do"):
-            writer.append(*this.rows(0, 1))
+            this.append(writer, 0, 1)
     with pytest.raises(StoreExistsError):
         discard_unfinished(transport, this.metadata)
     this.check(folder_content(tmp_path, this))
@@ -378,7 +378,7 @@ def test_a_foreign_folder_is_never_touched(tmp_path: Path) -> None:
 def test_resuming_with_other_options_names_each() -> None:
     this, disk = case(), Disk()
     with pytest.raises(IncompleteStoreError), begin(disk, this) as writer:
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
     with pytest.raises(ResumeError, match=r"pad is True there, False .*; block_bytes is 64 there, 128"):
         begin(disk, this, resume=True, pad=False, block_bytes=128)
     with pytest.raises(ResumeError, match="world is 1 there, 2 in this call"):
@@ -388,7 +388,7 @@ def test_resuming_with_other_options_names_each() -> None:
 def test_resuming_with_other_metadata_names_the_sibling() -> None:
     this, other, disk = case(), case(n=8), Disk()
     with pytest.raises(IncompleteStoreError), begin(disk, this) as writer:
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
     with pytest.raises(ResumeError, match=f"{this.name}: n_ex is 7 there, 8 in this call.*auto"):
         begin(disk, other, resume=True)
     with begin(disk, other, resume="auto") as writer:
@@ -418,7 +418,7 @@ def test_discarding(tmp_path: Path) -> None:
     transport = open_transport(tmp_path)
     discard_unfinished(transport, this.metadata)
     writer = begin(transport, this)
-    writer.append(*this.rows(0, 4))
+    this.append(writer, 0, 4)
     with pytest.raises(WriterConflictError):
         discard_unfinished(transport, this.metadata)
     writer.close()
@@ -437,23 +437,23 @@ def test_a_second_writer_hears_of_the_first(tmp_path: Path) -> None:
         for resume in (True, "auto"):
             with pytest.raises(WriterConflictError, match="process"):
                 begin(transport, this, resume=resume)
-        writer.append(*this.rows(0, 7))
+        this.append(writer, 0, 7)
     this.check(folder_content(tmp_path, this))
 
 
 def test_where_there_are_no_locks_the_older_writer_notices() -> None:
     this, bucket = case(), Disk(posix=False)
     old = begin(bucket, this)
-    old.append(*this.rows(0, 2))
+    this.append(old, 0, 2)
     new = begin(bucket, this, resume=True)
     with pytest.raises(WriterConflictError, match="has taken over"):
-        old.append(*this.rows(2, 6))
+        this.append(old, 2, 6)
         old.checkpoint()
     with pytest.raises(SaevStoreError):
-        old.append(*this.rows(6, 7))
+        this.append(old, 6, 7)
     old.close() if old._background.error is None else None
     with new:
-        new.append(*this.rows(0, 7))
+        this.append(new, 0, 7)
     this.check(bucket.content(this.name))
 
 
@@ -467,12 +467,12 @@ def test_no_thread_outlives_its_writer(tmp_path: Path) -> None:
 
     transport = open_transport(tmp_path)
     writer = begin(transport, this)
-    writer.append(*this.rows(0, 4))
+    this.append(writer, 0, 4)
     assert threads()
     del writer
     assert not threads()
     with pytest.raises(ZeroDivisionError), begin(transport, this, resume=True) as writer:
-        writer.append(*this.rows(writer.next_example, 5))
+        this.append(writer, writer.next_example, 5)
         1 / 0  # noqa: B018  # raises
     assert not threads()
 
@@ -483,7 +483,7 @@ def test_a_forked_child_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("os.getpid", lambda: -1)
         with pytest.raises(ForkError, match="forked child"):
-            writer.append(*this.rows(0, 7))
+            this.append(writer, 0, 7)
     writer.close()
 
 
@@ -493,7 +493,7 @@ def test_a_closed_writer_refuses() -> None:
     writer.close()
     writer.close()
     with pytest.raises(ArgumentError, match="closed"):
-        writer.append(*this.rows(0, 1))
+        this.append(writer, 0, 1)
     with pytest.raises(ArgumentError, match="closed"):
         writer.checkpoint()
 
@@ -502,7 +502,7 @@ def test_an_interrupt_within_append_is_not_guessed_about(monkeypatch: pytest.Mon
     """Where an append was cut short, the caller cannot know what was taken: only a resume tells."""
     this, disk = case(n=12, per_shard=5), Disk()
     writer = begin(disk, this)
-    writer.append(*this.rows(0, 3))
+    this.append(writer, 0, 3)
     real, calls = writer._send, []
 
     def interrupted(*args, **kwargs):
@@ -514,15 +514,15 @@ def test_an_interrupt_within_append_is_not_guessed_about(monkeypatch: pytest.Mon
     monkeypatch.setattr(writer, "_send", interrupted)
     with pytest.raises(KeyboardInterrupt), writer:
         try:
-            writer.append(*this.rows(3, 9))
+            this.append(writer, 3, 9)
         finally:
             with pytest.raises(ArgumentError, match="cut short by an error"):
-                writer.append(*this.rows(3, 9))
+                this.append(writer, 3, 9)
     with pytest.raises(ArgumentError, match="closed"):
-        writer.append(*this.rows(3, 9))
+        this.append(writer, 3, 9)
     with begin(disk, this, resume=True) as writer:
         assert 2 <= writer.next_example <= 9
-        writer.append(*this.rows(writer.next_example, 12))
+        this.append(writer, writer.next_example, 12)
     this.check(disk.content(this.name))
 
 

@@ -70,7 +70,7 @@ class Writer:
 
 def write_whole(transport, this) -> None:
     with create_store(transport, this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 7))
+        this.append(writer, 0, 7)
 
 
 def test_a_killed_writer_on_a_disk(tmp_path):
@@ -109,7 +109,7 @@ def test_what_is_not_ours_stays(tmp_path):
     this = case()
     transport = open_transport(tmp_path)
     with pytest.raises(IncompleteStoreError), create_store(transport, this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 3))
+        this.append(writer, 0, 3)
     (tmp_path / this.name / "notes.txt").write_text("mine")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "acts000000.bin").write_bytes(b"another program's")
@@ -124,7 +124,7 @@ def test_what_is_not_ours_stays(tmp_path):
     os.remove(tmp_path / this.name / "notes.txt")
     with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
         assert writer.next_example == 3
-        writer.append(*this.rows(3, 7))
+        this.append(writer, 3, 7)
 
 
 def test_hidden_files_of_a_published_store_go_but_a_repair_stays(tmp_path):
@@ -145,7 +145,7 @@ def test_hidden_files_of_a_published_store_go_but_a_repair_stays(tmp_path):
 def test_ages_decide_and_one_that_is_not_told_keeps():
     this, transport = case(), MemoryTransport()
     with pytest.raises(IncompleteStoreError), create_store(transport, this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 3))
+        this.append(writer, 0, 3)
     (found,) = clean_leftovers(LatencyTransport(transport, 0)).leftovers
     assert found.kept_because == "the service does not tell its age"
     clean_leftovers(transport, older_than_s=0)

@@ -13,6 +13,9 @@ from kill_harness_oracle import Case, case
 from saev_store.errors import SaevStoreError, SaevStoreWarning, StoreExistsError, TransportError
 from saev_store.writer import create_store, finalize_store
 
+#: 3.0 has bfloat16 and token arrays.
+PROTOCOLS = ("2.0", "3.0")
+
 
 def write(disk: Disk, this: Case, *, batch: int, part: tuple[int, int] | None = None, **options: object) -> bool:
     """Write (the rest of) a store; False if the machine went off on the way."""
@@ -32,7 +35,7 @@ def write(disk: Disk, this: Case, *, batch: int, part: tuple[int, int] | None = 
             while writer.next_example < writer.example_range[1] and not writer.complete:
                 start = writer.next_example
                 end = min(start + batch, writer.example_range[1])
-                writer.append(*this.rows(start, end))
+                this.append(writer, start, end)
         return True
     except PowerCut:
         return False
@@ -63,6 +66,8 @@ def never_mistaken(disk: Disk, this: Case) -> None:
         {"n": 6, "per_shard": 2, "block_bytes": 32},
         {"n": 3, "per_shard": 1, "block_bytes": 4096},
         {"n": 2, "per_shard": 9, "block_bytes": 16, "d_model": 5},
+        {"protocol": "3.0"},
+        {"protocol": "3.0", "n": 6, "per_shard": 2, "block_bytes": 16},
     ],
     ids=str,
 )
@@ -84,8 +89,8 @@ def test_every_crash_point_resumes_to_the_same_bytes(posix: bool, shape: dict[st
 @pytest.mark.parametrize("posix", [True, False], ids=["posix", "bucket"])
 def test_crashes_while_resuming(posix: bool) -> None:
     """Crash after crash, a few operations further each time, until it is done."""
-    this = case(pad=posix)
     for seed in range(60):
+        this = case(pad=posix, protocol=PROTOCOLS[seed % 2])
         rng = np.random.default_rng(seed)
         disk = Disk(posix=posix, dies_before=int(rng.integers(0, 40)))
         for _ in range(400):
@@ -97,8 +102,8 @@ def test_crashes_while_resuming(posix: bool) -> None:
 
 
 def test_crashes_of_parts_and_of_the_publisher() -> None:
-    this = case(n=11, per_shard=2)
     for seed in range(40):
+        this = case(n=11, per_shard=2, protocol=PROTOCOLS[seed % 2])
         rng = np.random.default_rng(seed)
         disk, done = Disk(dies_before=int(rng.integers(0, 60))), False
         while not done:
@@ -117,10 +122,11 @@ def test_crashes_of_parts_and_of_the_publisher() -> None:
         this.check(disk.content(this.name))
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("posix", [True, False], ids=["posix", "bucket"])
-def test_every_failing_operation_is_an_error_that_can_be_resumed(posix: bool) -> None:
+def test_every_failing_operation_is_an_error_that_can_be_resumed(posix: bool, protocol: str) -> None:
     """A full disk or a failing one, at every operation once: a clear error, no wrong claim, and the rest goes on."""
-    this = case(pad=posix)
+    this = case(pad=posix, protocol=protocol)
     whole = Disk(posix=posix)
     write(whole, this, batch=2)
     for n in range(whole.n_operations):
@@ -132,7 +138,7 @@ def test_every_failing_operation_is_an_error_that_can_be_resumed(posix: bool) ->
                 disk, this.metadata, pad=posix, block_bytes=64, checkpoint_bytes=128, on_nonfinite="allow"
             ) as writer:
                 for i in range(this.n):
-                    writer.append(*this.rows(i, i + 1))
+                    this.append(writer, i, i + 1)
         except OSError as caught:  # ours is one as well
             assert "No space left" in str(caught) or "the disk fails" in str(caught), whole.log[n]
         else:
@@ -151,30 +157,31 @@ def test_damage_found_on_resuming_is_dropped_and_told() -> None:
             contextlib.suppress(SaevStoreError),
             create_store(disk, this.metadata, block_bytes=64, checkpoint_bytes=128, on_nonfinite="allow") as writer,
         ):
-            writer.append(*this.rows(0, 8))
+            this.append(writer, 0, 8)
         disk.files[f"{this.name}/{path}"].seen[at] ^= 1
         with pytest.warns(SaevStoreWarning, match=path):
             writer = create_store(disk, this.metadata, resume=True, block_bytes=64, on_nonfinite="allow")
         assert writer.next_example == int(path[4:10]) * 3 + at // 64 * 64 // this.metadata.layout.example_nbytes
         with writer:
-            writer.append(*this.rows(writer.next_example, 9))
+            this.append(writer, writer.next_example, 9)
         this.check(disk.content(this.name))
 
 
-def test_lost_labels_are_found_on_resuming() -> None:
-    this = case(n=9, per_shard=3)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_lost_token_rows_are_found_on_resuming(protocol: str) -> None:
+    this = case(n=9, per_shard=3, protocol=protocol)
     disk = Disk()
     with (
         contextlib.suppress(SaevStoreError),
         create_store(disk, this.metadata, block_bytes=64, on_nonfinite="allow") as writer,
     ):
-        writer.append(*this.rows(0, 8))
+        this.append(writer, 0, 8)
     disk.files[f"{this.name}/.saev_store/tokens/acts000001.bin"].seen[0] ^= 1
     with pytest.warns(SaevStoreWarning, match="acts000001"):
         writer = create_store(disk, this.metadata, resume=True, block_bytes=64, on_nonfinite="allow")
     assert writer.next_example == 3
     with writer:
-        writer.append(*this.rows(3, 9))
+        this.append(writer, 3, 9)
     this.check(disk.content(this.name))
 
 
@@ -185,12 +192,12 @@ def test_verify_sizes_still_finds_a_short_file() -> None:
         contextlib.suppress(SaevStoreError),
         create_store(disk, this.metadata, block_bytes=64, on_nonfinite="allow") as writer,
     ):
-        writer.append(*this.rows(0, 7))
+        this.append(writer, 0, 7)
     del disk.files[f"{this.name}/acts000000.bin"].seen[-1:]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         writer = create_store(disk, this.metadata, resume=True, block_bytes=64, verify="sizes", on_nonfinite="allow")
     assert "acts000000" in str(caught[0].message)
     with writer:
-        writer.append(*this.rows(writer.next_example, 9))
+        this.append(writer, writer.next_example, 9)
     this.check(disk.content(this.name))

@@ -79,12 +79,12 @@ def write(root: Path, this: Case, *, batch: int = 2, **options: object) -> None:
     ) as writer:
         while writer.next_example < writer.example_range[1]:
             start = writer.next_example
-            writer.append(*this.rows(start, min(start + batch, writer.example_range[1])))
+            this.append(writer, start, min(start + batch, writer.example_range[1]))
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_a_store_is_durable_before_it_is_published(tmp_path, disk, labelled):
-    this = case(labelled=labelled)
+@pytest.mark.parametrize("kind", [{"labelled": False}, {"labelled": True}, {"protocol": "3.0", "d_model": 4}], ids=str)
+def test_a_store_is_durable_before_it_is_published(tmp_path, disk, kind):
+    this = case(**kind)
     expected = whole(this, tmp_path / "first")
     watch = Watch(disk, f"shards/{this.name}", expected)
     write(tmp_path / "shards", this, checkpoint_bytes=BLOCK)
@@ -102,7 +102,7 @@ def test_what_a_checkpoint_counts_survives_a_power_cut(tmp_path, disk):
         create_store(open_transport(tmp_path), this.metadata, block_bytes=BLOCK, on_nonfinite="allow") as writer,
     ):
         for start in range(4):
-            writer.append(*this.rows(start, start + 1))
+            this.append(writer, start, start + 1)
             writer.checkpoint()
             name, used = watch.receipts[-1]
             assert used == (start + 1) * this.metadata.layout.example_nbytes
@@ -120,15 +120,16 @@ def test_a_checkpoint_follows_at_the_latest_after_so_many_bytes(tmp_path, disk, 
         create_store(open_transport(tmp_path), this.metadata, **options) as writer,
     ):
         for start in range(8):
-            writer.append(*this.rows(start, start + 1))
+            this.append(writer, start, start + 1)
             writer._background.drain()
             written = (start + 1) * size // BLOCK * BLOCK  # whole blocks: the rest waits in memory
             used = watch.receipts[-1][1] if watch.receipts else 0
             assert used == written // (n_examples * BLOCK) * (n_examples * BLOCK)
 
 
-def test_parts_are_durable_before_another_process_publishes(tmp_path, disk):
-    this = case(n=7, per_shard=2)
+@pytest.mark.parametrize("protocol", ["2.0", "3.0"])
+def test_parts_are_durable_before_another_process_publishes(tmp_path, disk, protocol):
+    this = case(n=7, per_shard=2, protocol=protocol)
     expected = whole(this, tmp_path / "first")
     watch = Watch(disk, f"shards/{this.name}", expected)
     for rank in range(2):
@@ -147,7 +148,7 @@ def test_a_resumed_store_is_durable_before_it_is_published(tmp_path, disk):
         pytest.raises(IncompleteStoreError),
         create_store(open_transport(tmp_path / "shards"), this.metadata, **options) as writer,
     ):
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
     watch = Watch(disk, f"shards/{this.name}", expected)
     write(tmp_path / "shards", this, resume=True)
     assert watch.published == 1
@@ -178,9 +179,9 @@ def test_a_repaired_shard_is_durable_before_it_takes_its_place(tmp_path, disk):
     assert f"{this.name}/.saev_store/repair/journal.json" not in disk.survivors()
 
 
-@pytest.mark.parametrize("labels", [False, True])
-def test_a_copy_is_durable_before_it_is_published(tmp_path, disk, labels):
-    source = plain_store(tmp_path / "from", labels=labels)
+@pytest.mark.parametrize("kind", [{}, {"labels": True}, {"protocol": "3.0"}], ids=str)
+def test_a_copy_is_durable_before_it_is_published(tmp_path, disk, kind):
+    source = plain_store(tmp_path / "from", **kind)
     source.write_digests(BLOCK)
     expected = {path.name: path.read_bytes() for path in source.path.iterdir() if path.name != "digests.json"}
     watch = Watch(disk, f"to/{source.path.name}", expected)

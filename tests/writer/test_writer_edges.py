@@ -46,7 +46,7 @@ class Hooked(Disk):
 def parts_written(disk: Disk, this: Case, world: int = 2, **options: object) -> None:
     for rank in range(world):
         with create_store(disk, this.metadata, part=(rank, world), **OPTIONS, **options) as writer:
-            writer.append(*this.rows(*writer.example_range))
+            this.append(writer, *writer.example_range)
 
 
 def hidden(this: Case, name: str) -> str:
@@ -183,7 +183,7 @@ def test_receipts_behind_damage_go_from_the_last_one_down():
 def test_a_claim_with_impossible_options_is_not_understood(key, value):
     this, disk = case(), Disk(posix=True)
     with pytest.raises(IncompleteStoreError), create_store(disk, this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 1))
+        this.append(writer, 0, 1)
     claim = json.loads(disk.files[hidden(this, "claim.json")].seen)
     (claim if key in claim else claim["options"])[key] = value
     disk._set(hidden(this, "claim.json"), json.dumps(claim).encode())
@@ -211,7 +211,7 @@ def damaged_store(*, labelled: bool = True) -> tuple[Case, Disk]:
     """A store of 8 examples in one shard, of which examples 1, 2 and 5 are damaged."""
     this, disk = case(n=8, per_shard=8, labelled=labelled), Hooked(posix=True)
     with create_store(disk, this.metadata, **{**OPTIONS, "block_bytes": this.metadata.layout.example_nbytes}) as writer:
-        writer.append(*this.rows(0, 8))
+        this.append(writer, 0, 8)
     for example in (1, 2, 5):
         disk.files[f"{this.name}/acts000000.bin"].seen[example * this.metadata.layout.example_nbytes] ^= 1
     disk.files = {path.removeprefix(f"{this.name}/"): file for path, file in disk.files.items()}
@@ -240,7 +240,7 @@ def test_examples_of_a_block_that_the_end_of_a_file_cuts_are_lost_with_it():
     this, disk = case(n=8, per_shard=8), Disk(posix=True)
     size = this.metadata.layout.example_nbytes
     with create_store(disk, this.metadata, **{**OPTIONS, "block_bytes": 4 * size}) as writer:
-        writer.append(*this.rows(0, 8))
+        this.append(writer, 0, 8)
     disk.files = {path.removeprefix(f"{this.name}/"): file for path, file in disk.files.items()}
     shard = disk.files["acts000000.bin"]
     del shard.seen[6 * size + 8 :]

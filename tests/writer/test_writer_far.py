@@ -54,7 +54,7 @@ def written(this: Case, world: int = 2):
     disk = Disk(posix=False)
     for rank in range(world):
         with create_store(disk, this.metadata, part=(rank, world), **settings(this)) as writer:
-            writer.append(*this.rows(*writer.example_range))
+            this.append(writer, *writer.example_range)
     return disk.files
 
 
@@ -87,7 +87,7 @@ def test_a_new_store_asks_for_no_receipt() -> None:
     far = Far({})
     with create_store(far, this.metadata, **settings(this)) as writer:
         asked = [path for _, path, _ in far.asked if "receipts" in path]
-        writer.append(*this.rows(0, this.n))
+        this.append(writer, 0, this.n)
     assert asked == []
 
 

@@ -28,14 +28,14 @@ def folder_content(root, this):
 
 def write_whole(root, this):
     with create_store(open_transport(root), this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 7))
+        this.append(writer, 0, 7)
 
 
 def finish(root, this):
     """What a job script does: the same call again."""
     with create_store(open_transport(root), this.metadata, resume="auto", exist_ok=True, **OPTIONS) as writer:
         if not writer.complete:
-            writer.append(*this.rows(writer.next_example, 7))
+            this.append(writer, writer.next_example, 7)
     this.check(folder_content(root, this))
 
 
@@ -90,9 +90,9 @@ def test_a_planted_link_is_replaced_and_not_followed(tmp_path):
     this, outside, root = case(), tmp_path / "outside.bin", tmp_path / "shards"
     outside.write_bytes(b"precious")
     with create_store(open_transport(root), this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 6))
+        this.append(writer, 0, 6)
         (root / this.name / "labels.bin").symlink_to(outside)
-        writer.append(*this.rows(6, 7))
+        this.append(writer, 6, 7)
     assert outside.read_bytes() == b"precious"
     this.check(folder_content(root, this))
 
@@ -104,7 +104,7 @@ def test_a_forked_child_is_told_also_while_the_thread_is_at_work(tmp_path):
         create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer,
     ):
         for i in range(20):
-            writer.append(*this.rows(i * 10, i * 10 + 10))
+            this.append(writer, i * 10, i * 10 + 10)
             pid = os.fork()
             if pid == 0:
                 code = 1
@@ -159,7 +159,7 @@ def test_the_caller_and_the_thread_share_no_lock(tmp_path):
         pytest.raises(IncompleteStoreError),
         create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer,
     ):
-        writer.append(*this.rows(0, 1))
+        this.append(writer, 0, 1)
         shared = vars(writer._background).values()
         assert not any(isinstance(value, (threading.Condition, threading.Event)) for value in shared)
         assert sum(isinstance(value, queue.SimpleQueue) for value in shared) == 2

@@ -42,16 +42,19 @@ class Writing(RuleBasedStateMachine):
         posix=st.booleans(),
         n=st.integers(1, 24),
         per_shard=st.integers(1, 5),
-        labelled=st.booleans(),
+        holds=st.sampled_from(["activations", "labels", "3.0"]),
         pad=st.booleans(),
         block_bytes=st.sampled_from([16, 64, 100, 4096]),
         checkpoint_bytes=st.sampled_from([16, 200, 10_000]),
         patience=st.integers(5, 40),
     )
-    def begin(self, seed, world, posix, n, per_shard, labelled, pad, block_bytes, checkpoint_bytes, patience) -> None:
+    def begin(self, seed, world, posix, n, per_shard, holds, pad, block_bytes, checkpoint_bytes, patience) -> None:
         self.patience = patience
         self.rng = np.random.default_rng(seed)
-        self.this = case(n=n, per_shard=per_shard, labelled=labelled, pad=pad, block_bytes=block_bytes, seed=seed % 100)
+        self.this = case(
+            n=n, per_shard=per_shard, labelled=holds == "labels", pad=pad, block_bytes=block_bytes, seed=seed % 100,
+            protocol="3.0" if holds == "3.0" else "2.0",
+        )  # fmt: skip
         self.world, self.checkpoint_bytes = world, checkpoint_bytes
         self.disk = Disk(posix=posix)
 
@@ -107,7 +110,7 @@ class Writing(RuleBasedStateMachine):
                 old.checkpoint()
         elif old is not None:
             with pytest.raises((WriterConflictError, IncompleteStoreError)), old:
-                old.append(*self.this.rows(old.next_example, old.next_example + 1))
+                self.this.append(old, old.next_example, old.next_example + 1)
             assert not old.complete
 
     @precondition(lambda self: self.open_writers())
@@ -117,7 +120,7 @@ class Writing(RuleBasedStateMachine):
         for k in sizes:
             start = writer.next_example
             end = min(start + k, writer.example_range[1])
-            writer.append(*self.this.rows(start, end))
+            self.this.append(writer, start, end)
             assert writer.next_example == end
             assert writer.n_written == end - writer.example_range[0]
         writer._background.drain()  # else how far the thread has come would make runs differ
@@ -160,7 +163,7 @@ class Writing(RuleBasedStateMachine):
             with writer:
                 while writer.next_example < writer.example_range[1]:
                     start = writer.next_example
-                    writer.append(*self.this.rows(start, min(start + batch, writer.example_range[1])))
+                    self.this.append(writer, start, min(start + batch, writer.example_range[1]))
             self.durable[rank] = writer.example_range[1]
         if self.world > 1:
             assert finalize_store(self.disk, self.this.metadata)
@@ -237,7 +240,7 @@ class Writing(RuleBasedStateMachine):
             lost = {example for start, end in writer.missing for example in range(start, end)}
             for start, end in writer.missing:
                 for i in range(start, end, batch):
-                    writer.append(*self.this.rows(i, min(i + batch, end)))
+                    self.this.append(writer, i, min(i + batch, end))
         assert all(file.identical for file in writer.repaired)
         assert {file.name for file in writer.repaired} <= {path.split("/")[1] for path in self.damaged}
         assert lost or not writer.repaired

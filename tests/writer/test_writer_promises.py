@@ -30,7 +30,7 @@ OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 def parts_written(disk: Disk, this: Case, ranks: range, world: int) -> None:
     for rank in ranks:
         with create_store(disk, this.metadata, part=(rank, world), pad=this.pad, **OPTIONS) as writer:
-            writer.append(*this.rows(*writer.example_range))
+            this.append(writer, *writer.example_range)
 
 
 @pytest.mark.parametrize("posix", [True, False])
@@ -64,7 +64,7 @@ def test_labels_are_collected_after_they_are_recorded():
 
     disk = Slow(posix=False)
     with create_store(disk, this.metadata, pad=False, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 6))
+        this.append(writer, 0, 6)
     assert asked.is_set()
     this.check(disk.content(this.name))
 
@@ -85,7 +85,7 @@ def test_what_a_crash_left_half_written_does_not_make_a_folder_foreign(tmp_path)
     (tmp_path / this.name).mkdir()
     (tmp_path / this.name / ".saev_store.tmp-123-abc").write_bytes(b"half")
     with create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer:
-        writer.append(*this.rows(0, this.n))
+        this.append(writer, 0, this.n)
     this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
 
 
@@ -110,7 +110,7 @@ def test_who_found_a_damaged_shard_publishes_it_after_another_process_has_writte
         pytest.warns(SaevStoreWarning, match="not what was written"),
         create_store(other, this.metadata, part=(1, 2), resume=True, **OPTIONS) as writer,
     ):
-        writer.append(*this.rows(writer.next_example, 6))
+        this.append(writer, writer.next_example, 6)
     assert finalize_store(ours, this.metadata, verify="digests")
     this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
 
@@ -138,10 +138,10 @@ def test_empty_documents_of_a_kill_are_written_anew(tmp_path):
         pytest.raises(IncompleteStoreError),
         create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer,
     ):
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
     (folder / "metadata.json").write_bytes(b"")
     with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
-        writer.append(*this.rows(writer.next_example, this.n))
+        this.append(writer, writer.next_example, this.n)
     this.check({path.name: path.read_bytes() for path in folder.iterdir()})
 
 
@@ -174,19 +174,19 @@ def test_an_older_writer_records_nothing_after_another_one_has_taken_over():
     this, disk = case(n=9, per_shard=9), Disk(posix=True)
     disk.held = type("NoLocks", (set,), {"add": lambda *_: None})()
     old = create_store(disk, this.metadata, **OPTIONS)
-    old.append(*this.rows(0, 2))
+    this.append(old, 0, 2)
     old.checkpoint()
     new = create_store(disk, this.metadata, resume=True, **OPTIONS)
     assert new.next_example == 2
     receipt = bytes(disk.files[f"{this.name}/.saev_store/receipts/acts000000.json"].seen)
-    old.append(*this.rows(2, 5))
+    this.append(old, 2, 5)
     with pytest.raises(WriterConflictError, match="has taken over"):
         old.checkpoint()
     assert bytes(disk.files[f"{this.name}/.saev_store/receipts/acts000000.json"].seen) == receipt
     with contextlib.suppress(SaevStoreError):
         old.close()
     with new:
-        new.append(*this.rows(2, 9))
+        this.append(new, 2, 9)
     this.check(disk.content(this.name))
 
 
@@ -196,14 +196,14 @@ def test_a_receipt_counts_whole_blocks_of_what_a_back_end_has_flushed(monkeypatc
     sync = DiskSink.sync
     monkeypatch.setattr(DiskSink, "sync", lambda self: sync(self) - n_unsafe)
     writer = create_store(disk, this.metadata, **OPTIONS)
-    writer.append(*this.rows(0, 6))
+    this.append(writer, 0, 6)
     writer.checkpoint()
     receipt = json.loads(disk.files[f"{this.name}/.saev_store/receipts/acts000000.json"].seen)
     used = (6 * this.metadata.layout.example_nbytes - n_unsafe) // 64 * 64
     data = this.acts.tobytes()
     assert receipt["used_nbytes"] == used
     assert receipt["digests"] == [xxhash.xxh3_128(data[i : i + 64]).hexdigest() for i in range(0, used, 64)]
-    writer.append(*this.rows(6, 9))
+    this.append(writer, 6, 9)
     writer.close()
     this.check(disk.content(this.name))
 
@@ -227,7 +227,7 @@ def test_who_is_overtaken_while_it_resumes_drops_nothing():
         pytest.raises(IncompleteStoreError),
         create_store(disk, this.metadata, pad=False, **OPTIONS) as writer,
     ):
-        writer.append(*this.rows(0, 4))
+        this.append(writer, 0, 4)
     disk.files[f"{this.name}/acts000000.bin"].seen[0] ^= 1
     disk.armed = True
     with pytest.raises(WriterConflictError, match="has taken over"):

@@ -30,6 +30,9 @@ from saev_store.writer._publish import remove_hidden
 from saev_store.writer.copying import copy_store
 from saev_store.writer.folder import Folder
 
+#: Stores of the same sizes in bytes; 3.0 has bfloat16 and token arrays.
+OLD, NEW = {"protocol": "2.0"}, {"protocol": "3.0", "d_model": 4}
+
 
 def store_of(this: Case, *, digests: bool = True) -> MemoryTransport:
     files = this.files()
@@ -54,10 +57,11 @@ def opened(memory: object, this: Case, **options: object) -> RepairWriter:
     return open_repair(memory, this.metadata, on_nonfinite="allow", **options)
 
 
+@pytest.mark.parametrize("kind", [OLD, NEW], ids=["2.0", "3.0"])
 @pytest.mark.parametrize("pad", [True, False])
 @pytest.mark.parametrize("digests", [True, False])
-def test_missing_and_short_shards(pad: bool, digests: bool) -> None:
-    this = case(n=11, per_shard=3, pad=pad, block_bytes=48)
+def test_missing_and_short_shards(pad: bool, digests: bool, kind: dict) -> None:
+    this = case(n=11, per_shard=3, pad=pad, block_bytes=48, **kind)
     memory = store_of(this, digests=digests)
     change(memory, "acts000000.bin", None)
     change(memory, "acts000002.bin", memory.read("acts000002.bin")[:60])  # one example and a bit
@@ -79,9 +83,10 @@ def test_missing_and_short_shards(pad: bool, digests: bool) -> None:
     flips=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**6)), min_size=1, max_size=4),
     block_bytes=st.sampled_from([16, 48, 100, 4096]),
     batch=st.integers(1, 5),
+    kind=st.sampled_from([OLD, NEW]),
 )
-def test_flipped_bits_are_found_by_digests(flips, block_bytes, batch) -> None:
-    this = case(n=11, per_shard=3, block_bytes=block_bytes)
+def test_flipped_bits_are_found_by_digests(flips, block_bytes, batch, kind) -> None:
+    this = case(n=11, per_shard=3, block_bytes=block_bytes, **kind)
     memory = store_of(this)
     layout = this.metadata.layout
     for shard_idx, at in flips:
@@ -201,10 +206,39 @@ def test_lost_labels() -> None:
         writer.restore_labels(this.labels)
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "short", "long", "flipped"])
+def test_lost_token_arrays(damage: str) -> None:
+    this = case(n=11, per_shard=3, protocol="3.0")
+    memory = store_of(this)
+    for name in ("document_ids", "mask"):
+        data = this.files()[f"{name}.bin"]
+        flipped = bytes([data[0] ^ 1]) + data[1:]
+        changed = {"missing": None, "empty": b"", "short": data[:-1], "long": data + b"\0", "flipped": flipped}
+        change(memory, f"{name}.bin", changed[damage])
+    change(memory, "acts000001.bin", None)
+    with opened(memory, this, deep=True) as writer:
+        assert (writer.lost_arrays, writer.missing) == (["document_ids", "mask"], [(3, 6)])
+        with pytest.raises(ArgumentError, match="is lost as a whole"):
+            this.append(writer, 3, 6)
+        with pytest.raises(ArgumentError, match="token_ids of example 4 are others"):
+            writer.append(this.acts[3:5], token_ids=np.stack([this.arrays["token_ids"][i] ^ (i == 4) for i in (3, 4)]))
+        with pytest.raises(ArgumentError, match="it must be"):
+            writer.restore_array("mask", this.arrays["mask"][:4])
+        with pytest.raises(ArgumentError, match="is whole"):
+            writer.restore_array("token_ids", this.arrays["token_ids"])
+        for name in writer.lost_arrays:
+            writer.restore_array(name, this.arrays[name])
+        this.append(writer, 3, 6)
+    assert {file.name: file.identical for file in writer.repaired} == {
+        "document_ids.bin": True, "mask.bin": True, "acts000001.bin": True,
+    }  # fmt: skip
+    this.check(memory.files)
+
+
 def test_two_repairs_at_once(tmp_path: Path) -> None:
     this = case()
     with create_store(open_transport(tmp_path), this.metadata, on_nonfinite="allow") as writer:
-        writer.append(*this.rows(0, 7))
+        this.append(writer, 0, 7)
     transport = open_transport(tmp_path / this.name)
     with opened(transport, this), pytest.raises(WriterConflictError):
         opened(transport, this)
@@ -395,6 +429,8 @@ def test_after_an_error_no_other_file_is_replaced() -> None:
 def repaired(disk: Disk, this: Case) -> bool:
     try:
         with opened(At(disk, this.name), this, deep=True) as writer:
+            for name in writer.lost_arrays:
+                writer.restore_array(name, this.recorded[name])
             fill(writer, this)
         return True
     except PowerCut:
@@ -422,8 +458,9 @@ class At(Disk):
         return found
 
 
-def test_every_crash_point_of_a_repair() -> None:
-    this = case(n=8, per_shard=3)
+@pytest.mark.parametrize("kind", [OLD, NEW], ids=["2.0", "3.0"])
+def test_every_crash_point_of_a_repair(kind: dict) -> None:
+    this = case(n=8, per_shard=3, **kind)
 
     def damaged() -> Disk:
         disk = Disk()
@@ -432,6 +469,8 @@ def test_every_crash_point_of_a_repair() -> None:
         del disk.files[f"{this.name}/acts000000.bin"]
         disk.files[f"{this.name}/acts000001.bin"].seen[70] ^= 1
         disk.files[f"{this.name}/acts000001.bin"].durable[70] ^= 1
+        if this.arrays:
+            del disk.files[f"{this.name}/mask.bin"]
         return disk
 
     whole = damaged()

@@ -34,12 +34,12 @@ def test_write_resume_and_refuse(s3_bucket: Bucket) -> None:
         pytest.raises(IncompleteStoreError, match="5 of 9"),
         create_store(transport, this.metadata, **OPTIONS) as writer,
     ):
-        writer.append(*this.rows(0, 5))
+        this.append(writer, 0, 5)
     with pytest.raises(IncompleteStoreError, match="with 4 of 9 examples"):
         create_store(transport, this.metadata, **OPTIONS)
     with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
         assert writer.next_example == 4  # an interrupted shard is sent again
-        writer.append(*this.rows(4, 9))
+        this.append(writer, 4, 9)
     this.check(content(transport, this))
     with pytest.raises(StoreExistsError):
         create_store(transport, this.metadata, **OPTIONS)
@@ -70,7 +70,7 @@ def test_a_writer_that_was_forgotten_holds_up_nobody(s3_bucket: Bucket, where: s
     engine = "fsspec" if where == "fsspec" else "obstore"
     transport = open_transport(f"{s3_bucket.url}/shards", s3_bucket.options, engine=engine)
     writer = create_store(transport, this.metadata, **OPTIONS)
-    writer.append(*this.rows(0, 5))
+    this.append(writer, 0, 5)
     writer.checkpoint()
     collected, background, ending = threading.Event(), writer._background, weakref.ref(writer)
     cycle = [writer]
@@ -94,5 +94,5 @@ def test_a_writer_that_was_forgotten_holds_up_nobody(s3_bucket: Bucket, where: s
         asyncio.run_coroutine_threadsafe(collecting(), loop).result(HANG_S)
     assert soon(lambda: ending() is None and not background._thread.is_alive())
     with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
-        writer.append(*this.rows(0, 9))
+        this.append(writer, 0, 9)
     this.check(content(transport, this))

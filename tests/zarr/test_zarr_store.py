@@ -12,26 +12,33 @@ import functools
 import inspect
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+from kill_harness_oracle import case
 from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
 from transports import CountingTransport, LatencyTransport
-from zarr.abc.store import Store
-from zarr.core.buffer import Buffer, cpu
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, cpu, default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.testing.store import StoreTests
 
+from saev_store import ShardStore
 from saev_store.core.chunk_grid import Extent
+from saev_store.errors import SaevStoreWarning
 from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, Writes, open_transport
 from saev_store.zarr import ZarrView
 
 T = TypeVar("T")
 BLOB = "acts000000.bin"
 TRANSPORTS = ["mmap", "pread", "memory", "fsspec", "far", "wrapped", "s3", "obstore"]
+#: The view of a 16-bit store, which converts the tensor and nothing else, such as token arrays.
+CONVERTING = "token arrays of 3.0"
 _names = itertools.count()
 
 
@@ -41,7 +48,7 @@ class Ranges:
 
     transport: Transport
     extents: dict[str, Extent] = field(default_factory=dict)
-    converts = False
+    converts: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self.extents == other.extents
@@ -54,7 +61,8 @@ class Ranges:
         self.transport.put(BLOB, blob + data)
         # Odd values end before the chunk does, so that zeros follow which are in no file.
         kept = len(data.rstrip(b"\0")) if len(data) % 2 else len(data)
-        self.extents[key] = Extent(BLOB, len(blob), len(blob) + kept, len(data), shard_idx=0)
+        shard_idx = None if self.converts else 0
+        self.extents[key] = Extent(BLOB, len(blob), len(blob) + kept, len(data), shard_idx=shard_idx)
 
     def find(self, key: str) -> bytes | Extent | None:
         return self.extents.get(key)
@@ -136,10 +144,11 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
         data = store.keys.transport.read(BLOB)[extent.start : extent.end]
         return self.buffer_cls.from_bytes(data + bytes(extent.nbytes - len(data)))
 
-    @pytest.fixture(params=TRANSPORTS)
+    @pytest.fixture(params=[*TRANSPORTS, CONVERTING])
     def store_kwargs(self, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-        transport = made(request.param, tmp_path, request)
-        return {"transport": transport, "keys": Ranges(transport)}
+        converts = request.param == CONVERTING
+        transport = made("pread" if converts else request.param, tmp_path, request)
+        return {"transport": transport, "keys": Ranges(transport, converts=converts)}
 
     @pytest.fixture
     def store(self, open_kwargs: dict[str, Any]) -> WritableView:
@@ -193,6 +202,63 @@ class TestStore(StoreTests[WritableView, cpu.Buffer]):
     test_delete_sync = test_delete_sync_missing = tests_writing
     test_sync_async_set_get_parity = tests_writing
     test_clear = tests_writing
+
+
+def float32_bits(bits: np.ndarray) -> bytes:
+    """What bfloat16 numbers are as float32: the same bits above zeros."""
+    return (bits.view(np.uint16).astype("<u4") << 16).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["mmap", "pread", "memory", "fsspec", "obstore"])
+def test_every_part_of_every_chunk_of_a_16_bit_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The numbers are converted while they are read, in whatever pieces they are asked for."""
+    this = case(n=5, per_shard=2, d_model=3, content=1, protocol="3.0")
+    transport = made(kind, tmp_path, request)
+    assert isinstance(transport, Writes)
+    for name, data in this.files().items():
+        transport.put(name, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)  # the folder has another name than the documents imply
+        view = ShardStore.open(transport).as_zarr(chunks=(1, 1, 2, 3))
+    truths = {f"activations/c/{i}/{j}/0/0": float32_bits(this.acts[i, j]) for i in range(5) for j in range(2)}
+    n = 24
+    parts: list[ByteRequest | None] = [None, *(OffsetByteRequest(at) for at in range(n + 2))]
+    parts += [SuffixByteRequest(at) for at in range(1, n + 2)]
+    parts += [RangeByteRequest(first, end) for first in range(n) for end in range(first + 1, n + 3, 5)]
+
+    def truth(key: str, part: ByteRequest | None) -> bytes:
+        match part:
+            case None:
+                return truths[key]
+            case RangeByteRequest(first, end):
+                return truths[key][first:end]
+            case OffsetByteRequest(offset):
+                return truths[key][offset:]
+            case SuffixByteRequest(suffix):
+                return truths[key][-suffix:]
+
+    async def check() -> None:
+        prototype = default_buffer_prototype()
+        for key in truths:
+            assert await view.getsize(key) == n
+            some = parts if key == "activations/c/4/1/0/0" else parts[::29]
+            for part in some:
+                found = await view.get(key, prototype, part)
+                assert found is not None
+                assert found.to_bytes() == truth(key, part), (key, part)
+            async for ranges in view.get_ranges(key, some, prototype=prototype):
+                for number, found in ranges:
+                    assert found is not None
+                    assert found.to_bytes() == truth(key, some[number]), (key, some[number])
+
+        listed = {key async for key in view.list()}
+        assert {key for key in listed if key.startswith("activations/c/")} == set(truths)
+
+    asyncio.run(check())
+    again = pickle.loads(pickle.dumps(view))
+    assert again == view
+    key = "activations/c/3/0/0/0"
+    assert again.get_sync(key, prototype=default_buffer_prototype()).to_bytes() == truths[key]
 
 
 def test_all_twelve_abstract_members_are_there():

@@ -1,0 +1,252 @@
+"""Texts in a store: the tokens of one document, out of a stream or windows, and the tokens around one of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import SupportsIndex, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.dtypes import ReadDtype, read_dtype
+from saev_store.core.indexing import parse_axis
+from saev_store.core.layout import IntArray
+from saev_store.core.rows import Layers, row_space
+from saev_store.errors import SelectionError, brief
+from saev_store.store.opening import OpenedStore
+from saev_store.store.reader import FloatArray, Reader
+from saev_store.store.selection import prepared
+from saev_store.store.token_arrays import MASK, TokenArrays, TokenValues
+
+#: The token arrays that say which document a token is of, where in it, and which token it is.
+DOCUMENT_IDS, POSITIONS, TOKEN_IDS = "document_ids", "positions", "token_ids"
+#: Document ids are compared in pieces of this many.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TextDocument:
+    """The tokens of one document, in order.
+
+    Attributes:
+        document_id: Its id in the token array `document_ids`.
+        layers: Labels of the chosen layers.
+        acts: Their vectors, a fresh array (layers, tokens, d_model).
+        token_arrays: Name to what was recorded for the tokens, each (tokens,) and of the array's dtype.
+        example_idx: The example of each token, int64 (tokens,).
+        token_idx: The content token in it, int64 (tokens,).
+    """
+
+    document_id: int
+    layers: tuple[int, ...]
+    acts: FloatArray
+    token_arrays: Mapping[str, TokenValues]
+    example_idx: IntArray
+    token_idx: IntArray
+
+    def __len__(self) -> int:
+        """Tokens of the document."""
+        return len(self.example_idx)
+
+
+@dataclass(frozen=True)
+class TokenContext:
+    """A token of a text, and those around it in its document.
+
+    Attributes:
+        document_id: The document; None where the store has no `document_ids`: the text is then the example.
+        position: Its position in the document, as recorded; None where the store has no `positions`.
+        token_id: Its id.
+        before: The ids before it, nearest last.
+        after: The ids after it, nearest first.
+    """
+
+    document_id: int | None
+    position: int | None
+    token_id: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class DocumentRuns:
+    """Where the tokens of each document are: runs of neighbouring content tokens, sorted by document.
+
+    Takes 24 bytes for each run, so little where documents are longer than some tokens.
+
+    Args:
+        ids: The token array `document_ids`, (n_examples, content tokens); read once.
+    """
+
+    def __init__(self, ids: TokenValues) -> None:
+        self.source = ids
+        flat = ids.reshape(-1)
+        # One number more than a piece: that the next piece begins with another document is seen in this one.
+        pieces = [flat[first : first + _PIECE + 1] for first in range(0, len(flat), _PIECE)]
+        changes = [np.flatnonzero(piece[1:] != piece[:-1]) + i * _PIECE + 1 for i, piece in enumerate(pieces)]
+        starts = np.concatenate([np.zeros(1, np.int64), *changes])
+        order = np.argsort(flat[starts], kind="stable")
+        self._ids = cast("IntArray", flat[starts][order])
+        self._starts, self._ends = starts[order], np.append(starts[1:], len(flat))[order]
+
+    def tokens_of(self, document_id: int) -> IntArray:
+        """The content tokens of a document, numbered through all examples, in storage order; empty if there is none."""
+        wanted = np.int64(document_id)
+        some = slice(np.searchsorted(self._ids, wanted, "left"), np.searchsorted(self._ids, wanted, "right"))
+        runs = zip(self._starts[some].tolist(), self._ends[some].tolist(), strict=True)
+        pieces: list[IntArray] = [np.arange(start, end, dtype=np.int64) for start, end in runs]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+
+class TextReading(OpenedStore):
+    """What an opened store of texts is asked for; a part of `ShardStore`."""
+
+    _reader: Reader
+    _runs: DocumentRuns | None = None
+
+    def document(
+        self, document_id: int, *, layer: Layers = "all", dtype: ReadDtype = "float32", masked: bool = False
+    ) -> TextDocument:
+        """All tokens of one document: their vectors, and what was recorded for them.
+
+        They are in the order of `positions`; in storage order where the store has none. Where windows overlap, so that a position was
+        recorded several times, the token that is furthest into its example is taken, which saw most of the text. What
+        stores of texts hold is in docs/texts.md.
+
+        Args:
+            document_id: As in the token array `document_ids`.
+            layer: As in `sel`.
+            dtype: Of the vectors that come out, as in `read`.
+            masked: Also tokens whose `mask` is false, in stores that record one.
+
+        Raises:
+            SelectionError: the store has no `document_ids`, or no token of that document.
+            LayerNotFoundError: a layer was not recorded.
+        """
+        arrays, layout = self.token_arrays, self.layout
+        document_id = _integer(document_id, "document_id")
+        # Negative ids mean no document; larger ones than 64 bits hold are none either.
+        numbers = self._document_runs().tokens_of(document_id) if 0 <= document_id < 2**63 else np.empty(0, np.int64)
+        if not len(numbers):
+            raise SelectionError(
+                f"no token is of document {brief(document_id)}",
+                where="document_id",
+                remedy='`numpy.unique(store.token_arrays["document_ids"])` lists the documents; negative ids mean none.',
+            )
+        if not masked and MASK in arrays:
+            numbers = numbers[arrays[MASK].reshape(-1)[numbers].astype(np.bool_)]
+            if not len(numbers):
+                raise SelectionError(
+                    f"the mask hides all tokens of document {document_id}",
+                    where="document_id",
+                    remedy="masked=True gives them.",
+                )
+        numbers = self._in_order(numbers)
+        example, token = np.divmod(numbers, np.int64(layout.content_tokens_per_example))
+        layer_idx, n = row_space(layout, layer=layer, tokens="content").layer_idx, len(numbers)
+        out = prepared(None, (len(layer_idx), n, layout.d_model), read_dtype(dtype, layout.dtype))
+        for position, acts in zip(layer_idx, out, strict=True):
+            self._reader.read_rows(example, np.full(n, position), token + layout.n_special_tokens, acts)
+        return TextDocument(
+            document_id, tuple(layout.layers[position] for position in layer_idx), out,
+            {name: values.reshape(-1)[numbers] for name, values in arrays.items()}, example, token,
+        )  # fmt: skip
+
+    def context(self, example_idx: int, token_idx: int, *, before: int = 8, after: int = 8) -> TokenContext:
+        """The document of a token, its position in it, and the token ids around it in the same document.
+
+        Tokens that the `mask` hides are part of the text. No activations are read.
+
+        Args:
+            example_idx: Position of the example, as in the batches of loaders; negative ones count from the end.
+            token_idx: The content token, from 0.
+            before: At most so many ids before it.
+            after: At most so many ids after it.
+
+        Raises:
+            SelectionError: there is no such token, it is padding, or the store has no `token_ids`, or as a stream no
+                `document_ids`.
+        """
+        before, after = _integer(before, "before"), _integer(after, "after")
+        if min(before, after) < 0:
+            raise SelectionError(
+                f"{before} tokens before and {after} after are asked for; the least is 0", where="before"
+            )
+        arrays, width = self.token_arrays, self.layout.content_tokens_per_example
+        token_ids = _named(arrays, TOKEN_IDS, "int32").reshape(-1)
+        first, token = (
+            _position(example_idx, len(token_ids) // width, "example_idx") * width,
+            _integer(token_idx, "token_idx"),
+        )
+        if not 0 <= token < width:
+            raise SelectionError(
+                f"token_idx is {brief(token_idx)}; content tokens are integers from 0 to {width - 1}, and nothing is recorded "
+                "for special ones",
+                where="token_idx",
+            )
+        document_id, number, numbers = None, first + token, np.arange(first, first + width)
+        if DOCUMENT_IDS in arrays or (self.metadata.text or {}).get("layout") == "stream":
+            runs = self._document_runs()
+            document_id = int(runs.source.reshape(-1)[number])
+            if document_id < 0:
+                raise SelectionError(
+                    f"token {token_idx} of example {example_idx} is padding: it is of no document", where="token_idx"
+                )
+            numbers = self._in_order(runs.tokens_of(document_id))
+        position, at = None, int(np.searchsorted(numbers, number))
+        if POSITIONS in arrays:
+            positions = arrays[POSITIONS].reshape(-1)
+            position = int(positions[number])
+            if document_id is not None:  # in order of positions, each once
+                at = int(np.searchsorted(positions[numbers], position))
+        return TokenContext(
+            document_id, position, int(token_ids[number]),
+            tuple(token_ids[numbers[max(0, at - before) : at]].tolist()),
+            tuple(token_ids[numbers[at + 1 : at + 1 + after]].tolist()),
+        )  # fmt: skip
+
+    def _document_runs(self) -> DocumentRuns:
+        ids = _named(self.token_arrays, DOCUMENT_IDS, "int64")
+        if self._runs is None or self._runs.source is not ids:  # arrays are read again after the store was closed
+            self._runs = DocumentRuns(ids)
+        return self._runs
+
+    def _in_order(self, numbers: IntArray) -> IntArray:
+        """Tokens of one document sorted by position, each position once."""
+        if POSITIONS not in self.token_arrays:
+            return numbers
+        positions = cast("npt.NDArray[np.int32]", self.token_arrays[POSITIONS].reshape(-1)[numbers])
+        if (positions[1:] > positions[:-1]).all():
+            return numbers
+        into = numbers % self.layout.content_tokens_per_example
+        order = np.lexsort((-into, positions))
+        positions = positions[order]
+        return numbers[order][np.append(True, positions[1:] != positions[:-1])]
+
+
+def _named(arrays: TokenArrays, name: str, dtype: str) -> npt.NDArray[np.generic]:
+    """A token array that texts need; `SelectionError` if it was not recorded."""
+    if name not in arrays:
+        raise SelectionError(
+            f"the store has no token array {name}; it has {list(arrays)}",
+            where=name,
+            remedy=f'Record it: new_metadata(..., token_arrays={{"{name}": "{dtype}"}}), writer.append(acts, {name}=...).',
+        )
+    return arrays[name]
+
+
+def _position(value: object, n: int, name: str) -> int:
+    """One position along an axis, negative ones counted from its end."""
+    axis = parse_axis(_integer(value, name), n, name)
+    return axis.start if not isinstance(axis, np.ndarray) else int(axis[0])
+
+
+def _integer(value: object, name: str) -> int:
+    """A plain integer; `SelectionError` if it is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise SelectionError(f"{name} is {brief(value)}; it must be an integer", where=name)
+    try:
+        return operator.index(cast("SupportsIndex", value))
+    except TypeError:  # an array
+        raise SelectionError(f"{name} is {brief(value)}; it must be an integer", where=name) from None
