@@ -158,19 +158,23 @@ def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: L
 def check_overflow(
     array: npt.NDArray[np.generic], first_example: int, layout: Layout, policy: str
 ) -> npt.NDArray[np.generic]:
-    """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged."""
+    """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged.
+
+    With "saturate" they come back in the store's dtype where there is such a number.
+    """
     if layout.dtype not in _LARGEST or array.dtype.name == layout.dtype or array.size == 0:
         return array
     largest, too_large = _LARGEST[layout.dtype]
-    if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
-        return array
+    with np.errstate(invalid="ignore"):  # NumPy warns of NaN in bfloat16
+        if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
+            return array
     for i, example in enumerate(array):
         wide = example.astype(np.float64)
         bad = np.isfinite(wide) & (np.abs(wide) >= too_large)
         if not bad.any():
             continue
         if policy == "saturate":
-            return np.where(np.isfinite(array), np.clip(array, -largest, largest), array).astype(array.dtype)
+            return _saturated(array, layout)
         layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
         message = (
             f"example {first_example + i} holds {int(bad.sum())} numbers that {layout.dtype} cannot hold; the first is "
@@ -186,6 +190,16 @@ def check_overflow(
         warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=4)
         break
     return array
+
+
+def _saturated(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.generic]:
+    """The numbers in the store's dtype, finite ones that became infinite replaced by the largest finite number."""
+    rounded = converted(array, numpy_dtype(layout.dtype))
+    # Not before rounding: bfloat16 does not hold the largest float16.
+    largest, _ = _LARGEST[layout.dtype]
+    became_infinite = np.isfinite(array) & np.isinf(rounded)
+    rounded[became_infinite] = np.copysign(largest, array[became_infinite].astype(np.float64))
+    return rounded
 
 
 def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:

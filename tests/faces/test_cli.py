@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -322,6 +323,20 @@ def test_copy(run, store, tmp_path):
     code, _, err = run("copy", store.path, tmp_path / "to", "--no-resume")
     assert code == 1
     assert "already" in err
+
+
+def test_copy_in_another_dtype(run, store, tmp_path):
+    code, out, err = run("copy", store.path, tmp_path / "to", "--dtype", "bfloat16")
+    url, report = out.splitlines()
+    assert (code, err, ShardStore.open(url).metadata.dtype) == (0, "", "bfloat16")
+    assert re.fullmatch(r"float32 to bfloat16: .*% of 105 vectors changed, max absolute error \S+, mean .* \S+", report)
+    code, out, _ = run("copy", url, tmp_path / "back", "--dtype", "float32", "--json")
+    found = json.loads(out)
+    assert (code, Path(found["url"]).name) == (0, store.path.name)
+    assert found["conversion"]["is_bit_lossless"] is True
+    assert found["conversion"]["n_vectors"] == 105
+    code, _, err = run("copy", store.path, tmp_path / "to", "--dtype", "int8")
+    assert (code, "--dtype" in err) == (2, True)
 
 
 @pytest.mark.parametrize("layers", ["", "2,", "a", "2 5", "1.5"])
