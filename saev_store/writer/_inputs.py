@@ -169,7 +169,8 @@ def check_overflow(
         if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
             return array
     for i, example in enumerate(array):
-        wide = example.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # raised by signalling NaNs
+            wide = example.astype(np.float64)
         bad = np.isfinite(wide) & (np.abs(wide) >= too_large)
         if not bad.any():
             continue

@@ -122,7 +122,7 @@ class Measurement:
         self._n_vectors += len(old)
         self._n_changed += int(changed.sum())
         finite = np.isfinite(old) & np.isfinite(new)
-        self._n_relative += int((finite & (old != 0)).sum())
+        self._n_relative += int(np.count_nonzero(old[finite]))
         if not changed.any():
             return
         self._n_became_infinite += int((np.isfinite(old) & np.isinf(new)).sum())
