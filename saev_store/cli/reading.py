@@ -273,7 +273,7 @@ def stats(
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Show count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
+    """Show count, mean, std, mean norm, min, max, zeros, non-finite, saturated and subnormal values of each layer."""
     from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option)) as store:

@@ -384,7 +384,7 @@ class ShardStore(OpenedStore):
         self, *, sample: int | None = None, seed: int = 0, client: distributed.Client | str | None = None,
         refresh: bool = False, save: bool = True, progress: bool | None = None,
     ) -> Stats:  # fmt: skip
-        """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
+        """Count, mean, std, norm, min, max, zeros, non-finite, saturated and subnormal values for each layer and token.
 
         Computed in threads or on a dask cluster; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
 

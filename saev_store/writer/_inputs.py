@@ -10,7 +10,7 @@ from typing import Literal, Protocol, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.dtypes import ITEMSIZES, converted, numpy_dtype
+from saev_store.core.dtypes import ITEMSIZES, LARGEST, numpy_dtype, stored_as
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning
@@ -19,8 +19,8 @@ NonfinitePolicy = Literal["raise", "warn", "allow"]
 NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
 OverflowPolicy = Literal["raise", "warn", "saturate"]
 
-#: The largest finite number of a dtype, and the smallest that rounds to infinity: half a step further.
-_LARGEST = {"bfloat16": (float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")), "float16": (65504.0, 65520.0)}
+#: The smallest number that rounds to infinity: half a step beyond the largest finite one, which is odd.
+_TOO_LARGE = {"bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
 
 
 class _Tensor(Protocol):
@@ -85,7 +85,7 @@ def rows_as_bytes(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray
     Numbers are rounded to nearest even where the store's dtype is narrower.
     """
     native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    return converted(native, numpy_dtype(layout.dtype)).reshape(-1).view(np.uint8)
+    return stored_as(native, numpy_dtype(layout.dtype)).reshape(-1).view(np.uint8)
 
 
 def token_rows(
@@ -141,7 +141,7 @@ def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: L
     if dtype.kind == "f":
         if found.dtype.name not in ITEMSIZES:
             raise ArgumentError(f"{name} has dtype {found.dtype.name}; it must be float32", where=name)
-        return converted(found, dtype)
+        return stored_as(found, dtype)
     low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max))
     rule = f"{name} are integers from {low} to {high}"
     if found.dtype.kind not in "iub":
@@ -162,9 +162,9 @@ def check_overflow(
 
     With "saturate" they come back in the store's dtype where there is such a number.
     """
-    if layout.dtype not in _LARGEST or array.dtype.name == layout.dtype or array.size == 0:
+    if layout.dtype not in _TOO_LARGE or array.dtype.name == layout.dtype or array.size == 0:
         return array
-    largest, too_large = _LARGEST[layout.dtype]
+    largest, too_large = LARGEST[layout.dtype], _TOO_LARGE[layout.dtype]
     with np.errstate(invalid="ignore"):  # NumPy warns of NaN in bfloat16
         if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
             return array
@@ -195,11 +195,10 @@ def check_overflow(
 
 def _saturated(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.generic]:
     """The numbers in the store's dtype, finite ones that became infinite replaced by the largest finite number."""
-    rounded = converted(array, numpy_dtype(layout.dtype))
+    rounded = stored_as(array, numpy_dtype(layout.dtype))
     # Not before rounding: bfloat16 does not hold the largest float16.
-    largest, _ = _LARGEST[layout.dtype]
     became_infinite = np.isfinite(array) & np.isinf(rounded)
-    rounded[became_infinite] = np.copysign(largest, array[became_infinite].astype(np.float64))
+    rounded[became_infinite] = np.copysign(LARGEST[layout.dtype], array[became_infinite].astype(np.float64))
     return rounded
 
 

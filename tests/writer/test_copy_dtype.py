@@ -314,6 +314,19 @@ def test_a_dtype_that_is_none(tmp_path):
     assert not (tmp_path / "to").exists()
 
 
+def test_what_is_stored_does_not_depend_on_torch_being_there(tmp_path):
+    """torch makes signalling NaNs of float16 quiet."""
+    pytest.importorskip("torch")
+    acts = numbers("float16")
+    acts.view(np.uint16)[1, 0, 0, :3] = [0x7C01, 0xFD00, 0x7E00]
+    path, _ = made(tmp_path / "from", acts)
+    url = copy_store(path, tmp_path / "to", dtype="float32", progress=False)
+    truth = cast(acts, "float32")
+    assert truth.view(np.uint32)[1, 0, 0, 0] == 0x7F802000  # signalling still
+    assert np.array_equal(bits(ShardStore.open(url)[...]), bits(truth))
+    assert url.rounding.is_bit_lossless
+
+
 def test_nan_in_bfloat16_is_no_reason_for_a_warning(tmp_path):
     acts = numbers("bfloat16")
     path, _ = made(tmp_path / "from", acts)

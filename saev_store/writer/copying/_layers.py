@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 import numpy as np
 
-from saev_store.core.dtypes import converted, numpy_dtype
+from saev_store.core.dtypes import numpy_dtype, stored_as
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import RESID_POST, shard_name
 from saev_store.core.rows import Tokens, row_space
@@ -130,7 +130,7 @@ def _in_dtype(acts: NumberArray, first_example: int, metadata: Metadata, on_over
     """The numbers of a batch as the copy holds them."""
     checked = check_overflow(acts, first_example, metadata.layout, on_overflow)
     by_layer = checked.swapaxes(0, 1)  # contiguous, as it was read
-    return converted(by_layer, numpy_dtype(metadata.dtype)).swapaxes(0, 1)
+    return stored_as(by_layer, numpy_dtype(metadata.dtype)).swapaxes(0, 1)
 
 
 def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:

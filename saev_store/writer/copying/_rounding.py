@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from saev_store.core.dtypes import FLOAT32, converted
+from saev_store.core.dtypes import FLOAT32, stored_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,7 +117,7 @@ class Measurement:
                 self._add_rows(old_rows[at : at + step], new_rows[at : at + step])
 
     def _add_rows(self, before: NumberArray, after: NumberArray) -> None:
-        old, new = (cast("FloatArray", np.ascontiguousarray(converted(rows, FLOAT32))) for rows in (before, after))
+        old, new = (cast("FloatArray", np.ascontiguousarray(stored_as(rows, FLOAT32))) for rows in (before, after))
         changed = (old.view(np.uint32) != new.view(np.uint32)).any(axis=1)
         self._n_vectors += len(old)
         self._n_changed += int(changed.sum())
