@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from saev_store.core.dtypes import ITEMSIZES, LARGEST, numpy_dtype, stored_as
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.writer._arrays import as_array, stacked_layers
 
 NonfinitePolicy = Literal["raise", "warn", "allow"]
 NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
@@ -23,43 +23,13 @@ OverflowPolicy = Literal["raise", "warn", "saturate"]
 _TOO_LARGE = {"bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
 
 
-class _Tensor(Protocol):
-    """The part of a torch tensor that is used here."""
-
-    @property
-    def dtype(self) -> object: ...
-    def view(self, dtype: object) -> _Tensor: ...
-    def cpu(self) -> _Tensor: ...
-    def numpy(self) -> object: ...
-
-
-def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
-    """A NumPy array, also of a torch tensor, which is found by its methods: this module must not import torch."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError("a masked array; a store has no mask", where=where, remedy="Call `.filled(…)` first.")
-    detach = getattr(value, "detach", None)
-    try:
-        if not callable(detach):
-            return np.asarray(value)
-        tensor = cast("_Tensor", detach())
-        if str(tensor.dtype) == "torch.bfloat16":  # NumPy takes its bits only
-            bits = np.asarray(tensor.cpu().view(sys.modules["torch"].int16).numpy())
-            return bits.view(numpy_dtype("bfloat16"))
-        return np.asarray(tensor.cpu().numpy())
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-        raise ArgumentError(
-            f"a {type(value).__name__} that does not become a NumPy array: {error}",
-            where=where,
-            remedy="Pass a dense tensor, or a NumPy array.",
-        ) from error
-
-
 def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
     """A (k, layers, tokens, d_model) array of a dtype that a store may hold; nothing is copied if possible.
 
-    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece.
+    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece. A mapping of layers to arrays is copied
+    into one array.
     """
-    array = _as_array(acts, where="acts")
+    array = stacked_layers(acts, layout) if isinstance(acts, Mapping) else as_array(acts, where="acts")  # pyright: ignore[reportUnknownArgumentType]  # of anything
     expected = layout.shape[1:]
     if array.ndim == 3 and array.shape == expected:
         array = array[np.newaxis]
@@ -128,7 +98,7 @@ def token_rows(
 
 def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: Layout) -> npt.NDArray[np.generic]:
     """A (n_examples, content tokens) array of the declared dtype; `ArgumentError` for another shape or other values."""
-    found, name = _as_array(value, where=array.name), array.name
+    found, name = as_array(value, where=array.name), array.name
     content, dtype = layout.content_tokens_per_example, array.numpy_dtype
     if found.ndim == 1 and n_examples == 1 and found.shape == (content,):
         found = found[np.newaxis]

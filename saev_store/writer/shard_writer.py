@@ -136,7 +136,8 @@ class ShardWriter:
 
         Args:
             acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, float32, bfloat16 or
-                float16. What is of the store's dtype is written bit for bit, other numbers are widened exactly or rounded to
+                float16. Or a mapping with (k, tokens, d_model) for each layer, named 5, (5, "attn_out") or
+                "blocks.5.hook_attn_out"; it is copied into one array first. What is of the store's dtype is written bit for bit, other numbers are widened exactly or rounded to
                 nearest even. Read before this returns; any strides and byte order.
             labels: (k, content tokens) integers from 0 to 255, for all examples of the store or for none.
             token_arrays: Protocol 3.0: (k, content tokens) for each token array that the metadata declares, by name.
