@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
+import subprocess
+import sys
+import time
 import warnings
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from plain_stores import plain_store
+from servers import s3_bucket  # noqa: F401  (a fixture)
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
+from saev_store.core.dtypes import stored_as
 from saev_store.errors import ArgumentError, CorruptShardError, ResumeError, StoreExistsError
 from saev_store.writer.copying import _layers, copy_store
+from saev_store.writer.copying._rounding import Measurement, parse_report
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 STORES = sorted(path.parent for path in SAMPLES.glob("v*/**/metadata.json"))
@@ -68,7 +78,7 @@ def expected_report(old: np.ndarray, new: np.ndarray) -> dict[str, object]:
         "n_vectors": n_vectors,
         "n_changed_vectors": n_changed,
         "max_abs_error": max(errors),
-        "mean_rel_error": pytest.approx(np.mean(relative), rel=1e-12),
+        "mean_rel_error": pytest.approx(np.mean(relative or [0.0]), rel=1e-12),
         "n_became_infinite": n_became_infinite,
         "changed_fraction": n_changed / n_vectors,
         "is_bit_lossless": n_changed == 0,
@@ -119,6 +129,22 @@ def test_numbers_are_rounded_as_ml_dtypes_rounds_and_the_report_is_exact(tmp_pat
     again = copy_store(path, tmp_path / "to", dtype=dtype, progress=False)
     assert (again, again.rounding) == (url, url.rounding)
     assert pickle.loads(pickle.dumps(again)).rounding == url.rounding
+
+
+@given(data=st.data(), source=st.sampled_from(list(DTYPES)), dtype=st.sampled_from(list(DTYPES)))
+def test_any_bits_in_any_batches_give_the_report_of_its_definition(data, source, dtype):
+    unsigned = np.dtype(f"u{DTYPES[source].itemsize}")
+    shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4)))
+    old = data.draw(hnp.arrays(unsigned, shape)).view(DTYPES[source])
+    new = old if source == dtype else cast(old, dtype)
+    assert np.array_equal(bits(stored_as(old, DTYPES[dtype])), bits(new))
+    measurement, cut = Measurement(source, dtype), data.draw(st.integers(0, len(old)))
+    for batch in (slice(0, cut), slice(cut, None)):
+        by_layer = (part[batch].swapaxes(0, 1).copy().swapaxes(0, 1) for part in (old, new))
+        measurement.add(*by_layer)
+    report = measurement.report()
+    assert report.to_dict() == expected_report(old, new)
+    assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -292,6 +318,95 @@ def test_a_recording_is_not_taken_for_a_copy(tmp_path):
         with pytest.raises(StoreExistsError, match="no copy of this one"):
             copy_store(half, tmp_path, dtype="float32", replace=replace, progress=False)
     assert {path.name: path.read_bytes() for path in source.path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: None,
+        lambda _: [],
+        lambda origin: {**origin, "source_hash": "0" * 64},
+        lambda origin: {name: value for name, value in origin.items() if name != "conversion"},
+        lambda origin: {**origin, "conversion": [1]},
+        lambda origin: {**origin, "conversion": {**origin["conversion"], "n_vectors": 1.0}},
+        lambda origin: {**origin, "conversion": {**origin["conversion"], "n_vectors": 0}},
+        lambda origin: {**origin, "conversion": {**origin["conversion"], "max_abs_error": None}},
+    ],
+)
+def test_a_store_whose_origin_is_unclear_is_no_finished_copy(tmp_path, change):
+    source = plain_store(tmp_path / "from")
+    url = copy_store(source.path, tmp_path / "to", dtype="bfloat16", progress=False)
+    file = Path(url) / "provenance.json"
+    changed = change(json.loads(file.read_text()))
+    file.unlink() if changed is None else file.write_text(json.dumps(changed))
+    with pytest.raises(StoreExistsError, match="no copy of this one"):
+        copy_store(source.path, tmp_path / "to", dtype="bfloat16", progress=False)
+
+
+def test_a_copy_of_an_earlier_recording_is_replaced_when_asked(tmp_path, monkeypatch):
+    source = plain_store(tmp_path / "from", seed=0)
+    source.write_digests(256)
+    old = copy_store(source.path, tmp_path / "to", dtype="float16", progress=False)
+    before = {path.name: path.stat().st_mtime_ns for path in Path(old).iterdir()}
+    assert copy_store(source.path, tmp_path / "to", dtype="float16", replace=True, progress=False) == old
+    assert {path.name: path.stat().st_mtime_ns for path in Path(old).iterdir()} == before
+    source.acts[...] = source.acts[::-1].copy()
+    for shard_idx in range(source.n_shards):
+        source.truth(shard_idx).tofile(source.shard(shard_idx))
+        with source.shard(shard_idx).open("ab") as shard:
+            shard.truncate(source.shard_nbytes)
+    source.write_digests(256)
+    with pytest.raises(StoreExistsError, match="another recording"):
+        copy_store(source.path, tmp_path / "to", dtype="float16", progress=False)
+    new = copy_store(source.path, tmp_path / "to", dtype="float16", replace=True, progress=False)
+    assert np.array_equal(ShardStore.open(new).read(dtype="stored"), source.acts.astype(np.float16))
+    assert new == old
+
+
+def test_to_a_bucket_and_back(tmp_path, s3_bucket):
+    acts = numbers("float32")
+    path, arrays = made(tmp_path / "from", acts)
+    url = copy_store(
+        path, f"{s3_bucket.url}/half", dtype="bfloat16", dst_storage_options=s3_bucket.options, progress=False
+    )
+    assert url.rounding == copy_store(path, tmp_path / "here", dtype="bfloat16", progress=False).rounding
+    remote = ShardStore.open(url, s3_bucket.options)
+    assert np.array_equal(bits(remote.read(dtype="stored")), bits(cast(acts, "bfloat16")))
+    back = copy_store(url, tmp_path / "back", dtype="float32", storage_options=s3_bucket.options, progress=False)
+    assert np.array_equal(bits(ShardStore.open(back)[...]), bits(cast(cast(acts, "bfloat16"), "float32")))
+    assert np.array_equal(ShardStore.open(back).token_arrays["token_ids"], arrays["token_ids"])
+
+
+@pytest.mark.slow
+def test_killed_copies_continue(tmp_path):
+    source = plain_store(tmp_path / "from", n=96, tokens=63, d_model=256, per_shard=8)
+    whole = copy_store(source.path, tmp_path / "whole", dtype="bfloat16", progress=False)
+    folder = tmp_path / "to" / Path(whole).name
+    command = [
+        sys.executable,
+        "-m",
+        "saev_store",
+        "copy",
+        str(source.path),
+        str(tmp_path / "to"),
+        "--dtype",
+        "bfloat16",
+    ]
+    n_killed = 0
+    for n_receipts in (0, 1, 4):
+        process = subprocess.Popen(command, cwd=SAMPLES.parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        begun = ".saev_store/receipts/*.json" if n_receipts else "acts*.bin"
+        while process.poll() is None and len(list(folder.glob(begun))) < max(n_receipts, 1):
+            time.sleep(0.001)
+        process.kill()
+        _, err = process.communicate()
+        assert err == b""
+        n_killed += process.returncode == -signal.SIGKILL
+    assert n_killed
+    url = copy_store(source.path, tmp_path / "to", dtype="bfloat16", progress=False)
+    assert url.rounding == whole.rounding
+    for file in Path(whole).iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_damaged_numbers_are_not_rounded(tmp_path):
