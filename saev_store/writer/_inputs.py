@@ -167,9 +167,15 @@ def _saturated(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np
     """The numbers in the store's dtype, finite ones that became infinite replaced by the largest finite number."""
     rounded = stored_as(array, numpy_dtype(layout.dtype))
     # Not before rounding: bfloat16 does not hold the largest float16.
-    became_infinite = np.isfinite(array) & np.isinf(rounded)
+    became_infinite = _is_finite(array) & np.isinf(rounded)
     rounded[became_infinite] = np.copysign(LARGEST[layout.dtype], array[became_infinite].astype(np.float64))
     return rounded
+
+
+def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    """Which numbers are finite, quietly: NumPy warns of signalling NaNs in bfloat16."""
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(array)
 
 
 def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:
@@ -184,7 +190,7 @@ def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str
         if np.isfinite(array.sum(dtype=np.float32)):
             return
     for i, example in enumerate(array):
-        bad = ~np.isfinite(example)
+        bad = ~_is_finite(example)
         n_bad = int(bad.sum())
         if not n_bad:
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -211,6 +213,46 @@ def test_bfloat16_numbers_that_float16_does_not_hold(tmp_path, policy):
     writer.close()
     large = np.inf if policy == "warn" else 65504.0
     assert ShardStore.open(tmp_path / metadata.hash)[2, 0, 0].tolist() == [65280, large, -large, large]
+
+
+@pytest.mark.parametrize("policy", ["warn", "saturate"])
+@pytest.mark.parametrize(("given", "dtype"), [("bfloat16", "float16"), ("float32", "float16"), ("float32", "bfloat16")])
+def test_every_number_of_the_wider_dtype_s_upper_16_bits(tmp_path, given, dtype, policy):
+    """All 65,536 of them; float32 numbers with some bits below."""
+    patterns = np.arange(2**16, dtype=np.uint32).reshape(32, 4, 8, 64)
+    acts = (
+        patterns.astype(np.uint16).view(DTYPES[given]) if given == "bfloat16" else (patterns << 16 | 0x7FFF).view("f4")
+    )
+    changes = {
+        "layers": range(4),
+        "hook_points": None,
+        "content_tokens_per_example": 7,
+        "d_model": 64,
+        "n_examples": 32,
+    }
+    metadata = new_metadata(**META | changes, dtype=dtype)
+    with np.errstate(all="ignore"):
+        wide = acts.astype(np.float64)
+        truth = acts.astype(DTYPES[dtype])
+    if policy == "saturate":
+        became = np.isfinite(wide) & np.isinf(truth)
+        truth[became] = np.sign(wide[became]) * float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if policy == "warn" else "error", SaevStoreWarning)
+        options = {"on_overflow": policy, "on_nonfinite": "allow", "progress": False}
+        with ShardStore.create(tmp_path, metadata, **options) as writer:
+            writer.append(acts)
+    assert np.array_equal(bits(ShardStore.open(tmp_path / metadata.hash).read(dtype="stored")), bits(truth))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signalling_nans_are_told_like_others(tmp_path, dtype):
+    acts = odd_numbers(dtype)
+    writer = ShardStore.create(tmp_path, new_metadata(**META, dtype=dtype), on_nonfinite="warn", progress=False)
+    with pytest.warns(SaevStoreWarning, match="example 0 holds 20 values that are not finite"):
+        writer.append(acts)
+    writer.close()
+    assert np.array_equal(bits(ShardStore.open(writer.url).read(dtype="stored")), bits(acts))
 
 
 def test_16_bits_always_fit_into_float32(tmp_path):
