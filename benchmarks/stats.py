@@ -39,7 +39,8 @@ def mean_loop(maps: list[np.ndarray], n_examples: int) -> np.ndarray:
 
 def stats_loop(maps: list[np.ndarray]) -> dict[str, np.ndarray]:
     shape = maps[0].shape[1:3]
-    n_values = n_finite = n_zeros = n_examples = 0
+    n_values = n_finite = n_zeros = n_saturated = n_subnormal = n_examples = 0
+    limits = np.finfo(np.float32)
     sums, squares, norms = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
     for part in maps:
@@ -53,12 +54,15 @@ def stats_loop(maps: list[np.ndarray]) -> dict[str, np.ndarray]:
             np.maximum(high, example.max(axis=-1), out=high)
             n_finite = n_finite + np.isfinite(example).sum(axis=-1)
             n_zeros = n_zeros + (example == 0).sum(axis=-1)
+            n_saturated = n_saturated + (np.abs(example) == limits.max).sum(axis=-1)
+            n_subnormal = n_subnormal + ((example != 0) & (np.abs(example) < limits.tiny)).sum(axis=-1)
             n_values += example.shape[-1]
             n_examples += 1
     mean = sums / n_values
     return {
         "count": n_finite, "mean": mean, "std": np.sqrt(squares / n_values - mean**2), "mean_norm": norms / n_examples,
         "min": low, "max": high, "zero_fraction": n_zeros / n_values, "nonfinite_fraction": 1 - n_finite / n_values,
+        "saturated_count": n_saturated, "subnormal_count": n_subnormal,
     }  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -23,6 +24,7 @@ from saev_store.cli._common import (
     storage_options,
     table,
 )
+from saev_store.core.dtypes import StoredDtype
 from saev_store.errors import (
     CorruptShardError,
     DocumentError,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
     from saev_store.validation import Report
 
+#: What `estimate` tells of, in this order.
+STORED_DTYPES: tuple[StoredDtype, ...] = get_args(StoredDtype)
 _FILES = (".batch", ".idx", ".bin")
 #: Values of a vector shown in the table; `--json` has all of them.
 _SHOWN = 6
@@ -58,11 +62,13 @@ def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, opti
 
 def describe(store: ShardStore) -> dict[str, object]:
     """A store as plain JSON types."""
+    from saev_store.core.token_arrays import LABELS, TokenArray
+    from saev_store.store.sizes import sizes_by_dtype
     from saev_store.validation import problem_to_dict
 
-    layout, metadata, has_labels = store.layout, store.metadata, False
+    layout, metadata, arrays = store.layout, store.metadata, list[TokenArray]()
     with suppress(DocumentError):  # labels of a wrong size, which `problems` lists
-        has_labels = store.has_labels
+        arrays = [store.token_arrays.declared(name) for name in store.token_arrays]
     return {
         "url": store.url,
         "name": store.name,
@@ -80,10 +86,49 @@ def describe(store: ShardStore) -> dict[str, object]:
         "n_shards": layout.n_shards,
         "examples_per_shard": layout.examples_per_shard,
         "nbytes": store.nbytes,
-        "labels": has_labels,
+        "nbytes_by_dtype": {dtype: size.vectors_nbytes for dtype, size in sizes_by_dtype(layout).items()},
+        "token_arrays": [
+            {"name": array.name, "dtype": array.dtype, "nbytes": array.nbytes(layout)} for array in arrays
+        ],
+        "labels": LABELS in arrays,
         "engine": store.transport.name,
         "problems": [problem_to_dict(problem) for problem in store.problems],
     }
+
+
+def estimate(
+    url: Url,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of this dtype only [default: of each].")
+    ] = None,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+) -> None:
+    """Say what a store takes in each dtype, and what reading all of it would cost; nothing of it is read."""
+    from saev_store.store.card import human_bytes
+    from saev_store.store.sizes import sizes_by_dtype
+    from saev_store.store.store import ShardStore
+
+    with ShardStore.open(url, storage_options(options, option)) as store:
+        arrays = [store.token_arrays.declared(name) for name in store.token_arrays]
+        sizes = sizes_by_dtype(store.layout, arrays)
+        chosen: list[StoredDtype] = [name for name in STORED_DTYPES if dtype in {None, name}]
+        reads = {name: store.estimate(dtype=name) for name in chosen}
+    if as_json:
+        found = {name: sizes[name].to_dict() | {"read": asdict(reads[name])} for name in chosen}
+        emit_json({"url": store.url, "dtype": store.metadata.dtype, "dtypes": found})
+        return
+    rows = [
+        (
+            f"{name} (stored)" if name == store.metadata.dtype else name,
+            human_bytes(sizes[name].vectors_nbytes),
+            human_bytes(sizes[name].token_arrays_nbytes),
+            str(reads[name]),
+        )
+        for name in chosen
+    ]
+    emit(table(("dtype", "vectors", "token arrays", "reading all vectors"), rows))
 
 
 def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
@@ -243,7 +288,7 @@ def stats(
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Show count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
+    """Show count, mean, std, mean norm, min, max, zeros, non-finite, saturated and subnormal values of each layer."""
     from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option)) as store:

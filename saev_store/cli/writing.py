@@ -51,6 +51,14 @@ def copy(
     protocol: Annotated[
         str | None, typer.Option(metavar="2.1", help="Rewrite the documents in this protocol version, not the shards.")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Round the numbers to this dtype, as a new store, and say what that changed."),
+    ] = None,
+    on_overflow: Annotated[
+        Literal["raise", "warn", "saturate"],
+        typer.Option(help="With --dtype: what to do with numbers that would become infinite."),
+    ] = "raise",
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
     max_mb_per_s: Annotated[
         float | None, typer.Option(metavar="MB", help="Limit of MB per second, reads and writes together.")
@@ -78,6 +86,8 @@ def copy(
         layers=None if layers is None else integers(layers, where="--layers"),
         tokens=tokens,
         protocol=protocol,
+        dtype=dtype,
+        on_overflow=on_overflow,
         storage_options=storage_options(options, option),
         dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
         resume=resume,
@@ -85,7 +95,10 @@ def copy(
         max_requests_per_s=max_requests_per_s,
         progress=progress,
     )
-    emit_json({"url": url}) if as_json else emit(url)
+    if as_json:
+        emit_json({"url": url} if url.rounding is None else {"url": url, "conversion": url.rounding.to_dict()})
+    else:
+        emit(url if url.rounding is None else f"{url}\n{url.rounding}")
 
 
 def convert(

@@ -22,6 +22,13 @@ StoredDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 ReadDtype: TypeAlias = Literal["float32", "float64", "bfloat16", "float16", "stored"] | np.dtype[np.generic]
 #: Bytes of one number, for all dtypes that a store may hold.
 ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: The largest finite number of each of them, and the smallest positive one that is not subnormal; all are float32 numbers.
+LARGEST: Mapping[str, float] = {
+    "float32": float.fromhex("0x1.fffffep127"),
+    "bfloat16": float.fromhex("0x1.fep127"),
+    "float16": 65504.0,
+}
+SMALLEST_NORMAL: Mapping[str, float] = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 FLOAT32 = np.dtype(np.float32)
 _READABLE = (*ITEMSIZES, "float64")
 
@@ -70,7 +77,8 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
 def convert(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
     """Copy numbers into an array of another float dtype and of the same shape; widening is exact, narrowing rounds to nearest even.
 
-    NumPy widens float16 at a tenth of the speed of a copy: torch does it where the process has imported it anyway.
+    NumPy widens float16 at a tenth of the speed of a copy: torch does it where the process has imported it anyway. The numbers are
+    equal; signalling NaNs become quiet there, so what is stored is made by `stored_as`.
     """
     if source.dtype == out.dtype:
         out[...] = source
@@ -79,9 +87,24 @@ def convert(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> No
     if torch is not None and source.flags.writeable and out.flags.c_contiguous and source.flags.c_contiguous:
         torch.from_numpy(out).copy_(torch.from_numpy(source))
         return
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # signalling NaNs, and numbers that the narrower dtype does not hold
+    _copy_cast(source, out)
+
+
+def stored_as(source: npt.NDArray[np.generic], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    """The numbers in another dtype as a fresh array, or the array itself if it has that dtype; the same bits in every process.
+
+    Like `converted`, but always by NumPy and ml_dtypes.
+    """
+    if source.dtype == dtype:
+        return source
+    out = np.empty(source.shape, dtype=dtype)
+    _copy_cast(source, out)
+    return out
+
+
+def _copy_cast(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
+    # Signalling NaNs are invalid, and numbers that the narrower dtype does not hold overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, source, casting="unsafe")
 
 

@@ -115,7 +115,7 @@ def work_on(store: ShardStore, task: Task) -> Moments:
     by_layer = layout.example_nbytes > _READ_BYTES
     for examples in _pieces(layout, work):
         for layers in [slice(n, n + 1) for n in range(layout.n_layers)] if by_layer else [slice(None)]:
-            found.put(layers, merge(found.at(layers), moments_of(store.read((examples, layers)))))
+            found.put(layers, merge(found.at(layers), moments_of(store.read((examples, layers)), layout.dtype)))
     return found
 
 

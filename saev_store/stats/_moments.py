@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from saev_store.core.dtypes import LARGEST, SMALLEST_NORMAL
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
@@ -32,6 +34,9 @@ class Moments:
         low: Smallest finite number, +inf where there are none.
         high: Largest finite number, -inf where there are none.
         n_zeros: Count of zeros.
+        n_saturated: Count of numbers whose magnitude is the largest finite number of the stored dtype.
+        n_subnormal: Count of numbers that are subnormal in the stored dtype: not zero, and smaller in magnitude than its
+            smallest normal number.
         n_vectors: Count of vectors whose numbers are all finite.
         mean_norm: Mean L2 norm of these vectors, 0 where there are none.
     """
@@ -43,16 +48,19 @@ class Moments:
     low: Floats
     high: Floats
     n_zeros: Counts
+    n_saturated: Counts
+    n_subnormal: Counts
     n_vectors: Counts
     mean_norm: Floats
 
     @classmethod
     def empty(cls, shape: tuple[int, ...]) -> Moments:
         """The moments of no vectors."""
-        n_values, n_finite, n_zeros, n_vectors = np.zeros((4, *shape), np.int64)
+        n_values, n_finite, n_zeros, n_saturated, n_subnormal, n_vectors = np.zeros((6, *shape), np.int64)
         mean, m2, mean_norm = np.zeros((3, *shape))
         low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
-        return cls(n_values, n_finite, mean, m2, low, high, n_zeros, n_vectors, mean_norm)
+        near_limits = (n_zeros, n_saturated, n_subnormal)
+        return cls(n_values, n_finite, mean, m2, low, high, *near_limits, n_vectors, mean_norm)
 
     def at(self, where: object) -> Moments:
         """The moments of some layers and tokens, as views."""
@@ -81,6 +89,8 @@ def merge(a: Moments, b: Moments) -> Moments:
         low=np.minimum(a.low, b.low),
         high=np.maximum(a.high, b.high),
         n_zeros=a.n_zeros + b.n_zeros,
+        n_saturated=a.n_saturated + b.n_saturated,
+        n_subnormal=a.n_subnormal + b.n_subnormal,
         n_vectors=a.n_vectors + b.n_vectors,
         mean_norm=mean_norm,
     )
@@ -92,8 +102,12 @@ def _merged_mean(n_a: Counts, n_b: Counts, mean_a: Floats, mean_b: Floats, m2: F
     return mean_a + delta * share, m2 + delta * delta * (n_a * share)
 
 
-def moments_of(block: npt.NDArray[np.float32]) -> Moments:
+def moments_of(block: npt.NDArray[np.float32], stored_dtype: str = "float32") -> Moments:
     """The moments of a block of vectors, float32 (example, layer, token, d_model).
+
+    Args:
+        block: The vectors.
+        stored_dtype: What they were before they were widened; whether a number is saturated or subnormal is about that dtype.
 
     >>> found = moments_of(np.array([[[[3.0, 4.0]]], [[[0.0, np.nan]]]], np.float32))
     >>> found.n_finite.item(), found.n_zeros.item(), round(found.mean.item(), 3), found.mean_norm.item()
@@ -107,11 +121,12 @@ def moments_of(block: npt.NDArray[np.float32]) -> Moments:
         for first in range(0, n_tokens, tokens):
             where = (layer, slice(first, first + tokens))
             pieces = (block[at : at + examples, *where] for at in range(0, n_examples, examples))
-            found.put(where, reduce(merge, map(_piece, pieces), found.at(where)))
+            parts = (_piece(piece, stored_dtype) for piece in pieces)
+            found.put(where, reduce(merge, parts, found.at(where)))
     return found
 
 
-def _piece(piece: npt.NDArray[np.float32]) -> Moments:
+def _piece(piece: npt.NDArray[np.float32], stored_dtype: str) -> Moments:
     """The moments of a piece (example, token, d_model), in two passes; the second finds it in the cache."""
     n_examples, _, d_model = piece.shape
     per_token = n_examples * d_model
@@ -119,7 +134,7 @@ def _piece(piece: npt.NDArray[np.float32]) -> Moments:
         values = piece.astype(np.float64)
         sums = values.sum(axis=2)
     if not np.isfinite(sums).all():  # adding float32 numbers cannot overflow float64
-        return _piece_with_gaps(piece, values)
+        return _piece_with_gaps(piece, values, stored_dtype)
     norms: Floats = np.sqrt(np.vecdot(values, values))
     mean = sums.sum(axis=0) / per_token
     values -= mean[:, np.newaxis]
@@ -131,7 +146,7 @@ def _piece(piece: npt.NDArray[np.float32]) -> Moments:
         m2=np.vecdot(values, values).sum(axis=0),
         low=piece.min(axis=(0, 2)).astype(np.float64),
         high=piece.max(axis=(0, 2)).astype(np.float64),
-        n_zeros=np.zeros_like(counts) if piece.all() else (piece == 0).sum(axis=(0, 2)),
+        **_near_limits(piece, stored_dtype),
         n_vectors=_equal_counts(n_examples, like=norms),
         mean_norm=norms.mean(axis=0),
     )
@@ -142,7 +157,25 @@ def _equal_counts(count: int, *, like: Floats) -> Counts:
     return np.repeat(np.int64(count), like.shape[1])
 
 
-def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats) -> Moments:
+def _near_limits(piece: npt.NDArray[np.float32], stored_dtype: str) -> dict[str, Counts]:
+    """How many numbers are zero, saturated and subnormal, for each token.
+
+    The bits are compared, without the sign: that is exact and quiet also for NaN, and where a thread treats subnormal numbers
+    as zeros.
+    """
+    magnitude = piece.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    largest, normal = (np.float32(limit[stored_dtype]).view(np.uint32) for limit in (LARGEST, SMALLEST_NORMAL))
+    none = np.zeros(piece.shape[1], np.int64)
+
+    def count(chosen: npt.NDArray[np.bool_]) -> Counts:
+        return cast("Counts", chosen.sum(axis=(0, 2))) if chosen.any() else none
+
+    n_small = count(magnitude < normal)
+    n_zeros = count(magnitude == 0) if n_small.any() else none
+    return {"n_zeros": n_zeros, "n_saturated": count(magnitude == largest), "n_subnormal": n_small - n_zeros}
+
+
+def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats, stored_dtype: str) -> Moments:
     """The moments of a piece in which some numbers are NaN or infinite."""
     finite = np.isfinite(piece)
     n_finite: Counts = finite.sum(axis=(0, 2))
@@ -159,7 +192,7 @@ def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats) -> Moments:
         m2=np.vecdot(deviations, deviations).sum(axis=0),
         low=piece.min(axis=(0, 2), where=finite, initial=np.inf).astype(np.float64),
         high=piece.max(axis=(0, 2), where=finite, initial=-np.inf).astype(np.float64),
-        n_zeros=(piece == 0).sum(axis=(0, 2)),
+        **_near_limits(piece, stored_dtype),
         n_vectors=n_vectors,
         mean_norm=norms.sum(axis=0) / np.maximum(n_vectors, 1),
     )

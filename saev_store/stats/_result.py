@@ -13,7 +13,10 @@ from saev_store.errors import ArgumentError
 from saev_store.stats._moments import Counts, Floats, Moments, of_none_as_nan
 
 #: The names of the arrays of a `Stats`, in the order of tables.
-STATISTICS = ("count", "mean", "std", "mean_norm", "min", "max", "zero_fraction", "nonfinite_fraction")
+STATISTICS = (
+    "count", "mean", "std", "mean_norm", "min", "max", "zero_fraction", "nonfinite_fraction", "saturated_count",
+    "subnormal_count",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,16 @@ class Stats:
     def nonfinite_fraction(self) -> Floats:
         """Fraction of numbers that are NaN or infinite."""
         return (self.moments.n_values - self.moments.n_finite) / self.moments.n_values
+
+    @property
+    def saturated_count(self) -> Counts:
+        """Count of numbers whose magnitude is the largest finite number of the stored dtype, int64."""
+        return self.moments.n_saturated
+
+    @property
+    def subnormal_count(self) -> Counts:
+        """Count of numbers that are subnormal in the stored dtype, int64; zeros are not."""
+        return self.moments.n_subnormal
 
     def per_layer(self) -> dict[str, Counts | Floats]:
         """Statistics over all tokens: name -> array of shape (layer,)."""

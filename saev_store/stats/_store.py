@@ -161,11 +161,13 @@ def _chosen(store: ShardStore, sample: Sample | None) -> IntArray | None:
 
 
 def _read_kept(store: ShardStore) -> KeptStats | None:
-    """The statistics kept beside the store; None where there are none, or those of another recording."""
+    """The statistics kept beside the store; None where there are none, older ones, or those of another recording."""
     where = f"{store.url}/{STATS_NAME}"
     try:
         raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
     except NotFoundError:
+        return None
+    if bytes(raw[: len(_OLDER)]) == _OLDER:
         return None
     kept = parse_stats(raw, store.metadata, where=where)
     return kept if _is_current(store, kept.recording) else None
@@ -225,7 +227,7 @@ class StatsDocument(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    version: Literal[1] = 1
+    version: Literal[2]
     metadata_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     recording: Annotated[str, Field(max_length=100)]
     n_examples: Annotated[int, Field(ge=1, lt=2**63)]
@@ -237,6 +239,8 @@ class StatsDocument(BaseModel):
     low: Numbers
     high: Numbers
     n_zeros: Counts
+    n_saturated: Counts
+    n_subnormal: Counts
     n_vectors: Counts
     mean_norm: Numbers
 
@@ -255,10 +259,12 @@ class KeptStats(NamedTuple):
     seed: int | None
 
 
-_COUNTS = ("n_values", "n_finite", "n_zeros", "n_vectors")
+_COUNTS = ("n_values", "n_finite", "n_zeros", "n_saturated", "n_subnormal", "n_vectors")
 #: Values that replace null while sums are merged.
 _NONE = {"mean": 0.0, "m2": 0.0, "mean_norm": 0.0, "low": np.inf, "high": -np.inf}
-_ENTRY_BYTES = 256
+_ENTRY_BYTES = 320
+#: How a file begins that does not count saturated and subnormal numbers.
+_OLDER = b'{"version":1,'
 
 
 def max_nbytes(metadata: Metadata) -> int:
@@ -279,7 +285,7 @@ def stats_bytes(stats: Stats, metadata: Metadata, *, recording: RecordingIdentit
             for rows in zip(values, has.tolist(), strict=True)
         ]
     document = {
-        "version": 1,
+        "version": 2,
         "metadata_sha256": _sha256(metadata),
         "recording": str(recording),
         "n_examples": stats.n_examples,
@@ -320,7 +326,9 @@ def parse_stats(raw: bytes, metadata: Metadata, *, where: str) -> KeptStats:
     is_whole = found.n_examples <= layout.n_examples and bool(
         (moments.n_values == found.n_examples * layout.d_model).all()
         and (moments.n_finite <= moments.n_values).all()
-        and (moments.n_zeros <= moments.n_finite).all()
+        and all(
+            (some <= moments.n_finite).all() for some in (moments.n_zeros, moments.n_saturated, moments.n_subnormal)
+        )
         and (moments.n_vectors <= found.n_examples).all()
     )
     if not is_whole:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from saev_store.core.layout import LayerKey
+from saev_store.core.layout import LayerKey, Layout
 from saev_store.documents import WRITABLE_VERSIONS, Metadata
 from saev_store.problems import Problem
+from saev_store.store.sizes import sizes_by_dtype
 from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Transport
 
@@ -39,7 +40,10 @@ def card_rows(
 ) -> list[tuple[str, str]]:
     """The lines of the card as (name, text); nothing is requested for it."""
     layout = metadata.layout
-    tokens = ", ".join(f"{name} ({token_arrays.declared(name).dtype})" for name in token_arrays.known)
+    arrays = [token_arrays.declared(name) for name in token_arrays.known]
+    tokens = ", ".join(f"{array.name} ({array.dtype})" for array in arrays)
+    if metadata.declares_token_arrays and arrays:
+        tokens += f": {human_bytes(sum(array.nbytes(layout) for array in arrays))}"
     labels = "yes (labels.bin)" if tokens else "none" if token_arrays.is_known else "not looked for yet"
     example, layer, token, d_model = layout.shape
     special = f" ({layout.content_tokens_per_example} content + CLS)" if layout.cls_token else " (content)"
@@ -50,7 +54,7 @@ def card_rows(
         ("model", f"{metadata.family} {metadata.ckpt}"),
         ("shape", f"example {example:,} x layer {layer} x token {token}{special} x d_model {d_model}"),
         ("layers", ", ".join(_layer_name(key) for key in layout.layer_keys)),
-        ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype}"),
+        ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype} ({_in_other_dtypes(layout)})"),
         ("shards", f"{layout.n_shards:,} of {layout.examples_per_shard:,} examples{tail}"),
         ("tokens", tokens or "none") if metadata.declares_token_arrays else ("labels", labels),
         ("protocol", f"{metadata.protocol}, read through {transport.name}"),
@@ -64,6 +68,15 @@ def card_rows(
         shown.append(f"… and {len(problems) - _SHOWN_PROBLEMS} more in store.problems")
     rows += [("problems" if number == 0 else "", text) for number, text in enumerate(shown or ["none known"])]
     return rows
+
+
+def _in_other_dtypes(layout: Layout) -> str:
+    """What the vectors take in the dtypes that the store does not have."""
+    others: dict[int, list[str]] = {}
+    for dtype, size in sizes_by_dtype(layout).items():
+        if dtype != layout.dtype:
+            others.setdefault(size.vectors_nbytes, []).append(dtype)
+    return ", ".join(f"{human_bytes(nbytes)} as {' or '.join(names)}" for nbytes, names in others.items())
 
 
 def card_text(name: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -5,12 +5,15 @@ The plan of a read is arithmetic: an estimate counts the very plan that the read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
+from saev_store.core.dtypes import StoredDtype
+from saev_store.core.indexing import Key, parse_key
 from saev_store.core.layout import IntArray
 from saev_store.core.plan import Part, Runs
 from saev_store.errors import ArgumentError
@@ -98,6 +101,22 @@ def estimate(price: Price, *, requests: int, bytes_read: int, bytes_wanted: int)
         request_dollars=requests / 1000 * price.per_1000_requests,
         transfer_dollars=bytes_read / 1e9 * price.per_gb_out,
     )
+
+
+def estimate_read(
+    reader: Reader, key: Key, *, prices: Prices | None = None, dtype: StoredDtype | None = None
+) -> Estimate:
+    """What reading `key` will cost, or would cost of a store of another dtype; see `ShardStore.estimate`.
+
+    Raises:
+        SelectionError: the key does not fit the tensor.
+        ArgumentError: there is no such dtype.
+    """
+    if dtype is not None and dtype != reader.layout.dtype:
+        reader = reader.of_dtype(dtype)
+    request, count = parse_key(key, reader.layout.shape), PlanCount(reader)
+    count.add(reader.plan(request))
+    return count.estimate(math.prod(request.shape) * reader.layout.itemsize, prices)
 
 
 class PlanCount:

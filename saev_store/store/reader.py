@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,14 @@ class Reader:
         self._damaged_ok = damaged_ok
         self._maps: dict[int, tuple[NumberArray, str]] = {}
         self._check_mapped = map_check(transport)
+
+    def of_dtype(self, dtype: str) -> Reader:
+        """The reader of a store of another dtype in this one's place, of which nothing was read yet; its plans can be counted.
+
+        Raises:
+            ArgumentError: there is no such dtype.
+        """
+        return Reader(self.transport, replace(self.layout, dtype=dtype), check_sizes=self._checks_sizes)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 

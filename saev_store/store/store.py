@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
-from saev_store.core.dtypes import ReadDtype, read_dtype
+from saev_store.core.dtypes import ReadDtype, StoredDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens
 from saev_store.documents import Metadata
@@ -221,25 +220,26 @@ class ShardStore(TextReading):
         )
         return result if result.ndim or out is not None else result[()]
 
-    def estimate(self, key: Key = ..., *, prices: Prices | None = None) -> Estimate:
+    def estimate(
+        self, key: Key = ..., *, prices: Prices | None = None, dtype: StoredDtype | None = None
+    ) -> Estimate:  # fmt: skip
         """What `store[key]` will cost in requests, bytes and dollars: the plan of the read, counted; nothing is read.
 
         Args:
             key: As in `store[key]`; `store.sel(…).estimate(rows)` does it for selections.
             prices: Instead of `saev_store.store.estimate.PRICES`, such as `{"s3": Price(0, 0)}` for a server of your own.
+            dtype: Instead of the store's: what the same read would cost of a copy in that dtype.
 
         Raises:
-            SelectionError: the key does not fit the tensor.
+            SelectionError, ArgumentError: the key does not fit the tensor, or there is no such dtype.
 
         >>> from saev_store import ShardStore
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
         1120
         """
-        from saev_store.store.estimate import PlanCount
+        from saev_store.store.estimate import estimate_read
 
-        request, count = parse_key(key, self.layout.shape), PlanCount(self._reader)
-        count.add(self._reader.plan(request))
-        return count.estimate(math.prod(request.shape) * self.layout.itemsize, prices)
+        return estimate_read(self._reader, key, prices=prices, dtype=dtype)
 
     def sel(
         self, *, layer: Layers = "all", tokens: Tokens = "all", examples: object = None,
@@ -385,7 +385,7 @@ class ShardStore(TextReading):
         self, *, sample: int | None = None, seed: int = 0, client: distributed.Client | str | None = None,
         refresh: bool = False, save: bool = True, progress: bool | None = None,
     ) -> Stats:  # fmt: skip
-        """Count, mean, std, mean norm, min, max, zeros and non-finite values for each layer and token position.
+        """Count, mean, std, norm, min, max, zeros, non-finite, saturated and subnormal values for each layer and token.
 
         Computed in threads or on a dask cluster; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
 

@@ -2,64 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.dtypes import ITEMSIZES, converted, numpy_dtype
+from saev_store.core.dtypes import ITEMSIZES, LARGEST, numpy_dtype, stored_as
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.writer._arrays import as_array, stacked_layers
 
 NonfinitePolicy = Literal["raise", "warn", "allow"]
 NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
 OverflowPolicy = Literal["raise", "warn", "saturate"]
 
-#: The largest finite number of a dtype, and the smallest that rounds to infinity: half a step further.
-_LARGEST = {"bfloat16": (float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")), "float16": (65504.0, 65520.0)}
-
-
-class _Tensor(Protocol):
-    """The part of a torch tensor that is used here."""
-
-    @property
-    def dtype(self) -> object: ...
-    def view(self, dtype: object) -> _Tensor: ...
-    def cpu(self) -> _Tensor: ...
-    def numpy(self) -> object: ...
-
-
-def _as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
-    """A NumPy array, also of a torch tensor, which is found by its methods: this module must not import torch."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError("a masked array; a store has no mask", where=where, remedy="Call `.filled(…)` first.")
-    detach = getattr(value, "detach", None)
-    try:
-        if not callable(detach):
-            return np.asarray(value)
-        tensor = cast("_Tensor", detach())
-        if str(tensor.dtype) == "torch.bfloat16":  # NumPy takes its bits only
-            bits = np.asarray(tensor.cpu().view(sys.modules["torch"].int16).numpy())
-            return bits.view(numpy_dtype("bfloat16"))
-        return np.asarray(tensor.cpu().numpy())
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-        raise ArgumentError(
-            f"a {type(value).__name__} that does not become a NumPy array: {error}",
-            where=where,
-            remedy="Pass a dense tensor, or a NumPy array.",
-        ) from error
+#: The smallest number that rounds to infinity: half a step beyond the largest finite one, which is odd.
+_TOO_LARGE = {"bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
 
 
 def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
     """A (k, layers, tokens, d_model) array of a dtype that a store may hold; nothing is copied if possible.
 
-    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece.
+    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece. A mapping of layers to arrays is copied
+    into one array.
     """
-    array = _as_array(acts, where="acts")
+    array = stacked_layers(acts, layout) if isinstance(acts, Mapping) else as_array(acts, where="acts")  # pyright: ignore[reportUnknownArgumentType]  # of anything
     expected = layout.shape[1:]
     if array.ndim == 3 and array.shape == expected:
         array = array[np.newaxis]
@@ -85,7 +55,7 @@ def rows_as_bytes(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray
     Numbers are rounded to nearest even where the store's dtype is narrower.
     """
     native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    return converted(native, numpy_dtype(layout.dtype)).reshape(-1).view(np.uint8)
+    return stored_as(native, numpy_dtype(layout.dtype)).reshape(-1).view(np.uint8)
 
 
 def token_rows(
@@ -128,7 +98,7 @@ def token_rows(
 
 def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: Layout) -> npt.NDArray[np.generic]:
     """A (n_examples, content tokens) array of the declared dtype; `ArgumentError` for another shape or other values."""
-    found, name = _as_array(value, where=array.name), array.name
+    found, name = as_array(value, where=array.name), array.name
     content, dtype = layout.content_tokens_per_example, array.numpy_dtype
     if found.ndim == 1 and n_examples == 1 and found.shape == (content,):
         found = found[np.newaxis]
@@ -141,7 +111,7 @@ def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: L
     if dtype.kind == "f":
         if found.dtype.name not in ITEMSIZES:
             raise ArgumentError(f"{name} has dtype {found.dtype.name}; it must be float32", where=name)
-        return converted(found, dtype)
+        return stored_as(found, dtype)
     low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max))
     rule = f"{name} are integers from {low} to {high}"
     if found.dtype.kind not in "iub":
@@ -158,19 +128,24 @@ def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: L
 def check_overflow(
     array: npt.NDArray[np.generic], first_example: int, layout: Layout, policy: str
 ) -> npt.NDArray[np.generic]:
-    """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged."""
-    if layout.dtype not in _LARGEST or array.dtype.name == layout.dtype or array.size == 0:
+    """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged.
+
+    With "saturate" they come back in the store's dtype where there is such a number.
+    """
+    if layout.dtype not in _TOO_LARGE or array.dtype.name == layout.dtype or array.size == 0:
         return array
-    largest, too_large = _LARGEST[layout.dtype]
-    if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
-        return array
+    largest, too_large = LARGEST[layout.dtype], _TOO_LARGE[layout.dtype]
+    with np.errstate(invalid="ignore"):  # NumPy warns of NaN in bfloat16
+        if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
+            return array
     for i, example in enumerate(array):
-        wide = example.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # raised by signalling NaNs
+            wide = example.astype(np.float64)
         bad = np.isfinite(wide) & (np.abs(wide) >= too_large)
         if not bad.any():
             continue
         if policy == "saturate":
-            return np.where(np.isfinite(array), np.clip(array, -largest, largest), array).astype(array.dtype)
+            return _saturated(array, layout)
         layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
         message = (
             f"example {first_example + i} holds {int(bad.sum())} numbers that {layout.dtype} cannot hold; the first is "
@@ -188,6 +163,21 @@ def check_overflow(
     return array
 
 
+def _saturated(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.generic]:
+    """The numbers in the store's dtype, finite ones that became infinite replaced by the largest finite number."""
+    rounded = stored_as(array, numpy_dtype(layout.dtype))
+    # Not before rounding: bfloat16 does not hold the largest float16.
+    became_infinite = _is_finite(array) & np.isinf(rounded)
+    rounded[became_infinite] = np.copysign(LARGEST[layout.dtype], array[became_infinite].astype(np.float64))
+    return rounded
+
+
+def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    """Which numbers are finite, quietly: NumPy warns of signalling NaNs in bfloat16."""
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(array)
+
+
 def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:
     """Apply the policy for NaN and infinity to some examples.
 
@@ -200,7 +190,7 @@ def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str
         if np.isfinite(array.sum(dtype=np.float32)):
             return
     for i, example in enumerate(array):
-        bad = ~np.isfinite(example)
+        bad = ~_is_finite(example)
         n_bad = int(bad.sum())
         if not n_bad:
             continue

@@ -27,6 +27,7 @@ from saev_store.writer._inputs import (
     token_rows,
 )
 from saev_store.writer._publish import Verify, Written, publish
+from saev_store.writer._reorder import MAX_REORDER_BYTES, ReorderBuffer
 from saev_store.writer._resume import Kept
 from saev_store.writer._shard_file import Background, Receipt, ShardFile, ShardPlan
 from saev_store.writer.folder import LABELLED, Claim, part_examples
@@ -54,6 +55,7 @@ class ShardWriter:
         layout: The geometry of the store.
         n_examples: How many examples the whole store promises.
         example_range: The half-open range of examples that this writer's part consists of; all of them without parts.
+        max_reorder_bytes: How many bytes `write` may hold of examples that wait for an earlier one; 1 GiB, and may be changed.
         verify: What is checked before publishing: `"sizes"`, or `"digests"`, which reads every shard again.
         complete: Whether nothing is left to do: the part is durable, and without parts the store is published.
     """
@@ -88,6 +90,8 @@ class ShardWriter:
         self._receipts, self._n_finished = list(kept.receipts), 0
         self._finished: SimpleQueue[Receipt | None] = SimpleQueue()  # the receipts of shards that were completed here
         self._torn = self._abandoned = False
+        self.max_reorder_bytes = MAX_REORDER_BYTES
+        self._reorder = ReorderBuffer(layout)
         self._buffer: npt.NDArray[np.uint8] | None = None
         self._fill: int = 0  # bytes of the buffer that hold data
         self._sent: int = 0  # bytes of the buffer that a checkpoint has written already
@@ -136,7 +140,8 @@ class ShardWriter:
 
         Args:
             acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, float32, bfloat16 or
-                float16. What is of the store's dtype is written bit for bit, other numbers are widened exactly or rounded to
+                float16. Or a mapping with (k, tokens, d_model) for each layer, named 5, (5, "attn_out") or
+                "blocks.5.hook_attn_out"; it is copied into one array first. What is of the store's dtype is written bit for bit, other numbers are widened exactly or rounded to
                 nearest even. Read before this returns; any strides and byte order.
             labels: (k, content tokens) integers from 0 to 255, for all examples of the store or for none.
             token_arrays: Protocol 3.0: (k, content tokens) for each token array that the metadata declares, by name.
@@ -146,39 +151,44 @@ class ShardWriter:
             SaevStoreError: writing this or an earlier batch failed. Close, remove the cause, resume.
         """
         self._check_usable()
-        batch = as_activations(acts, self.layout)
-        k = len(batch)
-        if k > self.example_range[1] - self.next_example:
+        if self._reorder:
             raise ArgumentError(
-                f"{k} examples were appended at example {self.next_example}, but {self._what()} ends at {self.example_range[1]}",
+                f"{len(self._reorder)} examples wait for example {self.next_example}",
                 where="acts",
-                remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
+                remedy="Give that one to `write`; `append` is for when nothing waits.",
             )
-        given = {"labels": labels, **token_arrays} if labels is not None else token_arrays
-        is_declared = self.metadata.declares_token_arrays
-        rows = token_rows(given, self._plan.arrays, k, self.layout, required=is_declared)
-        if k and self._has_tokens is not None and self._has_tokens != (rows is not None):
-            raise ArgumentError(
-                "labels are missing for these examples; earlier ones have them"
-                if self._has_tokens
-                else "labels for these examples, but earlier ones have none",
-                where="labels",
-                remedy="Give labels for every example of a store, or for none.",
-            )
-        check_finite(batch, self.next_example, self._on_nonfinite)
-        batch = check_overflow(batch, self.next_example, self.layout, self._on_overflow)
-        if k == 0:
+        batch, rows = self._checked(acts, labels, token_arrays, self.next_example)
+        if len(batch):
+            self._accept(batch, rows)
+
+    def write(self, example: int, acts: object, labels: object = None, **token_arrays: object) -> None:
+        """Add one example, in any order: it is appended when all examples before it have come.
+
+        Until then a copy of it is held in memory, in the store's dtype, and is not durable: after a crash, and after
+        closing with an example missing, `next_example` of the resumed writer is the first one to write again.
+
+        Args:
+            example: Its position in the store, from `next_example` to the end of `example_range`.
+            acts: (layers, tokens, d_model), or (1, layers, tokens, d_model), or a mapping of layers, as for `append`.
+            labels: (content tokens,) or (1, content tokens), as for `append`.
+            token_arrays: Likewise, by name.
+
+        Raises:
+            ArgumentError: the example was written before or is not of this part; more than `max_reorder_bytes` would be
+                held, and the message names the example that is missing; or as for `append`. Nothing was taken.
+            SaevStoreError: as for `append`.
+        """
+        self._check_usable()
+        position = self._reorder.check(example, self.example_range, self.next_example)
+        batch, rows = self._checked(acts, labels, token_arrays, position)
+        if len(batch) != 1:
+            raise ArgumentError(f"acts holds {len(batch)} examples; `write` takes one", where="acts")
+        if position > self.next_example:
+            self._reorder.hold(position, batch, rows, next_example=self.next_example, max_nbytes=self.max_reorder_bytes)
             return
-        try:
-            if self._has_tokens is None:
-                if self._claim.options.world > 1 and not is_declared:  # all parts have to agree
-                    self._declare_labelled(labelled=rows is not None)
-                self._has_tokens = rows is not None
-            self._take(batch, rows)
-        except BaseException:
-            self._torn = True  # part of the batch may have been taken: the caller cannot know where to continue
-            raise
-        self._progress.advance(batch.shape[0] * self.layout.example_nbytes)
+        self._accept(batch, rows)
+        while (held := self._reorder.take(self.next_example)) is not None:
+            self._accept(*held)
 
     def checkpoint(self) -> None:
         """Write what was appended so far and make it durable, where the back end can make part of a shard durable.
@@ -220,6 +230,7 @@ class ShardWriter:
             if self._finalizer.detach() is not None:
                 background.close()
             self._progress.close()
+            self._reorder.clear()
 
     def _committed(self) -> list[Receipt]:
         """The receipts of all shards, when the last one is committed."""
@@ -242,11 +253,13 @@ class ShardWriter:
             with contextlib.suppress(SaevStoreError):
                 self.close()
             return
-        was_closed = self._closed
+        was_closed, n_waiting = self._closed, len(self._reorder)
         self.close()
         if not self.complete and not was_closed:
+            waiting = f", {n_waiting} more wait for example {self.next_example} and are not kept" if n_waiting else ""
             raise IncompleteStoreError(
-                f"{self.n_written} of {self.example_range[1] - self.example_range[0]} examples of {self._what()} were appended",
+                f"{self.n_written} of {self.example_range[1] - self.example_range[0]} examples of {self._what()} were appended"
+                f"{waiting}",
                 where=self.url,
                 remedy="Create it again with resume=True, and append the rest from its `next_example` on.",
             )
@@ -286,6 +299,46 @@ class ShardWriter:
                 where="labels",
                 remedy="Give labels for every example of a store, or for none.",
             )
+
+    def _checked(
+        self, acts: object, labels: object, token_arrays: dict[str, object], first_example: int
+    ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.uint8] | None]:
+        """The activations and token rows of the examples from `first_example` on, as they may be accepted."""
+        batch = as_activations(acts, self.layout)
+        k = len(batch)
+        if k > self.example_range[1] - first_example:
+            raise ArgumentError(
+                f"{k} examples were appended at example {first_example}, but {self._what()} ends at {self.example_range[1]}",
+                where="acts",
+                remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
+            )
+        given = {"labels": labels, **token_arrays} if labels is not None else token_arrays
+        is_declared = self.metadata.declares_token_arrays
+        rows = token_rows(given, self._plan.arrays, k, self.layout, required=is_declared)
+        has_tokens = self._has_tokens if self._has_tokens is not None else self._reorder.has_tokens
+        if k and has_tokens is not None and has_tokens != (rows is not None):
+            raise ArgumentError(
+                "labels are missing for these examples; earlier ones have them"
+                if has_tokens
+                else "labels for these examples, but earlier ones have none",
+                where="labels",
+                remedy="Give labels for every example of a store, or for none.",
+            )
+        check_finite(batch, first_example, self._on_nonfinite)
+        return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
+
+    def _accept(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
+        """Take checked examples, the next ones."""
+        try:
+            if self._has_tokens is None:
+                if self._claim.options.world > 1 and not self.metadata.declares_token_arrays:  # all parts have to agree
+                    self._declare_labelled(labelled=rows is not None)
+                self._has_tokens = rows is not None
+            self._take(batch, rows)
+        except BaseException:
+            self._torn = True  # part of the batch may have been taken: the caller cannot know where to continue
+            raise
+        self._progress.advance(batch.shape[0] * self.layout.example_nbytes)
 
     def _take(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
         """Spread checked examples over shards."""

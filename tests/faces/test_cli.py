@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,9 @@ from saev_store.names import CLAIM_PATH, WORK_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
-COMMANDS = ("info", "ls", "head", "validate", "copy", "clean", "convert", "prepare", "export", "stats", "serve", "demo")
+COMMANDS = (
+    "info", "estimate", "ls", "head", "validate", "copy", "clean", "convert", "prepare", "export", "stats", "serve", "demo",
+)  # fmt: skip
 
 
 def shell(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -120,6 +123,34 @@ def test_info(run, store):
     assert found["labels"] is True
     assert found["problems"] == []
     assert found["nbytes"] == store.acts.nbytes
+
+
+def test_what_a_store_takes_in_other_dtypes(run, store, tmp_path):
+    nbytes, labels = store.acts.nbytes, store.labels.nbytes
+    described = json.loads(run("info", store.path, "--json")[1])
+    assert described["nbytes_by_dtype"] == {"float32": nbytes, "bfloat16": nbytes // 2, "float16": nbytes // 2}
+    assert described["token_arrays"] == [{"name": "labels", "dtype": "uint8", "nbytes": labels}]
+    assert "3.3 KiB of float32 (1.6 KiB as bfloat16 or float16)" in run("info", store.path)[1]
+    code, out, err = run("estimate", store.path, "--json")
+    found = json.loads(out)
+    assert (code, err, found["dtype"], list(found["dtypes"])) == (0, "", "float32", ["float32", "bfloat16", "float16"])
+    for dtype, entry in found["dtypes"].items():
+        wanted = nbytes if dtype == "float32" else nbytes // 2
+        assert (entry["vectors_nbytes"], entry["token_arrays_nbytes"], entry["nbytes"]) == (
+            wanted,
+            labels,
+            wanted + labels,
+        )
+        assert entry["read"]["bytes_wanted"] == wanted
+    half = run("copy", store.path, tmp_path, "--dtype", "bfloat16")[1].splitlines()[0]
+    there = json.loads(run("estimate", half, "--json", "--dtype", "bfloat16")[1])["dtypes"]
+    assert there == {"bfloat16": found["dtypes"]["bfloat16"]}
+    _, out, _ = run("estimate", half)
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["dtype", "vectors"], ["float32", "3.3"], ["bfloat16", "(stored)"], ["float16", "1.6"],
+    ]  # fmt: skip
+    assert "1.6 KiB of bfloat16 (3.3 KiB as float32, 1.6 KiB as float16)" in run("info", half)[1]
+    assert "labels (uint8): 28 B" in run("info", half)[1]
 
 
 def test_info_opens_damaged_stores_and_says_so(run, store):
@@ -357,6 +388,20 @@ def test_copy(run, store, tmp_path):
     code, _, err = run("copy", store.path, tmp_path / "to", "--no-resume")
     assert code == 1
     assert "already" in err
+
+
+def test_copy_in_another_dtype(run, store, tmp_path):
+    code, out, err = run("copy", store.path, tmp_path / "to", "--dtype", "bfloat16")
+    url, report = out.splitlines()
+    assert (code, err, ShardStore.open(url).metadata.dtype) == (0, "", "bfloat16")
+    assert re.fullmatch(r"float32 to bfloat16: .*% of 105 vectors changed, max absolute error \S+, mean .* \S+", report)
+    code, out, _ = run("copy", url, tmp_path / "back", "--dtype", "float32", "--json")
+    found = json.loads(out)
+    assert (code, Path(found["url"]).name) == (0, store.path.name)
+    assert found["conversion"]["is_bit_lossless"] is True
+    assert found["conversion"]["n_vectors"] == 105
+    code, _, err = run("copy", store.path, tmp_path / "to", "--dtype", "int8")
+    assert (code, "--dtype" in err) == (2, True)
 
 
 @pytest.mark.parametrize("layers", ["", "2,", "a", "2 5", "1.5"])

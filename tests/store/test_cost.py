@@ -20,6 +20,7 @@ from saev_store.errors import ArgumentError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.store.estimate import PRICES, Price, price_of
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
+from saev_store.writer.copying import copy_store
 
 LAYOUT = Layout(
     n_examples=40, layers=(3, 7, 11), content_tokens_per_example=16, cls_token=True, d_model=64, examples_per_shard=16
@@ -119,6 +120,21 @@ def test_large_reads_of_mapped_files_are_direct(tmp_path: Path):
     for key in (np.s_[...], np.s_[:, 1], np.s_[1:3, 0], np.s_[:, :, 0]):
         check(store, key)
     assert store.transport.counters.operations["readinto"] == 2 + 8 + 2
+
+
+@pytest.mark.parametrize("engine", ["pread", "mmap", "fsspec"])
+def test_an_estimate_for_another_dtype_is_that_of_a_copy_in_it(tmp_path, engine):
+    path = plain_store(LAYOUT).write(tmp_path)
+    store = ShardStore.open(path, engine=engine)
+    store[...]  # what is known of this store is not known of a copy
+    for dtype in ("bfloat16", "float16", "float32"):
+        copied = copy_store(path, tmp_path, dtype=dtype, on_overflow="saturate", progress=False)
+        copy = ShardStore.open(copied, engine=engine)
+        for key in (np.s_[:], np.s_[1:4, 0, ::2], np.s_[[5, 1], 1, 0, :3]):
+            expected = copy.estimate(key) if dtype != "float32" else store.estimate(key)
+            assert store.estimate(key, dtype=dtype) == expected
+    with pytest.raises(ArgumentError, match="dtype is 'int8'"):
+        store.estimate(dtype="int8")
 
 
 def test_nothing_is_read_for_an_estimate_and_no_memory_is_taken():

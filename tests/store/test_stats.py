@@ -13,6 +13,7 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from dense_stores import plain_store as random_bits
@@ -23,7 +24,7 @@ from plain_stores import plain_store
 from servers import s3_bucket  # noqa: F401  # a fixture
 from waiting import HANG_S
 
-from saev_store import ShardStore
+from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
 from saev_store.core.layout import Layout
 from saev_store.errors import (
@@ -43,7 +44,8 @@ from saev_store.transport import MemoryTransport
 
 
 def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
-    """Dull: all statistics of (example, layer, token, d_model) with plain NumPy in float64."""
+    """Dull: all statistics of (example, layer, token, d_model) of the stored dtype with plain NumPy in float64."""
+    limits = ml_dtypes.finfo(acts.dtype)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # "mean of empty slice" is an answer here
         vectors = np.moveaxis(acts.astype(np.float64), 0, 2)
@@ -60,6 +62,8 @@ def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
             "max": np.nanmax(kept, -1),
             "zero_fraction": (wide == 0).mean(-1),
             "nonfinite_fraction": 1 - finite.mean(-1),
+            "saturated_count": (np.abs(wide) == float(limits.max)).sum(-1),
+            "subnormal_count": ((wide != 0) & (np.abs(wide) < float(limits.smallest_normal))).sum(-1),
         }
 
 
@@ -85,6 +89,38 @@ def test_bits_of_any_kind(empty: bool):
     store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
     assert not np.isfinite(plain.dense).all()
     assert_same(store.stats(save=False), plain.dense, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("piece", [64, 1 << 20])
+def test_statistics_of_16_bits_are_those_of_what_is_stored(dtype, piece, tmp_path, monkeypatch):
+    """All 65,536 bit patterns, in one store; whether a number is saturated or subnormal is about its own dtype."""
+    monkeypatch.setattr(_moments, "_PIECE_BYTES", piece)
+    acts = np.random.default_rng(2).permutation(np.arange(2**16, dtype=np.uint16)).view(dtype).reshape(32, 4, 8, 64)
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=range(4), content_tokens_per_example=8, cls_token=False, d_model=64, n_examples=32,
+        max_tokens_per_shard=256, dtype=np.dtype(dtype).name,
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, on_nonfinite="allow", progress=False) as writer:
+        writer.append(acts)
+    stats = ShardStore.open(tmp_path / metadata.hash).stats(progress=False)
+    assert_same(stats, acts, rtol=1e-9)
+    assert stats.per_layer()["saturated_count"].sum() == 2
+    limits = ml_dtypes.finfo(dtype)
+    assert stats.per_layer()["subnormal_count"].sum() == 2 * (2**limits.nmant - 1)
+    assert_same(ShardStore.open(tmp_path / metadata.hash).stats(progress=False), acts, rtol=1e-9)  # from the file
+
+
+def test_kept_statistics_of_an_older_version_are_computed_again(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    store.stats()
+    file = plain.path / "stats.json"
+    new = json.loads(file.read_text())
+    older = {name: value for name, value in new.items() if name not in {"n_saturated", "n_subnormal"}} | {"version": 1}
+    file.write_text(json.dumps(older, separators=(",", ":")))
+    assert_same(store.stats(), plain.acts)
+    assert json.loads(file.read_text()) == new
 
 
 def test_pieces_and_tasks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -263,7 +299,7 @@ def test_a_loader_takes_a_kept_sample_that_is_large_enough(tmp_path: Path):
         lambda text: "",
         lambda text: text[: len(text) // 2],
         lambda text: "[" * 100_000,
-        lambda text: text.replace('"version":1', '"version":2'),
+        lambda text: text.replace('"version":2', '"version":3'),
         lambda text: text.replace('"metadata_sha256":"', '"metadata_sha256":"0')[:-1],
         lambda text: json.dumps({**json.loads(text), "metadata_sha256": "0" * 64}),
         lambda text: json.dumps({**json.loads(text), "mean": [[1.0]]}),
@@ -271,7 +307,7 @@ def test_a_loader_takes_a_kept_sample_that_is_large_enough(tmp_path: Path):
         lambda text: json.dumps({**json.loads(text), "n_examples": 3}),
         *(
             lambda text, name=name: json.dumps({**json.loads(text), name: [[9**9] * 5] * 3})
-            for name in ("n_values", "n_finite", "n_zeros", "n_vectors")
+            for name in ("n_values", "n_finite", "n_zeros", "n_saturated", "n_subnormal", "n_vectors")
         ),
         lambda text: json.dumps({**json.loads(text), "n_examples": 8}),
         lambda text: json.dumps({**json.loads(text), "mean": [["nan"] * 5] * 3}),
@@ -370,9 +406,9 @@ from saev_store.stats import _compute
 _compute._READ_BYTES = 1
 shard, moments_of = {str(plain.shard(0))!r}, _compute.moments_of
 
-def cut_then_compute(block):
+def cut_then_compute(block, stored_dtype):
     os.truncate(shard, 10_000)
-    return moments_of(block)
+    return moments_of(block, stored_dtype)
 
 _compute.moments_of = cut_then_compute
 try:

@@ -10,7 +10,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from saev_store.core.dtypes import FLOAT32, ITEMSIZES, convert, converted, numpy_dtype, read_dtype
+from saev_store.core.dtypes import (
+    FLOAT32,
+    ITEMSIZES,
+    LARGEST,
+    SMALLEST_NORMAL,
+    convert,
+    converted,
+    numpy_dtype,
+    read_dtype,
+    stored_as,
+)
 from saev_store.errors import ArgumentError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -24,6 +34,14 @@ def test_names_are_little_endian_dtypes(name: str, byteorder: str, monkeypatch: 
     assert numpy_dtype(name) == DTYPES[name]
     assert numpy_dtype(name).isnative is (sys.byteorder == byteorder)
     assert name == "float64" or numpy_dtype(name).itemsize == ITEMSIZES[name]
+
+
+def test_limits():
+    assert LARGEST.keys() == SMALLEST_NORMAL.keys() == ITEMSIZES.keys()
+    for name in ITEMSIZES:
+        limits = ml_dtypes.finfo(DTYPES[name])
+        assert float(limits.max) == LARGEST[name] == np.float32(LARGEST[name])
+        assert float(limits.smallest_normal) == SMALLEST_NORMAL[name]
 
 
 @pytest.mark.parametrize("stored", ITEMSIZES)
@@ -68,6 +86,10 @@ def test_numbers_are_rounded_to_nearest_even(source: str, target: str, monkeypat
         assert found.dtype == DTYPES[target]
         assert found.tobytes() == expected.tobytes()
         assert (found is given) is (source == target)
+        stored = stored_as(given, DTYPES[target])
+        assert stored.dtype == DTYPES[target]
+        assert stored.tobytes() == expected.tobytes()
+        assert (stored is given) is (source == target)
         strided = np.zeros((given.shape[0], 2 * given.shape[1]), DTYPES[target])
         convert(given[::-1], strided[:, ::2])
     assert strided[:, ::2].tobytes() == expected[::-1].tobytes()
@@ -97,6 +119,8 @@ def test_torch_widens_float16_where_it_may(monkeypatch: pytest.MonkeyPatch):
     convert(given, out)
     assert Tensor.n_copies == 1
     expected = given.astype(np.float32)
+    assert stored_as(given, FLOAT32).tobytes() == expected.tobytes()
+    assert Tensor.n_copies == 1  # what is stored does not depend on torch
     assert out.tobytes() == expected.tobytes()
     fixed, wide = given.copy(), np.zeros((4, 512), np.float32)
     fixed.flags.writeable = False

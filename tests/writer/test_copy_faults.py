@@ -22,7 +22,7 @@ from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
 from saev_store.writer import create_store
-from saev_store.writer.copying import _layers, _whole, copy_store
+from saev_store.writer.copying import _layers, _metadata, _whole, copy_store
 from saev_store.writer.folder import Folder
 
 
@@ -173,7 +173,7 @@ def test_chosen_layers_go_on_from_the_same_recording_elsewhere(source, tmp_path,
 
 
 def test_somebody_elses_recording_is_not_continued_as_a_copy(source, tmp_path):
-    metadata = _layers.part_of(metadata_of(source), (1,), _layers.kept_tokens(ShardStore.open(str(source.path)), "all"))  # fmt: skip
+    metadata = _metadata.part_of(metadata_of(source), (1,), _layers.kept_tokens(ShardStore.open(str(source.path)), "all"))  # fmt: skip
     with pytest.raises(IncompleteStoreError), create_store(open_transport(str(tmp_path / "to")), metadata) as writer:
         some = {name: values[:1] for name, values in source.arrays.items()}
         writer.append(np.ones((1, *metadata.layout.shape[1:]), np.float32), **some)

@@ -1,27 +1,49 @@
-"""Copying a store from any address to any other, checked byte by byte; or only some layers or tokens, as a new store."""
+"""Copying a store from any address to any other, checked byte by byte; or a part of it, or in another dtype, as a new store."""
 
 # pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, get_args
 
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Tokens
-from saev_store.documents import WRITABLE_VERSIONS, Metadata, new_metadata, parse_json
-from saev_store.errors import ArgumentError, DocumentError, brief
+from saev_store.documents import Metadata
+from saev_store.errors import ArgumentError, brief
 from saev_store.store.store import ShardStore
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
-from saev_store.writer.copying._layers import copy_layers, kept_tokens, part_of
+from saev_store.writer._inputs import OverflowPolicy
+from saev_store.writer.copying._layers import copy_layers, kept_tokens
+from saev_store.writer.copying._metadata import in_dtype, in_protocol, part_of
+from saev_store.writer.copying._rounding import RoundingReport, unchanged
 from saev_store.writer.copying._whole import copy_whole
 
-__all__ = ["copy_store"]
+__all__ = ["Copied", "RoundingReport", "copy_store"]
 
 Url = str | os.PathLike[str]
+
+
+class Copied(str):
+    """The address of a copy.
+
+    Attributes:
+        rounding: What the copy's dtype has changed; None where no dtype was asked for.
+
+    >>> Copied("/scratch/shards/1a2b3c4d").rounding is None
+    True
+    """
+
+    __slots__ = ("rounding",)
+
+    rounding: RoundingReport | None
+
+    def __new__(cls, url: str, rounding: RoundingReport | None = None) -> Self:
+        copied = super().__new__(cls, url)
+        copied.rounding = rounding
+        return copied
 
 
 def copy_store(
@@ -31,6 +53,8 @@ def copy_store(
     layers: Sequence[int] | None = None,
     tokens: Tokens = "all",
     protocol: str | None = None,
+    dtype: StoredDtype | None = None,
+    on_overflow: OverflowPolicy = "raise",
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     resume: bool = True,
@@ -38,10 +62,10 @@ def copy_store(
     max_mb_per_s: float | None = None,
     max_requests_per_s: float | None = None,
     progress: bool | None = None,
-) -> str:
+) -> Copied:
     """The address of a complete, checked copy of a store, made below `dst`.
 
-    Without `layers` and `tokens` the copy has the same folder name, the same documents and the same vectors, byte for byte. Every
+    Without `layers`, `tokens` and `dtype` the copy has the same folder name, the same documents and the same vectors, byte for byte. Every
     block is digested while it is read (and compared with the source's digests.json where there is one), and read back
     from the copy and compared. The copy always has a digests.json. Zeros that pad the last shard are made anew: as a
     hole on this machine, not at all on object stores. `metadata.json` comes last, so a partial copy never opens.
@@ -56,6 +80,12 @@ def copy_store(
     or, where the file system has no clones, hard links to them, and are not read: the copy keeps the source's digests, and what
     changes a shard in place changes both stores. (Nothing in this package does.)
 
+    With `dtype` a new store of that dtype is written, with a hash of its own: as protocol 2.0 where that can say everything, else as
+    3.0. Numbers are rounded to nearest even. `rounding` of the result, which is also `conversion` in the copy's
+    `provenance.json`, says what that changed (`RoundingReport`); it is the same however often the copy was interrupted.
+    A store that was recorded from a bfloat16 model shrinks to half without a changed bit, and the report says so. Keys that no
+    version defines are kept, and `data` that is no object becomes `{"opaque": …}`.
+
     Between two places of one service that are opened with the same options the service copies whole shards by itself, and
     this machine only reads the copy to compare it with the source's digests (and the source, where it has none).
 
@@ -67,6 +97,10 @@ def copy_store(
         layers: Labels of the layers to keep; None is all of them.
         tokens: `"content"` leaves special tokens out; `"special"` keeps them and the first content token.
         protocol: "1.0.0", "2.0" or "2.1"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
+        dtype: "bfloat16", "float16" or "float32"; None keeps the source's.
+        on_overflow: What to do with finite numbers that become infinite in `dtype`: "raise", "warn" and store infinity, or
+            "saturate" at its largest finite number. A copy that is continued has to be asked for with the same policy; only
+            after "raise" another one is possible.
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
@@ -83,9 +117,14 @@ def copy_store(
             exists there.
         IncompleteStoreError: `resume` is False and there is an unfinished copy, or the folder holds files of another program.
         WriterConflictError: another process is copying to there.
-        ArgumentError: a limit is not positive, or the source's metadata cannot be written in that protocol.
+        ArgumentError: a limit is not positive, the source's metadata cannot be written in that protocol, there is no such dtype, or
+            it cannot hold a number and `on_overflow` is "raise".
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
+    if on_overflow not in get_args(OverflowPolicy):
+        raise ArgumentError(
+            f"on_overflow is {brief(on_overflow)}; it must be one of {get_args(OverflowPolicy)}", where="on_overflow"
+        )
     rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
@@ -94,15 +133,20 @@ def copy_store(
 
     with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
-        target = target_of(store, dst, layers, tokens, protocol)
+        target = target_of(store, dst, layers, tokens, protocol, dtype)
         to = opened(target.root, dst_storage_options)
         if target.is_whole:
             copy_whole(store, to, target.metadata, resume=resume, progress=progress, replace=replace)
+            rounding = None
         else:
-            copy_layers(
-                store, target.metadata, to, tokens=target.tokens, resume=resume, progress=progress, replace=replace
-            )
-    return target.url
+            rounding = copy_layers(
+                store, target.metadata, to, tokens=target.tokens, on_overflow=on_overflow, resume=resume, progress=progress,
+                replace=replace,
+            )  # fmt: skip
+        if dtype is not None and rounding is None:
+            layout = target.metadata.layout
+            rounding = unchanged(dtype, layout.n_examples * layout.vectors_per_example)
+    return Copied(target.url, rounding)
 
 
 class Target(NamedTuple):
@@ -129,7 +173,12 @@ class Target(NamedTuple):
 
 
 def target_of(
-    store: ShardStore, dst: Url, layers: Sequence[int] | None, tokens: Tokens, protocol: str | None = None
+    store: ShardStore,
+    dst: Url,
+    layers: Sequence[int] | None,
+    tokens: Tokens,
+    protocol: str | None = None,
+    dtype: str | None = None,
 ) -> Target:
     """Where `copy_store` copies to when it is called like this, and what."""
     chosen, kept = tuple(range(len(store.layers))), kept_tokens(store, tokens)
@@ -142,46 +191,15 @@ def target_of(
             remedy = f"Choose some of {list(store.layout.layer_keys)}."
             raise ArgumentError("no layer is left to copy", where="layers", remedy=remedy)
     is_whole = len(chosen) == len(store.layers) and kept.count == store.layout.tokens_per_example
-    metadata = store.metadata if protocol is None else in_protocol(store.metadata, protocol)
-    if not is_whole:
-        metadata = part_of(metadata, chosen, kept)
+    metadata = store.metadata if is_whole else part_of(store.metadata, chosen, kept)
+    if dtype is not None and dtype != metadata.dtype:
+        arrays = {name: store.token_arrays.declared(name).dtype for name in store.token_arrays}
+        metadata, is_whole = in_dtype(metadata, dtype, protocol=protocol, token_arrays=arrays), False
+    elif protocol is not None:
+        metadata = in_protocol(metadata, protocol)
     name = store.name if metadata is store.metadata else metadata.hash
     root = os.fspath(dst).rstrip("/") or "/"
     head, slash, tail = root.rpartition("/")
     if tail == name:  # the copy itself is named, not the folder above it
         root = head or slash or "."
     return Target(root, name, metadata, kept, is_whole)
-
-
-def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
-    """The same as a document of another protocol version, without keys that it does not know.
-
-    Raises:
-        ArgumentError: the version is not written, or wants an object for `data`, which is a string that is not one.
-    """
-    version = WRITABLE_VERSIONS.get(protocol)
-    if version is metadata.version:
-        return metadata
-    data = metadata.data
-    if version is not None and version.data != "string" and isinstance(data, str):  # of 2.1, where ours is JSON
-        with contextlib.suppress(DocumentError):
-            data = parse_json(data.encode(), where="data", max_nbytes=len(data.encode()))
-    knows_dataset = version is None or "dataset" in version.writes
-    return new_metadata(
-        protocol=protocol,
-        family=metadata.family,
-        ckpt=metadata.ckpt,
-        layers=metadata.layers,
-        content_tokens_per_example=metadata.content_tokens_per_example,
-        cls_token=metadata.cls_token,
-        d_model=metadata.d_model,
-        n_examples=metadata.n_examples,
-        max_tokens_per_shard=metadata.max_tokens_per_shard,
-        data=cast("Mapping[str, object] | str", data),
-        dataset=metadata.dataset if knows_dataset else None,
-        pixel_agg=metadata.pixel_agg if knows_dataset else None,
-        dtype=cast("StoredDtype", metadata.dtype),
-        hook_points=metadata.hook_points,
-        token_arrays={array.name: array.dtype for array in metadata.token_arrays},
-        text=metadata.text,
-    )

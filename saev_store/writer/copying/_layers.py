@@ -1,4 +1,4 @@
-"""Some layers and tokens of a store, as a new store."""
+"""Some layers and tokens of a store, or its numbers in another dtype, as a new store."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from typing import cast, get_args
 
 import numpy as np
 
+from saev_store.core.dtypes import numpy_dtype, stored_as
 from saev_store.core.indexing import Progression
-from saev_store.core.layout import shard_name
+from saev_store.core.layout import RESID_POST, shard_name
 from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
-from saev_store.errors import IncompleteStoreError, NotFoundError
+from saev_store.errors import IncompleteStoreError, NotFoundError, ResumeError, StoreExistsError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.store.opening import open_documents
+from saev_store.store.reader import NumberArray
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
 from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
+from saev_store.writer._inputs import OverflowPolicy, check_overflow
+from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
 from saev_store.writer.copying._whole import PROVENANCE_NAME, check_space, delete_copy, other_recording
 from saev_store.writer.folder import Folder
 
@@ -36,94 +41,150 @@ def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
     return Progression(0, 1, kept.count + 1) if tokens == "special" else kept
 
 
-def part_of(metadata: Metadata, layer_idx: Sequence[int], tokens: Progression) -> Metadata:
-    """What describes a copy of these layers and tokens."""
-    layout = metadata.layout
-    changes: dict[str, object] = {"layers": [layout.layers[position] for position in layer_idx]}
-    if layout.hook_points is not None:
-        changes["hook_points"] = [layout.hook_points[position] for position in layer_idx]
-    if tokens.count < layout.tokens_per_example:
-        has_special = tokens.start == 0 and layout.cls_token
-        changes["cls_token"] = has_special
-        changes["content_tokens_per_example"] = tokens.count - has_special
-    return metadata.replace(**changes)
-
-
 def copy_layers(
     store: ShardStore,
     metadata: Metadata,
     root: Transport,
     *,
     tokens: Progression,
+    on_overflow: OverflowPolicy = "raise",
     resume: bool,
     progress: bool | None,
     replace: bool = False,
-) -> None:
-    """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`."""
-    layout = metadata.layout
-    positions = [store.layout.layer_index(layer) for layer in layout.layer_keys]
+) -> RoundingReport | None:
+    """Write the store that `metadata` describes, with the layers of `store` that it names; see `copy_store`.
+
+    What its dtype has changed is returned; None where it is that of `store`.
+    """
+    layout, converts = metadata.layout, metadata.dtype != store.metadata.dtype
     folder = Folder(root, metadata.hash)
     if replace and _is_of_other_recording(folder, store):
         with folder.lock("copy"):
             delete_copy(folder)
             folder.delete(WORK_FOLDER)
-    _begin(folder, store)
+    _begin(folder, store, on_overflow if converts else None)
     writer = create_store(
         root,
         metadata,
         resume="auto" if resume else False,
         exist_ok=resume,
         on_nonfinite="allow",  # a copy does not judge what was recorded
+        on_overflow=on_overflow,
         progress=progress,
     )
     if writer.complete:
         ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
         if _is_of_other_recording(folder, store):
             raise other_recording(folder)
-        return
+        return _published_report(folder, store) if converts else None
     writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
-    step = max(1, _BATCH_BYTES // layout.example_nbytes)
+    measurement, kept, n_content = None, writer.next_example, layout.content_tokens_per_example
+    if converts:
+        measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
         if load_digests(store.transport) is not None:  # else the copy's digests would call damaged vectors right
             store.validate(deep=True, progress=progress).raise_if_bad()
-        folder.put(PROVENANCE_NAME, _provenance(store, layout.layers, tokens))
-        for start in range(writer.next_example, layout.n_examples, step):
-            end = min(start + step, layout.n_examples)
-            batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=store.dtype)
-            for into, layer_idx in zip(batch, positions, strict=True):
-                store.read(
-                    (slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)),
-                    dtype="stored",
-                    out=into,
-                )
-            n_content = layout.content_tokens_per_example
-            arrays = {name: values[start:end, :n_content] for name, values in store.token_arrays.items()}
-            writer.append(batch.swapaxes(0, 1), **arrays)
+        provenance = _provenance(store, layout.layers, tokens)
+        # What an earlier attempt has written is read again where it is to be measured: the report is about all of it.
+        for start, stored in _batches(store, metadata, tokens, first=kept if measurement is None else 0):
+            acts = stored
+            if measurement is not None:
+                acts = _in_dtype(stored, start, metadata, on_overflow)
+                measurement.add(stored, acts)
+            end, new = start + len(acts), max(start, kept)
+            if new < end:
+                arrays = {name: values[new:end, :n_content] for name, values in store.token_arrays.items()}
+                writer.append(acts[new - start :], **arrays)
+        report = None
+        if measurement is not None:
+            report = measurement.report()
+            provenance["conversion"] = report.to_dict()
+        folder.put(PROVENANCE_NAME, (json.dumps(provenance, indent=2) + "\n").encode())
     root.close()  # a map of a shorter file must not answer for the finished one
+    return report
 
 
-def _begin(folder: Folder, store: ShardStore) -> None:
+def _batches(
+    store: ShardStore, metadata: Metadata, tokens: Progression, *, first: int
+) -> Iterator[tuple[int, NumberArray]]:
+    """The first example of each batch and its activations, (examples, layers, tokens, d_model), as they are stored."""
+    layout = metadata.layout
+    # Pairs also where the copy has no hook points: the source may have several of a layer.
+    hook_points = layout.hook_points or (RESID_POST,) * layout.n_layers
+    positions = [store.layout.layer_index(pair) for pair in zip(layout.layers, hook_points, strict=True)]
+    step = max(1, _BATCH_BYTES // layout.example_nbytes)
+    for start in range(first, layout.n_examples, step):
+        end = min(start + step, layout.n_examples)
+        batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=store.dtype)
+        for into, layer_idx in zip(batch, positions, strict=True):
+            store.read(
+                (slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)),
+                dtype="stored",
+                out=into,
+            )
+        yield start, batch.swapaxes(0, 1)
+
+
+def _in_dtype(acts: NumberArray, first_example: int, metadata: Metadata, on_overflow: OverflowPolicy) -> NumberArray:
+    """The numbers of a batch as the copy holds them."""
+    checked = check_overflow(acts, first_example, metadata.layout, on_overflow)
+    by_layer = checked.swapaxes(0, 1)  # contiguous, as it was read
+    return stored_as(by_layer, numpy_dtype(metadata.dtype)).swapaxes(0, 1)
+
+
+def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:
+    """What the provenance of a finished copy says of its dtype; an error for a store that is no copy of this one."""
+    raw = folder.read(PROVENANCE_NAME)
+    try:
+        found = cast("Mapping[str, object]", json.loads(raw or b""))
+        report = parse_report(found["conversion"]) if found["source_hash"] == store.metadata.hash else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        report = None
+    if report is None:
+        raise StoreExistsError(
+            "a store of this name that is no copy of this one is there already",
+            where=folder.url,
+            remedy="Open it, or copy elsewhere.",
+        )
+    return report
+
+
+def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None) -> None:
     """Mark the store that is to be written as a copy of this one; an error if what is unfinished there is another store."""
-    mark = _mark(store)
+    identity = _identity(store)
+    mark = _mark(identity, on_overflow)
     if not folder.exists(CLAIM_PATH):
         if folder.exists(METADATA_NAME) or folder.create(_MARK, mark) != "taken":
             return
         if folder.read(_MARK) != mark and not folder.exists(CLAIM_PATH):
             folder.put(_MARK, mark)  # of an attempt that came no further
-    if folder.read(_MARK) != mark and not folder.exists(METADATA_NAME):
+    there = folder.read(_MARK)
+    if there == mark or folder.exists(METADATA_NAME):
+        return
+    policies = [policy for policy in get_args(OverflowPolicy) if there == _mark(identity, policy)]
+    if not policies or on_overflow is None:
         raise IncompleteStoreError(
             "an unfinished store that is no copy of this one, as it is now, is there",
             where=folder.url,
             remedy="Finish it, or discard it, or copy elsewhere.",
         )
+    if policies != ["raise"]:
+        raise ResumeError(
+            f"the unfinished copy was begun with on_overflow={policies[0]!r}, and this call has {on_overflow!r}",
+            where=folder.url,
+            remedy="Continue it with the same policy, or throw it away with `discard_unfinished`.",
+        )
+    folder.put(_MARK, mark)  # nothing of what is there was too large
 
 
 def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
     """Whether a copy, finished or not, was made of another recording than this one, as far as both tell."""
     if not folder.exists(METADATA_NAME):
-        mark = folder.read(_MARK)
-        return mark is not None and mark != _mark(store)
+        mark, identity = folder.read(_MARK), _identity(store)
+        return mark is not None and mark not in [
+            _mark(identity, policy) for policy in (None, *get_args(OverflowPolicy))
+        ]
     raw, digests = folder.read(PROVENANCE_NAME), load_digests(store.transport)
     try:
         was = json.loads(raw)["source_digests"] if raw is not None else None
@@ -132,8 +193,14 @@ def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
     return was is not None and digests is not None and was != hashlib.sha256(digests.to_bytes()).hexdigest()
 
 
-def _mark(store: ShardStore) -> bytes:
-    """The document of an unfinished copy: the source's digests, or without these its address, file sizes and times."""
+def _mark(identity: str, on_overflow: OverflowPolicy | None) -> bytes:
+    """The document of an unfinished copy of a store of that identity; with a policy where the copy has another dtype."""
+    policy = {} if on_overflow is None else {"on_overflow": on_overflow}
+    return json.dumps({"version": 1, "copy_of": identity, **policy}, indent=1).encode()
+
+
+def _identity(store: ShardStore) -> str:
+    """A digest of the source's digests, or without these of its address, file sizes and times."""
     digests = load_digests(store.transport)
     found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
     if digests is None:
@@ -145,14 +212,13 @@ def _mark(store: ShardStore) -> bytes:
                 with contextlib.suppress(OSError):
                     status = os.stat(store.transport.resolve(name))
                     found.append((status.st_ino, status.st_mtime_ns))
-    identity = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    return json.dumps({"version": 1, "copy_of": identity}, indent=1).encode()
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> bytes:
+def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> dict[str, object]:
     """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
     digests = load_digests(store.transport)
-    document = {
+    return {
         "version": 1,
         "made_by": "saev_store.writer.copying",
         "source": store.url,
@@ -163,4 +229,3 @@ def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression)
         "tokens": [tokens.start, tokens.start + tokens.count],
         "source_metadata": json.loads(store.metadata.raw),
     }
-    return (json.dumps(document, indent=2) + "\n").encode()
