@@ -23,7 +23,7 @@ from servers import s3_bucket  # noqa: F401  (a fixture)
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.dtypes import stored_as
 from saev_store.errors import ArgumentError, CorruptShardError, ResumeError, StoreExistsError
-from saev_store.writer.copying import _layers, copy_store
+from saev_store.writer.copying import _layers, _rounding, copy_store
 from saev_store.writer.copying._rounding import Measurement, parse_report
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
@@ -52,7 +52,7 @@ def made(root: Path, acts: np.ndarray, **changes: object) -> tuple[str, dict[str
 def cast(array: np.ndarray, dtype: str) -> np.ndarray:
     """The numbers in another dtype by NumPy and ml_dtypes, without their warnings of NaN and infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(np.float32).astype(DTYPES[dtype])
+        return array.astype(DTYPES[dtype])
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -140,11 +140,26 @@ def test_any_bits_in_any_batches_give_the_report_of_its_definition(data, source,
     assert np.array_equal(bits(stored_as(old, DTYPES[dtype])), bits(new))
     measurement, cut = Measurement(source, dtype), data.draw(st.integers(0, len(old)))
     for batch in (slice(0, cut), slice(cut, None)):
-        by_layer = (part[batch].swapaxes(0, 1).copy().swapaxes(0, 1) for part in (old, new))
-        measurement.add(*by_layer)
+        part = old[batch].swapaxes(0, 1)
+        assert np.array_equal(bits(measurement.rounded(part, part)), bits(new[batch].swapaxes(0, 1)))
     report = measurement.report()
     assert report.to_dict() == expected_report(old, new)
     assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_the_report_has_the_same_bits_with_any_number_of_threads(monkeypatch):
+    acts, found = numbers("float32"), []
+    monkeypatch.setattr(_rounding, "_PIECE_BYTES", 3 * 32)
+    monkeypatch.setattr(_rounding, "_THREAD_BYTES", 6 * 32)
+    for n in (1, 2, 7):
+        monkeypatch.setattr(_rounding, "n_threads", lambda *_, n=n, **__: n)
+        measurement = Measurement("float32", "bfloat16")
+        for example in acts:
+            new = measurement.rounded(example, example)
+            assert np.array_equal(bits(new), bits(cast(example, "bfloat16")))
+        found.append(measurement.report())
+    assert found[0] == found[1] == found[2]
+    assert found[0].to_dict() == expected_report(acts, cast(acts, "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -11,7 +11,6 @@ from typing import cast, get_args
 
 import numpy as np
 
-from saev_store.core.dtypes import numpy_dtype, stored_as
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import RESID_POST, shard_name
 from saev_store.core.rows import Tokens, row_space
@@ -90,8 +89,9 @@ def copy_layers(
         for start, stored in _batches(store, metadata, tokens, first=kept if measurement is None else 0):
             acts = stored
             if measurement is not None:
-                acts = _in_dtype(stored, start, metadata, on_overflow)
-                measurement.add(stored, acts)
+                checked = check_overflow(stored, start, layout, on_overflow)
+                # Layer by layer, as it was read, each array is contiguous.
+                acts = measurement.rounded(stored.swapaxes(0, 1), checked.swapaxes(0, 1)).swapaxes(0, 1)
             end, new = start + len(acts), max(start, kept)
             if new < end:
                 arrays = {name: values[new:end, :n_content] for name, values in store.token_arrays.items()}
@@ -124,13 +124,6 @@ def _batches(
                 out=into,
             )
         yield start, batch.swapaxes(0, 1)
-
-
-def _in_dtype(acts: NumberArray, first_example: int, metadata: Metadata, on_overflow: OverflowPolicy) -> NumberArray:
-    """The numbers of a batch as the copy holds them."""
-    checked = check_overflow(acts, first_example, metadata.layout, on_overflow)
-    by_layer = checked.swapaxes(0, 1)  # contiguous, as it was read
-    return stored_as(by_layer, numpy_dtype(metadata.dtype)).swapaxes(0, 1)
 
 
 def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:
