@@ -247,12 +247,13 @@ def test_a_description_that_is_no_object_is_kept_and_not_decoded(tmp_path):
         assert metadata.data == kept
 
 
-def test_unknown_keys_are_kept(tmp_path):
-    path, _ = made(tmp_path / "from", numbers("float32"), extra={"lab": "ours", "n": 1.5})
-    assert ShardStore.open(copy_store(path, tmp_path, dtype="float16", progress=False)).metadata.extra == {
-        "lab": "ours",
-        "n": 1.5,
-    }
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_unknown_keys_and_what_is_said_of_texts_are_kept(tmp_path, dtype):
+    extra, text = {"lab": "ours", "n": 1.5}, {"layout": "window", "bos": True, "tokenizer": {"name": "gpt2"}}
+    path, _ = made(tmp_path / "from", numbers("bfloat16"), extra=extra, text=text)
+    metadata = ShardStore.open(copy_store(path, tmp_path, dtype=dtype, progress=False)).metadata
+    assert (metadata.extra, metadata.text, metadata.dtype, metadata.protocol) == (extra, text, dtype, "3.0")
+    assert metadata.hook_points == tuple(META["hook_points"])
 
 
 @pytest.mark.parametrize(
