@@ -1,13 +1,14 @@
 """A row space: which vectors of a store are chosen, counted and indexed without reading any of them.
 
 Pure. `row_space` makes one from layer labels, kinds of tokens, examples and ignored labels. A row is one vector of `d_model`
-numbers. Rows are numbered in storage order: by example (in the order the examples were given), then by layer, then by token.
+numbers, or, with stacked layers, the vectors of all chosen layers of one token. Rows are numbered in storage order: by example
+(in the order the examples were given), then by layer unless layers are stacked, then by token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -32,7 +33,7 @@ class Coordinates(NamedTuple):
 
     Attributes:
         example_idx: Position on the example axis.
-        layer: The layer's *label*.
+        layer: The layer's *label*; with stacked layers (n, layers), a label for each vector of the row.
         token_idx: The content token, from 0; -1 stands for the special token (CLS).
     """
 
@@ -54,6 +55,11 @@ class RowSpace:
         labels: Only with ignored labels: the store's labels (n_examples, content tokens), borrowed.
         kept: Only with ignored labels: a table of 256 booleans, true for labels that stay.
         condition: What tells `labels` apart that were derived from a condition: a digest of them; empty for a store's own.
+        stacks_layers: Whether a row is the vectors of all chosen layers of one token.
+        row_layers: The layers of a row's vectors, by position: int64 (rows_per_token, vectors_per_row).
+        rows_per_token: Rows of a token of an example: one for each chosen layer, or one with stacked layers.
+        vectors_per_row: 1, or with stacked layers the number of chosen layers.
+        row_nbytes: Bytes of a row, as it is stored.
         n_examples: How many examples are chosen (also counting those of which no token is left).
         rows_per_example: Rows of an example of which nothing is ignored.
         n_rows: All rows; also `len(space)`.
@@ -67,13 +73,21 @@ class RowSpace:
     labels: Labels | None = None
     kept: npt.NDArray[np.bool_] | None = None
     condition: bytes = b""
+    stacks_layers: bool = False
+    row_layers: IntArray = field(init=False)
+    rows_per_token: int = field(init=False)
+    vectors_per_row: int = field(init=False)
+    row_nbytes: int = field(init=False)
     n_examples: int = field(init=False)
     rows_per_example: int = field(init=False)
     n_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.n_examples = self.examples.count if isinstance(self.examples, Progression) else len(self.examples)
-        self.rows_per_example = len(self.layer_idx) * self.tokens.count
+        self.row_layers = np.array(self.layer_idx, dtype=np.int64).reshape((1, -1) if self.stacks_layers else (-1, 1))
+        self.rows_per_token, self.vectors_per_row = self.row_layers.shape
+        self.row_nbytes = self.vectors_per_row * self.layout.vector_nbytes
+        self.rows_per_example = self.rows_per_token * self.tokens.count
         if self.ends is None:
             self.n_rows = self.n_examples * self.rows_per_example
         else:
@@ -83,13 +97,21 @@ class RowSpace:
         return self.n_rows
 
     def locate(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
-        """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`."""
+        """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`.
+
+        With stacked layers the layers have one axis more, of the vectors of a row.
+        """
         row = np.asarray(rows, dtype=np.int64)
         if self.ends is not None and self.labels is not None and self.kept is not None:
             return self._locate_kept(row, self.ends, self.labels, self.kept)
         ordinal, within = np.divmod(row, np.int64(self.rows_per_example))
         layer, token = np.divmod(within, np.int64(self.tokens.count))
         return self.example(ordinal), self._layer(layer), self.tokens.start + token
+
+    def vectors(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
+        """(example, layer, token) *positions* of all vectors of n rows, row after row: int64 (n * vectors_per_row,)."""
+        example, layer, token = self.locate(rows)
+        return example.repeat(self.vectors_per_row), layer.reshape(-1), token.repeat(self.vectors_per_row)
 
     def coordinates(self, rows: npt.ArrayLike) -> Coordinates:
         """Example, layer *label* and content token of rows."""
@@ -104,7 +126,7 @@ class RowSpace:
         return self.examples[ordinal]
 
     def _layer(self, ordinal: IntArray) -> IntArray:
-        return np.array(self.layer_idx)[ordinal]
+        return self.row_layers[ordinal] if self.stacks_layers else self.row_layers[ordinal, 0]
 
     def _locate_kept(
         self, row: IntArray, ends: IntArray, labels: Labels, kept: npt.NDArray[np.bool_]
@@ -112,7 +134,7 @@ class RowSpace:
         flat = row.ravel()
         ordinal = np.searchsorted(ends, flat, side="right")
         rows_before = np.where(ordinal > 0, ends[ordinal - 1], 0)
-        per_layer = (ends[ordinal] - rows_before) // len(self.layer_idx)
+        per_layer = (ends[ordinal] - rows_before) // self.rows_per_token
         layer, nth = np.divmod(flat - rows_before, per_layer)
         # The nth kept token: look only at the examples that occur, once each.
         seen, which = np.unique(self.example(ordinal), return_inverse=True)
@@ -123,7 +145,7 @@ class RowSpace:
         starts = np.concatenate(([0], np.cumsum(stays.sum(axis=1))))
         token = self.tokens.start + token_of[starts[which] + nth]
         shape = row.shape
-        return self.example(ordinal).reshape(shape), self._layer(layer).reshape(shape), token.reshape(shape)
+        return self.example(ordinal).reshape(shape), self._layer(layer.reshape(shape)), token.reshape(shape)
 
 
 def row_space(
@@ -134,6 +156,7 @@ def row_space(
     examples: object = None,
     ignore_labels: Sequence[int] | None = None,
     labels: Labels | None = None,
+    stack_layers: bool = False,
 ) -> RowSpace:
     """The rows that a labelled selection means.
 
@@ -144,6 +167,7 @@ def row_space(
         examples: Positions: `None` for all, an integer, a slice, a list (repeats allowed) or a boolean mask.
         ignore_labels: Content tokens that carry one of these labels are left out. Special tokens have no label and stay.
         labels: The store's labels, uint8 (n_examples, content tokens); needed with `ignore_labels`.
+        stack_layers: A row holds the vectors of all chosen layers of one token, in the order given.
 
     Raises:
         LayerNotFoundError: a label was not recorded.
@@ -156,7 +180,7 @@ def row_space(
     """
     every = Progression(0, 1, layout.n_examples)
     chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
-    space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout))
+    space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout), stacks_layers=stack_layers)
     if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
         return space
     kept = _kept_table(ignore_labels)
@@ -170,8 +194,8 @@ def row_space(
             where="ignore_labels",
             remedy="Drop ignore_labels.",
         )
-    ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(len(space.layer_idx)))
-    return RowSpace(layout, space.examples, space.layer_idx, space.tokens, ends, labels, kept)
+    ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(space.rows_per_token))
+    return replace(space, ends=ends, labels=labels, kept=kept)
 
 
 def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:

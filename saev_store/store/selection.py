@@ -1,4 +1,4 @@
-"""`Selection`: chosen vectors as the rows of a lazy (n, d_model) array."""
+"""`Selection`: chosen vectors as the rows of a lazy array (n, d_model), or (n, layers, d_model)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PIECE_BYTES = 64 << 20
 class Selection:
     """Chosen vectors as the rows of a lazy array (n, d_model): what `store.sel(…)` returns.
 
-    Rows are in storage order: by example, in it by layer, in that by token. `len(selection)` is exact.
+    Rows are in storage order: by example, in it by layer, in that by token. With `stack_layers=True` the array is (n, layers,
+    d_model): a row holds all chosen layers of one token, in the order given, and rows are by example and token.
+    `len(selection)` is exact.
 
     >>> from saev_store import ShardStore
     >>> rows = ShardStore.open(SAMPLE).sel(layer=5, tokens="content")
@@ -34,6 +36,8 @@ class Selection:
     ((28, 8), (8,), (2, 8))
     >>> rows.coordinates([0, 5])
     Coordinates(example_idx=array([0, 1]), layer=array([5, 5]), token_idx=array([0, 1]))
+    >>> ShardStore.open(SAMPLE).sel(layer=(11, 2), tokens="content", stack_layers=True).shape
+    (28, 2, 8)
     """
 
     def __init__(
@@ -55,18 +59,23 @@ class Selection:
         return len(self.space)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, d_model)."""
-        return len(self.space), self.space.layout.d_model
+    def shape(self) -> tuple[int, ...]:
+        """(rows, d_model), with stacked layers (rows, layers, d_model)."""
+        return self._shape_of(len(self.space))
+
+    def _shape_of(self, n_rows: int) -> tuple[int, ...]:
+        """The shape of some rows."""
+        layers = (self.space.vectors_per_row,) if self.space.stacks_layers else ()
+        return n_rows, *layers, self.space.layout.d_model
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows, as they come out."""
-        return len(self.space) * self.space.layout.d_model * self.dtype.itemsize
+        return len(self.space) * self.space.vectors_per_row * self.space.layout.d_model * self.dtype.itemsize
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Labels of the chosen layers, in the order of the rows."""
+        """Labels of the chosen layers, in the order of the rows, or of the vectors of a stacked row."""
         return tuple(self.space.layout.layers[position] for position in self.space.layer_idx)
 
     def coordinates(self, rows: object = slice(None)) -> Coordinates:
@@ -75,11 +84,11 @@ class Selection:
         return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
 
     def rows(self, rows: object, out: NumberArray | None = None) -> FloatArray:
-        """The vectors of many rows, (n, d_model) of `dtype`, in the order given; rows may repeat.
+        """The vectors of many rows, (n, d_model) or (n, layers, d_model) of `dtype`, in the order given; rows may repeat.
 
         Args:
             rows: Row numbers: a list or array of integers (negative ones count from the end), a slice or a mask.
-            out: Memory to fill instead of fresh memory: of `dtype`, C order, (n, d_model).
+            out: Memory to fill instead of fresh memory: of `dtype`, C order, of the shape of the result.
 
         Raises:
             SelectionError: a row is out of range.
@@ -87,20 +96,21 @@ class Selection:
             CorruptShardError: a shard of those rows is missing or short.
         """
         picked = parse_axis(rows, len(self), "row")
-        out = prepared(out, (length(picked), self.space.layout.d_model), self.dtype)
+        out = prepared(out, self._shape_of(length(picked)), self.dtype)
         self.reader.execute(self._plan(picked), out)
         return out
 
     def _plan(self, picked: Axis) -> Iterator[Part]:
         """What reading rows takes; a slice is planned in pieces."""
         if not isinstance(picked, Progression):
-            yield self.reader.plan_rows(*self.space.locate(picked))
+            yield self.reader.plan_rows(*self.space.vectors(picked))
             return
-        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
+        step, n_vectors = max(1, PIECE_BYTES // self.space.row_nbytes), self.space.vectors_per_row
         for start in range(0, picked.count, step):
             end = min(start + step, picked.count)
             positions = picked.start + picked.step * np.arange(start, end, dtype=np.int64)
-            yield self.reader.plan_rows(*self.space.locate(positions))._replace(rows=slice(start, end))
+            part = self.reader.plan_rows(*self.space.vectors(positions))
+            yield part._replace(rows=slice(start * n_vectors, end * n_vectors))
 
     def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
         """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
@@ -116,10 +126,10 @@ class Selection:
 
         picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
         count.add(self._plan(picked))
-        return count.estimate(length(picked) * self.space.layout.vector_nbytes, prices)
+        return count.estimate(length(picked) * self.space.row_nbytes, prices)
 
     def __getitem__(self, row: object) -> FloatArray:
-        """One row as (d_model,) for an integer, else `rows(…)`."""
+        """One row as (d_model,) or (layers, d_model) for an integer, else `rows(…)`."""
         given: object = row
         if isinstance(given, tuple):
             n = len(cast("tuple[object, ...]", given))
@@ -132,12 +142,12 @@ class Selection:
 
     def __iter__(self) -> Iterator[FloatArray]:
         """Row by row; for speed ask for many rows at once."""
-        step = max(1, PIECE_BYTES // self.space.layout.vector_nbytes)
+        step = max(1, PIECE_BYTES // self.space.row_nbytes)
         for start in range(0, len(self), step):
             yield from self.rows(slice(start, start + step))
 
     def as_numpy(self, *, copy: bool | None = None) -> FloatArray:
-        """All rows as one array (n, d_model).
+        """All rows as one array (n, d_model), with stacked layers (n, layers, d_model).
 
         Args:
             copy: `True` for fresh memory, `False` for a read-only view of the mapped shard or an error where there is
@@ -157,7 +167,7 @@ class Selection:
                     remedy="Use copy=None for a copy where needed, or store.as_numpy(key, copy=False) for a strided view.",
                 )
         block = self._block()
-        if block is None:
+        if block is None or self.space.vectors_per_row > 1:
             return self.rows(slice(None))
         out = prepared(None, block.full_shape, self.dtype)
         self.reader.execute(self.reader.plan(block), out)
@@ -178,13 +188,18 @@ class Selection:
         strided = self.reader.view(block) if block is not None else None
         if strided is None or strided.dtype != self.dtype:
             return None
+        if self.space.stacks_layers:
+            strided = strided.swapaxes(1, 2)
+            if min(strided.shape[:3]) > 1:
+                return None  # the tokens of two examples are not evenly spaced
         rows = cast("FloatArray", strided.reshape(self.shape))
         return rows if np.shares_memory(rows, strided) else None
 
     def __repr__(self) -> str:
         space = self.space
         ignored = " minus ignored labels" if space.ends is not None else ""
-        return f"<Selection {self.shape[0]:,} rows x {self.shape[1]} of layers {list(self.layers)}, {space.tokens.count} tokens{ignored}>"
+        row = " x ".join(map(str, self.shape[1:]))
+        return f"<Selection {self.shape[0]:,} rows x {row} of layers {list(self.layers)}, {space.tokens.count} tokens{ignored}>"
 
 
 def prepared(out: NumberArray | None, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> FloatArray:

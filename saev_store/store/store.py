@@ -244,9 +244,9 @@ class ShardStore(TextReading):
     def sel(
         self, *, layer: Layers = "all", tokens: Tokens = "all", examples: object = None,
         ignore_labels: Sequence[int] | None = None, where: Mapping[str, object] | None = None, masked: bool = False,
-        dtype: ReadDtype = "float32",
+        dtype: ReadDtype = "float32", stack_layers: bool = False,
     ) -> Selection:  # fmt: skip
-        """Vectors chosen by label, as the rows of a lazy (n, d_model) array.
+        """Vectors chosen by label, as the rows of a lazy array (n, d_model), or (n, layers, d_model) with stacked layers.
 
         Args:
             layer: A label out of `layers`, several of them, or `"all"`. Literal: -2 is the label -2.
@@ -256,6 +256,7 @@ class ShardStore(TextReading):
             where: Only content tokens whose token arrays have these values: name to value, or to several.
             masked: Choose also content tokens whose `mask` is false, in stores that record one.
             dtype: Of the vectors that come out, as in `read`.
+            stack_layers: A row holds the vectors of all chosen layers of one token, in the order given.
 
         Raises:
             LayerNotFoundError: a layer was not recorded; the message lists those that were.
@@ -263,7 +264,7 @@ class ShardStore(TextReading):
         """
         space = chosen_rows(
             self.layout, self.token_arrays, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels,
-            where=where, masked=masked,
+            where=where, masked=masked, stack_layers=stack_layers,
         )  # fmt: skip
         return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype), token_arrays=self.token_arrays)
 

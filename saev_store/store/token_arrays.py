@@ -158,6 +158,7 @@ def chosen_rows(
     ignore_labels: Sequence[int] | None,
     where: Mapping[str, object] | None,
     masked: bool,
+    stack_layers: bool,
 ) -> RowSpace:
     """The rows that `ShardStore.sel` chooses; see there. Conditions on tokens are evaluated now.
 
@@ -175,7 +176,9 @@ def chosen_rows(
         ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
     elif ignore_labels is not None and "labels" in arrays:
         labels = cast("Labels", arrays["labels"])
-    space = row_space(layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignored, labels=labels)
+    space = row_space(
+        layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignored, labels=labels, stack_layers=stack_layers
+    )  # fmt: skip
     space.condition = condition
     return space
 
