@@ -48,7 +48,7 @@ class BatchSource(Protocol):
     """Brings the rows of batches."""
 
     def batch(self, number: int) -> tuple[NumberArray, Positions]:
-        """The vectors of a batch, and where they come from. Every batch once, in order."""
+        """The vectors of a batch, row after row, and where its rows come from. Every batch once, in order."""
         ...
 
 
@@ -99,7 +99,7 @@ class Loader(ABC):
         self._make_buffer = make_buffer
         self._lock = threading.Lock()
         self._iteration: Iteration | None = None
-        self._totals = Totals(layout.vector_nbytes)
+        self._totals = Totals(space.row_nbytes)
         self._scratch: Scratch = deque()
         self._epoch, self._batch, self._resume_at = 0, 0, 0
         #: The state that was loaded last.
@@ -190,7 +190,7 @@ class Loader(ABC):
                 self._scratch = deque()
             epoch, first, self._resume_at = self._epoch, self._resume_at, 0
             self._batch = first
-            totals = self._totals = Totals(self._space.layout.vector_nbytes)
+            totals = self._totals = Totals(self._space.row_nbytes)
             iteration = self._iteration = Iteration(
                 self.n_threads,
                 self._prefetch,
@@ -294,9 +294,9 @@ class Loader(ABC):
     def explain(self) -> Explanation:
         """What will be read, how, and what it costs; nothing is read for it. `print` it."""
         self._look_at_ranks()
-        plan, layout = self._plan(), self._space.layout
+        plan, n_vectors = self._plan(), self.batch_size * self._space.vectors_per_row
         # A client keeps an answer until it is copied, and rows that are not read in their order are read to memory between.
-        is_copied = self._medium.kind == "remote" or plan.mixing is not None
+        is_copied = self._medium.kind == "remote" or not plan.into_batches
         drops_pages = self._advice is not None and self._advice.drops_pages
         return Explanation(
             n_rows=self.n_samples,
@@ -317,7 +317,7 @@ class Loader(ABC):
             keeps_pages=None if self._medium.path is None else not drops_pages,
             window_bytes=plan.window_bytes,
             in_flight_bytes=plan.ahead_bytes + (self.n_threads * self._read_bytes if is_copied else 0),
-            buffer_bytes=plan.n_buffers * self.batch_size * layout.d_model * self._rows.dtype.itemsize,
+            buffer_bytes=plan.n_buffers * n_vectors * self.d_model * self._rows.dtype.itemsize,
             n_partitions=plan.n_partitions,
             examples_per_block=plan.examples_per_block,
             mixing=plan.mixing,
@@ -387,12 +387,14 @@ def _batches(
     """Batches with what comes with their vectors: token numbers, layers' labels, tokens' labels and other token arrays."""
     if not numbers:
         return
-    layout, found = space.layout, source()
+    layout, n_vectors, found = space.layout, space.vectors_per_row, source()
     for number in numbers:
         act, where = found.batch(number)
+        if space.stacks_layers:
+            act = act.reshape(len(act) // n_vectors, n_vectors, layout.d_model)
         token = where.token - layout.n_special_tokens
         batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
-        if len(space.layer_idx) > 1:
+        if space.rows_per_token > 1:
             batch["layer"] = np.asarray(layout.layers, dtype=np.int64)[where.layer]
         batch.update(columns.at(where.example, token))
         # The consumer alone decides how long a batch lives.

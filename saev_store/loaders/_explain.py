@@ -31,6 +31,7 @@ class Plan:
         runs: The reads of a part.
         n_vectors: Vectors that all parts bring.
         n_buffers: Batches that are in memory at a time.
+        into_batches: Whether vectors are read straight into batches, where the transport can.
         window_bytes: Memory of the window; 0 without one.
         ahead_bytes: Memory of what is read ahead besides the window.
         n_partitions: Streams of the order.
@@ -43,6 +44,7 @@ class Plan:
     runs: Callable[[int], Runs]
     n_vectors: int
     n_buffers: int
+    into_batches: bool = False
     window_bytes: int = 0
     ahead_bytes: int = 0
     n_partitions: int = 1
@@ -61,8 +63,8 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
         world: How many ranks share the work.
         waits: Whether the shards lie where a fault on a map waits.
     """
-    layout, count = space.layout, PlanCount(reader)
-    reads = Reads(reader, Totals(layout.vector_nbytes), threading.Event(), task_bytes=task_bytes, waits=waits)
+    count = PlanCount(reader)
+    reads = Reads(reader, Totals(space.row_nbytes), threading.Event(), task_bytes=task_bytes, waits=waits)
     n_parts, n_found = plan.n_parts, 0
     some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
     for number in some:
@@ -73,7 +75,7 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
             if is_scattered:
                 count.add([reader.plan_rows(*reads.positions(part))], sizes=False)
                 continue
-            begins, stops, first = reads.requests(part, into_target=plan.mixing is None)
+            begins, stops, first = reads.requests(part, into_target=plan.into_batches)
             for lo, hi in pairwise(first):
                 count.add_range(stops[hi - 1] - begins[lo])
     share = 1.0 if len(some) == n_parts or not plan.n_vectors else n_found / plan.n_vectors or 1.0
@@ -89,7 +91,7 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
         price_of(reader.transport),
         requests=round(requests) + n_maps + sum(map(reader.is_unchecked, shards)),
         bytes_read=round(n_bytes) + map_bytes,
-        bytes_wanted=space.n_rows * layout.vector_nbytes // world,
+        bytes_wanted=space.n_rows * space.row_nbytes // world,
     )
 
 

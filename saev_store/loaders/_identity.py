@@ -72,7 +72,7 @@ def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2
 
 
 def fingerprint(space: RowSpace) -> str:
-    """16 hex digits that tell row spaces apart: what was chosen of what, and what was left out.
+    """16 hex digits that tell row spaces apart: what was chosen of what, what was left out, and whether layers are stacked.
 
     Not where it lies, nor beside which other layers and tokens, nor how it is cut into shards: a staged copy continues a
     state.
@@ -88,6 +88,8 @@ def fingerprint(space: RowSpace) -> str:
     if space.kept is not None:
         digest.update(space.kept.tobytes())
     digest.update(space.condition)
+    if space.stacks_layers:
+        digest.update(b"stacked")
     return digest.hexdigest()[:16]
 
 
@@ -112,7 +114,7 @@ def stored_scale(store: ShardStore, layer: Layers, tokens: Tokens) -> float:
 
 
 def norm_scale(rows: Selection) -> float:
-    """`sqrt(d_model)` over the mean norm of a fixed, seeded sample of the rows: the same in every process.
+    """`sqrt(d_model)` over the mean norm of the vectors of a fixed, seeded sample of the rows: the same in every process.
 
     Raises:
         ArgumentError: the sample's mean norm is zero or not finite.
@@ -124,8 +126,8 @@ def norm_scale(rows: Selection) -> float:
     places = shuffled(0x5A4E, min(n_places, 1 << 20))[:_N_RUNS] * stride
     picked = (np.sort(places)[:, None] * length + np.arange(length)).reshape(-1)
     picked = picked[picked < n]
-    norms = np.linalg.norm(rows.rows(picked).astype(np.float64), axis=1) if len(picked) else np.zeros(1)
+    norms = np.linalg.norm(rows.rows(picked).astype(np.float64), axis=-1) if len(picked) else np.zeros(1)
     mean = float(norms.mean())
     if not (math.isfinite(mean) and mean > 0):
         raise ArgumentError(f"the mean norm of {len(picked)} sampled rows is {mean}", where="scale_norm")
-    return math.sqrt(rows.shape[1]) / mean
+    return math.sqrt(rows.shape[-1]) / mean

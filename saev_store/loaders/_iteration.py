@@ -21,8 +21,8 @@ import numpy as np
 from saev_store._runtime.threads import ABANDONED
 from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
 
-#: One batch: `act` (n, d_model) float32, `example_idx` and `token_idx` (n,) int64, where they apply `layer` (n,) int64 and
-#: `token_labels` (n,) uint8 and token arrays by name, (n,) of their dtype.
+#: One batch: `act` (n, d_model) float32, or (n, layers, d_model), `example_idx` and `token_idx` (n,) int64, where they apply
+#: `layer` (n,) int64 and `token_labels` (n,) uint8 and token arrays by name, (n,) of their dtype.
 Batch = dict[str, np.ndarray]
 #: What a thread carries out, and the name of the file that it reads, for messages about time-outs.
 Task: TypeAlias = tuple[Callable[[], None], str]
@@ -73,7 +73,7 @@ class Metrics:
 class Totals:
     """Running sums behind `Metrics`. Reading threads call `add`; each other number has one writer."""
 
-    vector_nbytes: int
+    row_nbytes: int
     n_batches: int = 0
     n_rows: int = 0
     waited_s: float = 0.0
@@ -106,7 +106,7 @@ class Totals:
             n_rows=self.n_rows,
             elapsed_s=elapsed,
             rows_per_s=self.n_rows / elapsed,
-            mb_per_s=self.n_rows * self.vector_nbytes / elapsed / 1e6,
+            mb_per_s=self.n_rows * self.row_nbytes / elapsed / 1e6,
             n_requests=self.n_requests,
             bytes_read=self.bytes_read,
             n_retries=self.n_retries,

@@ -39,7 +39,10 @@ Scratch: TypeAlias = deque[npt.NDArray[np.uint8]]
 
 
 class Positions(NamedTuple):
-    """Positions of rows on the axes of the store, int64. Layers count from 0; they are no labels."""
+    """Positions of vectors on the axes of the store, int64. Layers count from 0; they are no labels.
+
+    Where it says where rows of stacked layers come from, their first layer.
+    """
 
     example: IntArray
     layer: IntArray
@@ -138,11 +141,17 @@ class Reads:
         self._task_bytes = int(min(task_bytes, max_request_bytes))
         self._scratch: Scratch = deque() if scratch is None else scratch
 
-    def tasks(self, runs: Runs, target: NumberArray | Put) -> Iterator[Task]:
-        """Tasks that together fill the rows of a target which `runs` name."""
+    def tasks(self, runs: Runs, target: NumberArray | Put, to: IntArray | None = None) -> Iterator[Task]:
+        """Tasks that together fill the rows of a target which `runs` name.
+
+        Args:
+            runs: The reads.
+            target: What to fill.
+            to: The rows of the target that places in `runs` stand for; default: they are the rows.
+        """
         is_scattered, parts = self.split(runs)
-        if not callable(target) and target.dtype != self._reader.dtype:
-            target = partial(_put_rows, target, self._reader.dtype)
+        if not callable(target) and (to is not None or target.dtype != self._reader.dtype):
+            target = partial(_put_rows, target, self._reader.dtype, to)
         read = self._gather if is_scattered else self._read
         for part in parts:
             yield partial(read, part, target), shard_name(int(part.shard[0]))
@@ -216,7 +225,7 @@ class Reads:
         out = scratch[:nbytes].view(self._reader.dtype).reshape(len(place), -1)
         self._retried(int(runs.shard[0]), lambda: self._reader.read_rows(*self.positions(runs), out))
         copied = time.perf_counter()
-        put = target if callable(target) else partial(_put_rows, target, self._reader.dtype)
+        put = target if callable(target) else partial(_put_rows, target, self._reader.dtype, None)
         put(place, scratch[:nbytes].data)
         self._scratch.append(scratch)
         ended = time.perf_counter()
@@ -226,7 +235,7 @@ class Reads:
         """Runs of one shard, in its order."""
         started, shard, v = time.perf_counter(), int(runs.shard[0]), self._layout.vector_nbytes
         places, counts, name = runs.place.tolist(), runs.n_vectors.tolist(), shard_name(shard)
-        put = target if callable(target) else partial(_put_rows, target, self._reader.dtype)
+        put = target if callable(target) else partial(_put_rows, target, self._reader.dtype, None)
         array = None if callable(target) or not self._reads_into else target
         begins, stops, first = self.requests(runs, into_target=array is not None)
         # Examples that are known to be lost are refused before they are read.
@@ -323,9 +332,13 @@ class Reads:
             raise
 
 
-def _put_rows(array: NumberArray, stored: np.dtype[np.generic], place: slice | IntArray, source: Buffer) -> None:
-    """Copy rows, as bytes of a store, to rows of an array."""
-    array[place] = converted(np.frombuffer(source, stored).reshape(-1, array.shape[1]), array.dtype)
+def _put_rows(
+    array: NumberArray, stored: np.dtype[np.generic], to: IntArray | None, place: slice | IntArray, source: Buffer
+) -> None:
+    """Copy rows, as bytes of a store, to the rows `to[place]` of an array, or to `place`."""
+    array[place if to is None else to[place]] = converted(
+        np.frombuffer(source, stored).reshape(-1, array.shape[1]), array.dtype
+    )
 
 
 #: What a task reads. A disk of this machine is told of 128 vectors at a time; a file system over a network may not listen to
@@ -348,7 +361,7 @@ class ScatteredReads:
             self._advice = Advice(medium.path, rows.space.layout, keep_pages=True)
         self._reads = Reads(
             rows.reader,
-            Totals(rows.space.layout.vector_nbytes),
+            Totals(rows.space.row_nbytes),
             threading.Event(),
             task_bytes=_TASK_BYTES.get(medium.kind, 1 << 20),
             advice=self._advice,
@@ -356,9 +369,9 @@ class ScatteredReads:
         )
 
     def tasks(self, picked: IntArray, out: NumberArray) -> list[Callable[[], None]]:
-        """Tasks that together fill `out` (n, d_model) with the rows `picked` (n,)."""
-        where = Positions(*self._space.locate(picked))
-        place = np.arange(len(picked), dtype=np.int64)
+        """Tasks that together fill `out`, the vectors of n rows one after the other, with the rows `picked` (n,)."""
+        where = Positions(*self._space.vectors(picked))
+        place = np.arange(len(where.example), dtype=np.int64)
         runs = runs_of_planes(self._space.layout, where, np.ones_like(place), place)
         return [task for task, _ in self._reads.tasks(runs, out)]
 

@@ -195,10 +195,11 @@ class BatchRing:
         n_lent: Batches that consumers may have besides, before they get copies.
         n_lanes: Rows besides.
         batch_rows: Rows of a batch.
-        d_model: Numbers of a row.
+        d_model: Numbers of a vector.
+        vectors_per_row: Vectors of a row, which lie together.
 
     Attributes:
-        memory: Where the rows are kept.
+        memory: Where the vectors of the rows are kept.
         first_row: The first row of each batch that has a slot, by number of the batch.
         spare: The first of the lanes' rows.
         unwanted: The row for rows that are not wanted.
@@ -206,12 +207,21 @@ class BatchRing:
     """
 
     def __init__(
-        self, make: MakeMemory, *, n_slots: int, n_lent: int, n_lanes: int, batch_rows: int, d_model: int
+        self,
+        make: MakeMemory,
+        *,
+        n_slots: int,
+        n_lent: int,
+        n_lanes: int,
+        batch_rows: int,
+        d_model: int,
+        vectors_per_row: int = 1,
     ) -> None:
+        self._n_vectors = vectors_per_row
         self.n_slots, self.n_lanes, self._n_lent, self._batch_rows = n_slots, n_lanes, n_lent, batch_rows
         self.spare = (n_slots + n_lent) * batch_rows
         self.unwanted = self.spare + n_lanes
-        self.memory = make(self.unwanted + 1, d_model)
+        self.memory = make((self.unwanted + 1) * vectors_per_row, d_model)
         self.example = np.zeros(self.unwanted + 1, np.int64)
         self.layer = np.zeros(self.unwanted + 1, np.int32)
         self.token = np.zeros(self.unwanted + 1, np.int32)
@@ -242,22 +252,23 @@ class BatchRing:
 
     def copy_row(self, source: int, row: int) -> None:
         """Make a row, and where it comes from, that of another one."""
-        self.memory.copy_row(source, row)
+        for nth in range(self._n_vectors):
+            self.memory.copy_row(source * self._n_vectors + nth, row * self._n_vectors + nth)
         for column in (self.example, self.layer, self.token):
             column[row] = column[source]
 
     def hand_out(self, batch: int, n_rows: int) -> NumberArray:
-        """A full batch, whose memory belongs to its consumer. Every batch once, in order."""
+        """The vectors of a full batch, whose memory belongs to its consumer. Every batch once, in order."""
         start = self.first_row.pop(batch)
         slot = start // self._batch_rows
         if len(self._lent) >= self._n_lent:
             self._reclaim()
-        rows = self.memory.lendable
-        if rows is None or len(self._lent) >= self._n_lent:
+        vectors, n = self.memory.lendable, self._n_vectors
+        if vectors is None or len(self._lent) >= self._n_lent:
             self._free.append(slot)
-            return self.memory.copied(start, n_rows)
+            return self.memory.copied(start * n, n_rows * n)
         self._lent.add(slot)
-        return lent(rows[start : start + n_rows], partial(self._returned.append, slot))
+        return lent(vectors[start * n : (start + n_rows) * n], partial(self._returned.append, slot))
 
     def _reclaim(self) -> None:
         """Take back what is not referred to any more."""

@@ -13,23 +13,27 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.loaders._iteration import Group, Iteration
 from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
-from saev_store.loaders._ring import BatchRing
+from saev_store.loaders._ring import BatchRing, RowNumbers
 from saev_store.order import Blocks, Partition, Placement
 from saev_store.store.reader import NumberArray
 
 
 def runs_of_blocks(blocks: Blocks, numbers: IntArray, n_blocks: IntArray) -> Runs:
-    """The reads of whole blocks: the block `numbers[i]` goes to the rows from `i * cells_per_block` on.
+    """The reads of whole blocks: block `numbers[i]` goes to the places from `i * cells_per_block * vectors_per_row` on.
 
-    The first `n_blocks[0]` of them have requests of their own, and so on.
+    Its vectors are there by example, in it by layer, in that by token, as they lie in the file. The first `n_blocks[0]` blocks
+    have requests of their own, and so on.
     """
     space, places = blocks.space, blocks.places(numbers)
     which = np.repeat(np.arange(len(numbers)), places.n_examples)
     within = np.arange(len(which)) - np.repeat(np.cumsum(places.n_examples) - places.n_examples, places.n_examples)
     example = blocks.examples(places.first[which] + within)
-    layer = np.asarray(space.layer_idx, dtype=np.int64)[places.layer[which]]
-    token, count = np.full_like(example, space.tokens.start), np.full_like(example, space.tokens.count)
-    place = which * blocks.cells_per_block + within * space.tokens.count
+    layer = space.row_layers[places.layer[which]].ravel()
+    n_vectors, n_tokens = space.vectors_per_row, space.tokens.count
+    first = (which * blocks.cells_per_block + within * n_tokens) * n_vectors
+    place = (first[:, None] + np.arange(n_vectors) * n_tokens).ravel()
+    example, which = example.repeat(n_vectors), which.repeat(n_vectors)
+    token, count = np.full_like(example, space.tokens.start), np.full_like(example, n_tokens)
     origin = np.repeat(np.arange(len(n_blocks)), n_blocks)[which]
     return runs_of_planes(space.layout, Positions(example, layer, token), count, place, origin)
 
@@ -38,6 +42,14 @@ def n_batches_ahead(partitions: Sequence[Partition], n_ahead: int) -> int:
     """Batches' worth of rows that are in memory at the same time at most, besides one that is begun and one that ends."""
     share = partitions[0].order.rows_per_tick
     return max(1, *(-(-part.placed_rows(max(n_ahead, 2)) // share) for part in partitions))
+
+
+def vectors_of_rows(to: RowNumbers, n_tokens: int, n_vectors: int) -> RowNumbers:
+    """The ring's vectors for the vectors of blocks in the order of `runs_of_blocks`, given its rows for their cells."""
+    if n_vectors == 1:
+        return to
+    by_layer = to.reshape(-1, 1, n_tokens) * n_vectors + np.arange(n_vectors, dtype=to.dtype)[:, None]
+    return by_layer.reshape(-1)
 
 
 class ShuffledBatches:
@@ -93,7 +105,7 @@ class ShuffledBatches:
         self._pump()
 
     def batch(self, number: int) -> tuple[NumberArray, Positions]:
-        """A batch and where its rows come from, once they have been read. Every batch once, in order."""
+        """The vectors of a batch and where its rows come from, once they have been read. Every batch once, in order."""
         ring = self._ring
         for lane, part in enumerate(self._parts):
             end = min((number + 1) * self._share, part.n_rows)
@@ -151,11 +163,12 @@ class ShuffledBatches:
             within, token = (0, rows.cell) if blocks.examples_per_block == 1 else np.divmod(rows.cell, n_tokens)
             ring.example[rows.place] = blocks.examples(places.first[rows.block] + within)
             ring.token[rows.place] = token + blocks.space.tokens.start
-            if len(blocks.space.layer_idx) > 1:
-                layer = np.asarray(blocks.space.layer_idx, dtype=np.int64)[places.layer]
+            if blocks.n_layers > 1:
+                layer = blocks.space.row_layers[places.layer, 0]
                 ring.layer[rows.place] = layer[rows.block]
             runs = runs_of_blocks(blocks, rows.numbers, rows.n_blocks)
-            group = self._iteration.read(self._reads.tasks(runs, partial(ring.memory.put, to)))
+            put = partial(ring.memory.put, vectors_of_rows(to, n_tokens, blocks.space.vectors_per_row))
+            group = self._iteration.read(self._reads.tasks(runs, put))
             for lane, cohort in zip(lanes, cohorts, strict=True):
                 if cohort < self._parts[lane].n_ticks:
                     self._ends[lane].append(placement.end[lane])

@@ -10,6 +10,7 @@ from typing import Unpack
 
 import numpy as np
 
+from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.loaders._base import BatchSource, Loader
 from saev_store.loaders._explain import Plan
@@ -22,26 +23,45 @@ from saev_store.store.reader import NumberArray
 from saev_store.store.selection import Selection
 
 
-def runs_of_rows(space: RowSpace, start: int, stop: int) -> tuple[Positions, Runs]:
+def runs_of_rows(space: RowSpace, start: int, stop: int) -> tuple[Positions, Runs, IntArray | None]:
     """Where the rows `start` to `stop` in storage order come from, and the reads that bring them.
 
     Past the end the last row is repeated.
+
+    Returns:
+        Where each row comes from, the reads, and the vector of the batch that each place in the reads stands for: None where
+        these are the same.
     """
+    if space.vectors_per_row > 1:
+        return _runs_of_stacked_rows(space, start, stop)
     if space.ends is not None or stop > space.n_rows or space.tokens.count == 1:
         # Row by row: where labels leave holes, and where the last row is repeated.
         row = np.minimum(np.arange(start, stop, dtype=np.int64), space.n_rows - 1)
-        where = Positions(*space.locate(row))
+        where = Positions(*space.vectors(row))
         place = np.arange(stop - start, dtype=np.int64)
-        return where, runs_of_planes(space.layout, where, np.ones_like(place), place)
+        return where, runs_of_planes(space.layout, where, np.ones_like(place), place), None
     n_tokens = space.tokens.count
     plane = np.arange(start // n_tokens, -(-stop // n_tokens), dtype=np.int64)
     first = np.maximum(start - plane * n_tokens, 0)
     count = np.minimum(stop - plane * n_tokens, n_tokens) - first
-    example, layer, _ = space.locate(plane * n_tokens)
+    example, layer, _ = space.vectors(plane * n_tokens)
     begin = Positions(example, layer, space.tokens.start + first)
     runs = runs_of_planes(space.layout, begin, count, np.cumsum(count) - count)
     within = np.arange(start, stop, dtype=np.int64) - np.repeat(plane * n_tokens, count)
-    return Positions(np.repeat(example, count), np.repeat(layer, count), within + space.tokens.start), runs
+    return Positions(np.repeat(example, count), np.repeat(layer, count), within + space.tokens.start), runs, None
+
+
+def _runs_of_stacked_rows(space: RowSpace, start: int, stop: int) -> tuple[Positions, Runs, IntArray]:
+    """The same where a row has several vectors: an example's are read layer by layer, as they lie in the file."""
+    row = np.minimum(np.arange(start, stop, dtype=np.int64), space.n_rows - 1)
+    example, layer, token = space.locate(row)
+    n_vectors = space.vectors_per_row
+    nth_example = np.cumsum(np.diff(example, prepend=example[:1]) != 0)
+    to = np.argsort((nth_example[:, None] * n_vectors + np.arange(n_vectors)).ravel(), kind="stable")
+    vectors = Positions(*(column[to] for column in space.vectors(row)))
+    place = np.arange(len(to), dtype=np.int64)
+    runs = runs_of_planes(space.layout, vectors, np.ones_like(place), place)
+    return Positions(example, layer[:, 0], token), runs, to
 
 
 class OrderedBatches:
@@ -80,9 +100,9 @@ class OrderedBatches:
         """A batch, and where its rows come from; reads of the following ones are started before. Every batch once, in order."""
         while self._next <= min(number + self._n_ahead, self._batching.n_batches - 1):
             start, stop = self._batching.rows_of_rank(self._next, self._rank)
-            act = self._pool.get()[: stop - start]
-            where, runs = runs_of_rows(self._space, start, stop)
-            self._reading.append((act, where, self._iteration.read(self._reads.tasks(runs, act))))
+            act = self._pool.get()[: (stop - start) * self._space.vectors_per_row]
+            where, runs, to = runs_of_rows(self._space, start, stop)
+            self._reading.append((act, where, self._iteration.read(self._reads.tasks(runs, act, to))))
             self._next += 1
         act, where, group = self._reading.popleft()
         self._iteration.wait(group)
@@ -98,7 +118,8 @@ class OrderedLoader(Loader):
     int64 (n,), `token_labels` uint8 (n,) where labels were given (255 for special tokens, which have none), and by name
     those of `options.token_arrays`, (n,) of their dtype (for special tokens 255, -1, NaN or false).
     `token_idx` counts content tokens from 0; -1 is the special token. Memory of a batch belongs to the consumer as long as
-    the batch, or any view of it, is referred to; then it is used again.
+    the batch, or any view of it, is referred to; then it is used again. With stacked layers `act` is (n, layers, d_model), its
+    layers are `rows.layers`, and there is no `layer`.
 
     Args:
         rows: What to load: `store.sel(…)`.
@@ -137,13 +158,13 @@ class OrderedLoader(Loader):
     @property
     def _n_ahead(self) -> int:
         """Enough batches under way that all threads have something to read."""
-        batch_bytes = self.batch_size * self._space.layout.vector_nbytes
+        batch_bytes = self.batch_size * self._space.row_nbytes
         return min(1 + self.n_threads * self._read_bytes // max(batch_bytes, 1), 64)
 
     def _source(self, epoch: int, first: int, iteration: Iteration, reads: Reads) -> Callable[[], BatchSource]:
         """See `Loader`."""
         del epoch
-        shape = (min(self.batch_size, max(self.n_samples, 1)), self.d_model)
+        shape = (min(self.batch_size, max(self.n_samples, 1)) * self._space.vectors_per_row, self.d_model)
         if self._pool is None or self._pool.shape != shape:
             self._pool = BufferPool(shape, self._prefetch + 6, self._make_buffer or allocate, self._rows.dtype)
         return partial(
@@ -184,6 +205,7 @@ class OrderedLoader(Loader):
             extent_bytes=self._read_bytes if contiguous else min(plane_bytes, self._read_bytes),
             n_parts=self._batching.n_batches,
             runs=runs,
-            n_vectors=-(-space.n_rows // self._world),
+            n_vectors=-(-space.n_rows // self._world) * space.vectors_per_row,
+            into_batches=space.vectors_per_row == 1 and self._rows.dtype == self._reader.dtype,
             n_buffers=self._prefetch + self._n_ahead + 2,
         )

@@ -63,18 +63,18 @@ def choose_geometry(
         ArgumentError: `n_partitions` does not divide what it should, or there are fewer rows than partitions.
     """
     layout, batch, world = space.layout, batching.batch_size, batching.world
-    plane_bytes = space.tokens.count * layout.vector_nbytes
+    block_bytes = space.tokens.count * space.row_nbytes
     group = options.examples_per_block
     if group is None:
         # As many as make a good extent where requests are expensive and nothing else lies in between.
-        is_contiguous = layout.n_layers == 1 and 2 * space.tokens.count > layout.tokens_per_example
+        is_contiguous = space.vectors_per_row == layout.n_layers and 2 * space.tokens.count > layout.tokens_per_example
         is_expensive = kind in ("disk", "parallel", "remote")
-        most = _LARGE_EXTENT_BYTES // plane_bytes if is_contiguous and is_expensive else 1
+        most = _LARGE_EXTENT_BYTES // block_bytes if is_contiguous and is_expensive else 1
         group = max(1, min(most, space.n_examples // 64))
     blocks = Blocks(space, group)
     n_partitions = options.n_partitions
     if n_partitions is None:
-        per_partition = window_bytes // (_MIN_WINDOW_BLOCKS * group * plane_bytes)
+        per_partition = window_bytes // (_MIN_WINDOW_BLOCKS * group * block_bytes)
         most = max(1, min(_N_PARTITIONS, per_partition * world, blocks.n_blocks // 2))
         n_partitions = max((n for n in range(world, most + 1, world) if batch % n == 0), default=world)
     elif batch % n_partitions or n_partitions % world:
@@ -84,12 +84,12 @@ def choose_geometry(
             where="n_partitions",
         )
     check_shares(batching, n_partitions, where="world" if options.n_partitions is None else "n_partitions")
-    n_rows = window_bytes // layout.vector_nbytes * world // n_partitions
+    n_rows = window_bytes // space.row_nbytes * world // n_partitions
     n_ahead = _N_AHEAD if n_rows >= 4 * _N_AHEAD * blocks.cells_per_block else _N_AHEAD_SMALL
     if options.window_blocks is not None:
         return Geometry(group, n_partitions, options.window_blocks), n_ahead
     # The largest window of a partition that fits into this rank's memory.
-    n_rows = window_bytes // layout.vector_nbytes // (n_partitions // world)
+    n_rows = window_bytes // space.row_nbytes // (n_partitions // world)
     window = n_rows // blocks.cells_per_block if blocks.n_blocks else 1
     if blocks.n_blocks and -(-blocks.n_blocks // n_partitions) + 2 > window:
         order = ShuffledOrder(blocks, options.seed, 0, n_partitions, 1, batch // n_partitions)
@@ -125,7 +125,7 @@ def check_shares(batching: Batching, n_partitions: int, *, where: str) -> None:
 class ShuffledLoader(Loader):
     """Batches of a seeded shuffle, at the speed of the hardware; the same for the same arguments, on every machine.
 
-    A window of blocks (a block is one layer of one example, or of a few) slides over the permuted blocks; docs/loaders.md
+    A window of blocks (a block is one layer, or all stacked layers, of one example or of a few) slides over the permuted blocks; docs/loaders.md
     says how, and what it means for mixing. `loader.explain()` says it for this loader. Batches are as `OrderedLoader`
     describes. With several ranks and without `drop_last`, partitions that are one row short repeat their last row, so that
     all ranks have equally many.
@@ -194,7 +194,8 @@ class ShuffledLoader(Loader):
             if make is None:
                 pool, stored, dtype = None, self._reader.dtype, self._rows.dtype
                 if self._make_buffer is not None or stored != dtype:
-                    shape, make_buffer = (self.batch_size, self.d_model), self._make_buffer or allocate
+                    shape = (self.batch_size * self._space.vectors_per_row, self.d_model)
+                    make_buffer = self._make_buffer or allocate
                     pool = BufferPool(shape, self._prefetch + 4, make_buffer, dtype)
                 make = partial(HostMemory, pool=pool, stored=stored, dtype=dtype)
             self._ring = BatchRing(
@@ -205,6 +206,7 @@ class ShuffledLoader(Loader):
                 n_lanes=len(parts),
                 batch_rows=self.batch_size,
                 d_model=self.d_model,
+                vectors_per_row=self._space.vectors_per_row,
             )
         return partial(
             ShuffledBatches,
@@ -224,7 +226,7 @@ class ShuffledLoader(Loader):
         """Cohorts read ahead: of a remote store up to twice as many, for more requests to be under way."""
         if self._medium.kind != "remote":
             return self._n_ahead
-        more = self.n_threads * self._read_bytes // (self.batch_size * self._space.layout.vector_nbytes)
+        more = self.n_threads * self._read_bytes // (self.batch_size * self._space.row_nbytes)
         return self._n_ahead + min(self._n_ahead, more)
 
     def _forget_memory(self) -> None:
@@ -237,8 +239,9 @@ class ShuffledLoader(Loader):
         """See `Loader`."""
         parts, layout, space = self._partitions(self._epoch), self._space.layout, self._space
         order, blocks = parts[0].order, parts[0].order.blocks
-        plane_bytes = space.tokens.count * layout.vector_nbytes
-        joined = blocks.examples_per_block if layout.n_layers == 1 else 1
+        is_whole = space.vectors_per_row == layout.n_layers
+        plane_bytes = space.tokens.count * (space.row_nbytes if is_whole else layout.vector_nbytes)
+        joined = blocks.examples_per_block if is_whole else 1
 
         def runs(number: int) -> Runs:
             """The reads of a cohort of all lanes."""
@@ -246,13 +249,13 @@ class ShuffledLoader(Loader):
             found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
             return runs_of_blocks(blocks, np.concatenate(found), np.array([len(some) for some in found]))
 
-        batch_bytes = self.batch_size * (layout.vector_nbytes + TABLE_BYTES)
+        batch_bytes = self.batch_size * (space.row_nbytes + TABLE_BYTES)
         window_bytes = n_batches_ahead(parts, self._n_ahead) * batch_bytes
         return Plan(
             extent_bytes=min(plane_bytes * joined, max(self._read_bytes, plane_bytes)),
             n_parts=max(part.n_cohorts for part in parts),
             runs=runs,
-            n_vectors=sum(part.n_blocks for part in parts) * blocks.cells_per_block,
+            n_vectors=sum(part.n_blocks for part in parts) * blocks.cells_per_block * space.vectors_per_row,
             # Besides those that are lent, one is begun and one ends.
             n_buffers=self._prefetch + 4,
             window_bytes=window_bytes,
@@ -323,4 +326,4 @@ class ShuffledLoader(Loader):
     def _needed_bytes(self) -> int:
         """The memory of this rank's window."""
         rows = sum(window_rows(part, self._n_ahead) for part in self._partitions(0))
-        return rows * self._space.layout.vector_nbytes
+        return rows * self._space.row_nbytes

@@ -68,7 +68,7 @@ class Places(NamedTuple):
     Attributes:
         first: The first chosen example of the block, counted among the chosen ones.
         n_examples: How many chosen examples it has: `examples_per_block`, fewer in the last group.
-        layer: Its layer, counted among the chosen ones.
+        layer: Its layer, counted among the chosen ones; 0 where these are stacked.
     """
 
     first: IntArray
@@ -77,10 +77,10 @@ class Places(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a row space: one layer of `examples_per_block` successive chosen examples each.
+    """The blocks of a row space: one layer, or all stacked layers, of `examples_per_block` successive chosen examples each.
 
     Blocks are numbered by group of examples, in it by layer; those of which no row is kept have no number. Inside a block
-    a *cell* is a vector of the full block (example by example, token by token), and a *row* is a cell that is kept.
+    a *cell* is a token of the full block (example by example, token by token), and a *row* is a cell that is kept.
 
     Args:
         space: The chosen rows.
@@ -88,8 +88,9 @@ class Blocks:
 
     Attributes:
         n_blocks: How many there are.
-        cells_per_block: Vectors of a full block, ignored ones included.
-        n_layers, n_rows: Of the row space.
+        cells_per_block: Cells of a full block, ignored ones included.
+        n_layers: Layers that are blocks apart: those chosen, or 1 where these are stacked.
+        n_rows: Of the row space.
         n_short, short_rows: Without ignored labels: how many blocks at the end are smaller than the others, and their rows.
         is_uniform: Whether sizes follow from arithmetic: nothing is ignored.
 
@@ -115,7 +116,7 @@ class Blocks:
                 f"have 1 to {self.MAX_ROWS}",
                 where="examples_per_block",
             )
-        self.n_layers, self.n_rows = len(space.layer_idx), space.n_rows
+        self.n_layers, self.n_rows = space.rows_per_token, space.n_rows
         n_groups = -(-space.n_examples // examples_per_block) if self.n_rows else 0
         self.n_short = self.short_rows = 0
         # With ignored labels: the groups of examples that keep any row, and their rows of one layer.
@@ -172,7 +173,7 @@ class Blocks:
     def numbers_of(self, example: IntArray, layer_idx: IntArray) -> IntArray:
         """The blocks that hold examples and layers, both by position on their axes; -1 where none does."""
         layers = np.full(self.space.layout.n_layers, -1)
-        layers[list(self.space.layer_idx)] = np.arange(self.n_layers)
+        layers[self.space.row_layers] = np.arange(self.n_layers)[:, None]
         layer, ordinal = layers[layer_idx], self._ordinals(example)
         group = ordinal // self.examples_per_block
         known = (layer >= 0) & (ordinal >= 0)

@@ -83,7 +83,7 @@ class Examples(Sequence[ExampleBatch]):
 
 
 def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
-    """One example of a batch: `act` (d_model,), everything else a number; a token without a label has none."""
+    """One example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; a token without a label has none."""
     found = ExampleBatch()
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):

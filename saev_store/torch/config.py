@@ -78,6 +78,7 @@ class IndexedConfig(_OldNames):
         masked: Hand out also tokens whose `mask` is false, in stores that record one.
         dtype: Of the vectors: "float32", or "stored", or another one that `ShardStore.read` takes.
         token_arrays: Names of token arrays of the store to have in examples and batches, such as `("token_ids",)`.
+        stack_layers: A row holds the vectors of all chosen layers of one token: (layers, d_model).
         storage_options: What fsspec hands to the file system.
     """
 
@@ -90,6 +91,7 @@ class IndexedConfig(_OldNames):
     masked: bool = False
     dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
     token_arrays: tuple[str, ...] = ()
+    stack_layers: bool = False
     storage_options: dict[str, object] | None = None
 
 
@@ -103,6 +105,7 @@ class _LoaderConfig(_OldNames):
     ignore_labels: tuple[int, ...] = ()
     masked: bool = False
     dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
+    stack_layers: bool = False
     examples: Examples | None = None
     damaged_ok: bool = False
     buffer_size: Count = 64
@@ -123,7 +126,7 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
     Attributes:
         prefetch_batches: Default: by `buffer_size` and `buffer_bytes`.
         scale_norm: `True` takes the statistics beside the store, and makes them of a sample where there are none.
-        shards, tokens, layer, ignore_labels, masked, dtype, storage_options: As in `IndexedConfig`.
+        shards, tokens, layer, ignore_labels, masked, dtype, stack_layers, storage_options: As in `IndexedConfig`.
         examples: Which examples: positions, a slice, or a mask over all of them; default: all.
         damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.

@@ -35,7 +35,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     An example is a dict: `act` float32 (d_model,), `example_idx`, `token_idx` (-1 for the special token), with several
     layers `layer`, the token arrays that `cfg` names, and `token_label` where the store has labels and the token is
-    content. May be used with
+    content. With `stack_layers` `act` is (layers, d_model), and there is no `layer`. May be used with
     `DataLoader(dataset, batch_size=…, collate_fn=IndexedDataset.collate)`: each batch is then gathered at once, which is
     much faster than example by example. Can be pickled and inherited by workers.
 
@@ -58,10 +58,10 @@ class IndexedDataset(Dataset[ExampleBatch]):
             ignore_labels=cfg.ignore_labels or None,
             masked=cfg.masked,
             dtype=cfg.dtype,
+            stack_layers=cfg.stack_layers,
         )
-        space = self.rows.space
         self._columns = TokenColumns(self.rows, cfg.token_arrays, self.store.labels)
-        self._several = len(space.layer_idx) > 1
+        self._several = self.rows.space.rows_per_token > 1
         self._n_batches = 0
         self._look_at_medium()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
@@ -106,7 +106,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         return Examples(self.batch(indices))
 
     def batch(self, indices: npt.ArrayLike) -> ExampleBatch:
-        """Many examples as one batch: `act` (n, d_model) and so on, in the order asked for.
+        """Many examples as one batch: `act` (n, d_model), or (n, layers, d_model), and so on, in the order asked for.
 
         Raises:
             SelectionError: an index is out of range.
@@ -127,12 +127,13 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     def _memory(self, n: int) -> npt.NDArray[np.generic]:
         """Memory for n rows without other references: touching fresh memory for the first time costs as much as filling it."""
+        shape = (n, *self.rows.shape[1:])
         if n < _MIN_ROWS_PER_THREAD:
-            return np.empty((n, self.d_model), dtype=self.rows.dtype)
-        buffers = self._buffers
-        if buffers is None or buffers.shape[0] < n:
-            buffers = self._buffers = BufferPool((n, self.d_model), _N_BUFFERS, dtype=self.rows.dtype)
-        return buffers.get()[:n]
+            return np.empty(shape, dtype=self.rows.dtype)
+        n_vectors, buffers = n * self.rows.space.vectors_per_row, self._buffers
+        if buffers is None or buffers.shape[0] < n_vectors:
+            buffers = self._buffers = BufferPool((n_vectors, self.d_model), _N_BUFFERS, dtype=self.rows.dtype)
+        return buffers.get()[:n_vectors].reshape(shape)
 
     def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.generic]) -> None:
         """Fill `act` with the rows `picked`, by whichever way the medium is best at."""
@@ -159,7 +160,8 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """Scattered vectors from a disk, many at a time."""
         if self._scattered is None:
             self._scattered = ScatteredReads(self.rows, self._medium)
-        tasks = [self._executor().submit(task) for task in self._scattered.tasks(picked, act)]
+        vectors = act.reshape(-1, self.d_model)
+        tasks = [self._executor().submit(task) for task in self._scattered.tasks(picked, vectors)]
         wait(tasks)
         for task in tasks:
             task.result()

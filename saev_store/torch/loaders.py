@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -54,8 +54,9 @@ class TorchLoader(ABC, Generic[Config]):
 
     Iterate it once per epoch; a batch is an `ExampleBatch`, a dict of tensors: `act` float32 (n, d_model), `example_idx`
     and `token_idx` int64 (n,), with several layers `layer` int64 (n,), `token_labels` int64 (n,) where the store has
-    labels (255 for special tokens), and the token arrays that the config names. On the CPU a batch is a view of memory that
-    is used again once no reference to the batch is left.
+    labels (255 for special tokens), and the token arrays that the config names. With `stack_layers` `act` is (n, layers,
+    d_model), and there is no `layer`. On the CPU a batch is a view of memory that is used again once no reference to the batch
+    is left.
     """
 
     ExampleBatch = ExampleBatch
@@ -85,17 +86,18 @@ class TorchLoader(ABC, Generic[Config]):
     def _changed(self) -> ReadArguments:
         """Options that the config says in another way."""
         cfg = self.cfg
-        batch_bytes = cfg.batch_size * self.store.layout.vector_nbytes
+        batch_bytes = cfg.batch_size * self._rows.space.row_nbytes
         ready = max(1, min(cfg.buffer_size, cfg.buffer_bytes // batch_bytes))
         return {"prefetch_batches": cfg.prefetch_batches or ready, "scale_norm": self._scale_norm()}
 
     def _scale_norm(self) -> bool | float:
         """The factor by the statistics beside the store; those say nothing about vectors without the ignored ones."""
         cfg = self.cfg
-        if not cfg.scale_norm or self._rows().space.ends is not None:
+        if not cfg.scale_norm or self._rows.space.ends is not None:
             return cfg.scale_norm
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 
+    @cached_property
     def _rows(self) -> Selection:
         """The rows that the config chooses."""
         cfg = self.cfg
@@ -107,6 +109,7 @@ class TorchLoader(ABC, Generic[Config]):
             examples=examples,
             masked=cfg.masked,
             dtype=cfg.dtype,
+            stack_layers=cfg.stack_layers,
         )
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -305,7 +308,7 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
         """See `TorchLoader`."""
         options = _fields_of(self.cfg, ReadOptions())
         return OrderedLoader(
-            self._rows(), options, labels=self.store.labels, make_buffer=pinned(self.cfg.device), **self._changed()
+            self._rows, options, labels=self.store.labels, make_buffer=pinned(self.cfg.device), **self._changed()
         )
 
 
@@ -332,8 +335,8 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
                 f"batches to come are wanted on {cfg.window_device!r} and batches on {cfg.device!r}; it must be the same device",
                 where="window_device",
             )
-        window = cfg.buffer_size * cfg.batch_size * self.store.layout.vector_nbytes
-        memory, rows = None, self._rows()
+        memory, rows = None, self._rows
+        window = cfg.buffer_size * cfg.batch_size * rows.space.row_nbytes
         if cfg.window_device is not None:
             memory = partial(
                 DeviceMemory,

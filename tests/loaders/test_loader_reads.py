@@ -94,7 +94,8 @@ def test_rows_of_any_range(select: dict[str, object]):
         for stop in {start, start + 1, start + 4, start + 5, start + 11, n - 1, n, n + 3}:
             if stop < start:
                 continue
-            where, runs = runs_of_rows(space, start, stop)
+            where, runs, to = runs_of_rows(space, start, stop)
+            assert to is None
             rows = [min(row, n - 1) for row in range(start, stop)]
             expected = [tuple(int(axis) for axis in space.locate(row)) for row in rows]
             assert list(zip(*(axis.tolist() for axis in where), strict=True)) == expected
