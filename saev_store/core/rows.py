@@ -194,8 +194,20 @@ def row_space(
             where="ignore_labels",
             remedy="Drop ignore_labels.",
         )
+    return keeping(space, labels, kept)
+
+
+def keeping(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool_], condition: bytes = b"") -> RowSpace:
+    """The rows of a space without content tokens whose label does not stay, whatever was left out of it before.
+
+    Args:
+        space: The rows.
+        labels: A label for each content token, uint8 (n_examples, content tokens); borrowed.
+        kept: A table of 256 booleans, true for labels that stay.
+        condition: See `RowSpace`.
+    """
     ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(space.rows_per_token))
-    return replace(space, ends=ends, labels=labels, kept=kept)
+    return replace(space, ends=ends, labels=labels, kept=kept, condition=condition)
 
 
 def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:

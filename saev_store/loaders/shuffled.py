@@ -48,7 +48,7 @@ class Geometry(NamedTuple):
 
 
 def choose_geometry(
-    space: RowSpace, options: ShuffleOptions, batching: Batching, kind: Kind, window_bytes: int
+    space: RowSpace, options: ShuffleOptions, batching: Batching, kind: Kind, rows_in_memory: int
 ) -> tuple[Geometry, int]:
     """What the order is made with where the options do not say it, and how many cohorts are read ahead of the window.
 
@@ -57,7 +57,7 @@ def choose_geometry(
         options: What is said.
         batching: How many ranks share which batches.
         kind: What the shards lie on.
-        window_bytes: Memory of the window, of one rank.
+        rows_in_memory: What the memory of the window holds, of one rank.
 
     Raises:
         ArgumentError: `n_partitions` does not divide what it should, or there are fewer rows than partitions.
@@ -74,7 +74,7 @@ def choose_geometry(
     blocks = Blocks(space, group)
     n_partitions = options.n_partitions
     if n_partitions is None:
-        per_partition = window_bytes // (_MIN_WINDOW_BLOCKS * group * block_bytes)
+        per_partition = rows_in_memory // (_MIN_WINDOW_BLOCKS * blocks.cells_per_block)
         most = max(1, min(_N_PARTITIONS, per_partition * world, blocks.n_blocks // 2))
         n_partitions = max((n for n in range(world, most + 1, world) if batch % n == 0), default=world)
     elif batch % n_partitions or n_partitions % world:
@@ -84,12 +84,12 @@ def choose_geometry(
             where="n_partitions",
         )
     check_shares(batching, n_partitions, where="world" if options.n_partitions is None else "n_partitions")
-    n_rows = window_bytes // space.row_nbytes * world // n_partitions
+    n_rows = rows_in_memory * world // n_partitions
     n_ahead = _N_AHEAD if n_rows >= 4 * _N_AHEAD * blocks.cells_per_block else _N_AHEAD_SMALL
     if options.window_blocks is not None:
         return Geometry(group, n_partitions, options.window_blocks), n_ahead
     # The largest window of a partition that fits into this rank's memory.
-    n_rows = window_bytes // space.row_nbytes // (n_partitions // world)
+    n_rows = rows_in_memory // (n_partitions // world)
     window = n_rows // blocks.cells_per_block if blocks.n_blocks else 1
     if blocks.n_blocks and -(-blocks.n_blocks // n_partitions) + 2 > window:
         order = ShuffledOrder(blocks, options.seed, 0, n_partitions, 1, batch // n_partitions)
@@ -169,10 +169,16 @@ class ShuffledLoader(Loader):
         self._memory, self._ring = memory, None
         super().__init__(rows, self._shuffle, labels, make_buffer)
 
+    @property
+    def _row_nbytes(self) -> int:
+        """What a row of the window costs."""
+        return self._space.row_nbytes
+
     def _divide(self) -> None:
         """See `Loader`."""
+        rows_in_memory = self._window_bytes // self._row_nbytes
         self._geometry, self._n_ahead = choose_geometry(
-            self._space, self._shuffle, self._batching, self._medium.kind, self._window_bytes
+            self._space, self._shuffle, self._batching, self._medium.kind, rows_in_memory
         )
 
     def _partitions(self, epoch: int) -> list[Partition]:
@@ -326,4 +332,4 @@ class ShuffledLoader(Loader):
     def _needed_bytes(self) -> int:
         """The memory of this rank's window."""
         rows = sum(window_rows(part, self._n_ahead) for part in self._partitions(0))
-        return rows * self._space.row_nbytes
+        return rows * self._row_nbytes

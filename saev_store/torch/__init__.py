@@ -7,7 +7,7 @@ A training script written for an older generation of loaders runs after changing
 
 from __future__ import annotations
 
-from saev_store.torch.batch import ExampleBatch
+from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import ConfigError, IndexedConfig, OrderedConfig, ShuffledConfig
 from saev_store.torch.indexed import IndexedDataset
 from saev_store.torch.loaders import BatchDataset, OrderedDataLoader, ShuffledDataLoader
@@ -26,4 +26,5 @@ __all__ = [
     "OrderedDataLoader",
     "ShuffledConfig",
     "ShuffledDataLoader",
+    "tensors",
 ]

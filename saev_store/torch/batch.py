@@ -46,9 +46,13 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
 
 
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
-    """The same memory as tensors; `token_labels` as int64, because PyTorch takes uint8 tensors for masks when they index.
+    """A batch of NumPy arrays, such as that of a loader of two stores, as tensors of the same memory.
 
-    What a window on a device has gathered is a tensor already.
+    `token_labels` become int64, because PyTorch takes uint8 tensors for masks when they index. What a window on a device has gathered
+    is a tensor already.
+
+    >>> tensors({"act_a": np.zeros((3, 8), np.float32)})["act_a"].shape
+    torch.Size([3, 8])
     """
     found = ExampleBatch()
     for name, array in batch.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -62,6 +62,24 @@ class Stacked:
         return Reader(reads_as({name: part.tobytes() for name, part in parts.items()}), self.layout)
 
 
+def _numbered(layout: Layout) -> np.ndarray:
+    """The tensor of a store; two numbers below 128 tell vectors apart, in every dtype exactly."""
+    numbers = np.arange(layout.n_examples * layout.vectors_per_example)
+    acts = np.repeat((numbers % 127 + 1)[:, None], layout.d_model, axis=1).astype(np.float32)
+    acts[:, 1] = numbers // 127
+    return acts.reshape(layout.shape).astype(DTYPES[layout.dtype])
+
+
+def another_store(case: Stacked, *, d_model: int, dtype: str, examples_per_shard: int, n_layers: int) -> Stacked:
+    """The same rows of another store: other layers, numbers and shards."""
+    layout = replace(
+        case.layout, d_model=d_model, dtype=dtype, examples_per_shard=examples_per_shard, layers=LABELS[:n_layers]
+    )
+    space = row_space(layout, layer=layout.layers[::-1], stack_layers=True, **case.sel)
+    layer_idx = list(range(n_layers))[::-1]
+    return Stacked(layout, _numbered(layout), space, case.where, layer_idx, case.sel, numpy_dtype(dtype))
+
+
 @st.composite
 def stacked_rows(draw: st.DrawFn, *, repeats: bool = True) -> Stacked:
     """Any layout, dtype, layers in any order, tokens, examples, labels."""
@@ -76,11 +94,7 @@ def stacked_rows(draw: st.DrawFn, *, repeats: bool = True) -> Stacked:
         dtype=stored,
     )
     n_tokens, n_special = layout.tokens_per_example, layout.n_special_tokens
-    numbers = np.arange(layout.n_examples * layout.vectors_per_example)
-    # Two numbers below 128 tell vectors apart, in every dtype exactly.
-    acts = np.repeat((numbers % 127 + 1)[:, None], layout.d_model, axis=1).astype(np.float32)
-    acts[:, 1] = numbers // 127
-    acts = acts.reshape(layout.shape).astype(DTYPES[stored])
+    acts = _numbered(layout)
     layers = draw(st.lists(st.sampled_from(layout.layers), min_size=1, unique=True))
     tokens = draw(st.sampled_from(["content", "all", "special"] if n_special else ["content", "all"]))
     examples = draw(

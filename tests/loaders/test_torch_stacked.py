@@ -12,9 +12,9 @@ from plain_stores import Plain, plain_store
 
 torch = pytest.importorskip("torch")
 
-from saev_store import ShardStore, new_metadata  # after the check that torch is there
+from saev_store import ShardStore, new_metadata, pair  # after the check that torch is there
 from saev_store.errors import ArgumentError  # after the check that torch is there
-from saev_store.loaders import Medium  # after the check that torch is there
+from saev_store.loaders import Medium, ShuffledPairLoader  # after the check that torch is there
 from saev_store.torch import (  # after the check that torch is there
     IndexedConfig,
     IndexedDataset,
@@ -22,6 +22,7 @@ from saev_store.torch import (  # after the check that torch is there
     OrderedDataLoader,
     ShuffledConfig,
     ShuffledDataLoader,
+    tensors,
 )
 
 LAYERS = (11, 2)
@@ -155,3 +156,24 @@ def test_stored_bits(tmp_path):
         truth = acts[batch["example_idx"].numpy()[:, None], [2, 1], batch["token_idx"].numpy()[:, None]]
         assert batch["act"].dtype == torch.bfloat16
         assert np.array_equal(batch["act"].view(torch.int16).numpy().view(np.uint16), truth)
+
+
+def test_batches_of_two_stores_as_tensors(plain, tmp_path):
+    metadata = new_metadata(
+        family="gpt2", ckpt="random", layers=(3,), content_tokens_per_example=7, cls_token=False, d_model=4,
+        n_examples=43, max_tokens_per_shard=90, dtype="bfloat16",
+    )  # fmt: skip
+    acts = np.random.default_rng(1).standard_normal((43, 1, 7, 4)).astype(ml_dtypes.bfloat16)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts)
+    stores = ShardStore.open(plain.path), ShardStore.open(tmp_path / metadata.hash)
+    rows = pair(*stores).sel(layer_a=LAYERS, layer_b=3, dtype="stored")
+    held = []
+    for batch in map(tensors, ShuffledPairLoader(rows, batch_size=32, labels=stores[0].labels)):
+        example, token = batch["example_idx"].numpy(), batch["token_idx"].numpy()
+        assert batch["act_b"].dtype == torch.bfloat16
+        truth = acts[example, 0, token].view(np.int16)
+        held.append((batch["act_b"].view(torch.int16), torch.from_numpy(truth)))
+        assert torch.equal(batch["act_a"], torch.from_numpy(plain.acts[example[:, None], [2, 0], token[:, None] + 1]))
+        assert batch["token_labels"].dtype == torch.int64
+    assert all(torch.equal(one, truth) for one, truth in held)

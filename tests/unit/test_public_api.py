@@ -11,13 +11,16 @@ PUBLIC = {
     "saev_store": [
         "Layout",
         "Metadata",
+        "PairSelection",
         "Problem",
         "SaevStoreError",
         "SaevStoreWarning",
         "Selection",
         "ShardStore",
+        "StorePair",
         "__version__",
         "new_metadata",
+        "pair",
     ],
     "saev_store.compat.saev": [
         "Index",
@@ -48,10 +51,12 @@ PUBLIC = {
         "Mixing",
         "NO_LABEL",
         "OrderedLoader",
+        "OrderedPairLoader",
         "ReadOptions",
         "ShuffleOptions",
         "ShuffleQuality",
         "ShuffledLoader",
+        "ShuffledPairLoader",
         "batch_entropy",
         "shuffle_quality",
         "stage",
@@ -95,6 +100,7 @@ PUBLIC = {
         "OrderedDataLoader",
         "ShuffledConfig",
         "ShuffledDataLoader",
+        "tensors",
     ],
 }
 

@@ -1,0 +1,182 @@
+"""Two stores of the same tokens: `pair` checks that they are, and selections take the same rows of both."""
+
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128
+
+from saev_store.core.dtypes import ReadDtype
+from saev_store.core.layout import is_layer_pair
+from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, keeping
+from saev_store.errors import ArgumentError, SelectionError
+from saev_store.store.reader import FloatArray
+from saev_store.store.selection import Selection
+from saev_store.store.store import ShardStore
+
+#: Token arrays that say which tokens a store is of.
+_SAME = ("token_ids", "document_ids")
+#: Token arrays are compared in pieces of about this many values.
+_PIECE = 4 << 20
+#: Of tokens that are labelled 1 or 0, those with 1 stay.
+_STAYS = np.arange(256) > 0
+
+
+class PairRows(NamedTuple):
+    """The same rows of two stores, each (n, d_model), or (n, layers, d_model) where several layers were chosen."""
+
+    act_a: FloatArray
+    act_b: FloatArray
+
+
+class PairSelection:
+    """The same rows of two stores: what `pair(…).sel(…)` returns.
+
+    Row i of `a` and row i of `b` are of the same example and the same token. Rows are by example, in it by token.
+
+    Attributes:
+        a, b: The rows of each store; `selection.a.layers` says of which layers.
+    """
+
+    def __init__(self, a: Selection, b: Selection) -> None:
+        self.a, self.b = a, b
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def rows(self, rows: object) -> PairRows:
+        """The vectors of many rows of both stores, in the order given; see `Selection.rows`."""
+        return PairRows(self.a.rows(rows), self.b.rows(rows))
+
+    def coordinates(self, rows: object = slice(None)) -> Coordinates:
+        """Example and content token of rows, which are those of both stores, and layer labels of `a`."""
+        return self.a.coordinates(rows)
+
+    def __repr__(self) -> str:
+        return f"<PairSelection of {self.a!r} and {self.b!r}>"
+
+
+class StorePair:
+    """Two stores of the same tokens; made by `pair`.
+
+    Attributes:
+        a, b: The stores.
+    """
+
+    def __init__(self, a: ShardStore, b: ShardStore) -> None:
+        self.a, self.b = a, b
+
+    def sel(
+        self, *, layer_a: Layers, layer_b: Layers, tokens: Tokens = "content", examples: object = None,
+        ignore_labels: Sequence[int] | None = None, where: Mapping[str, object] | None = None, masked: bool = False,
+        dtype: ReadDtype = "float32",
+    ) -> PairSelection:  # fmt: skip
+        """The same rows of both stores, chosen by label.
+
+        Args:
+            layer_a: Which layer of `a`: a label gives rows (d_model,); several of them, or `"all"`, are stacked in a row (layers,
+                d_model).
+            layer_b: The same of `b`.
+            tokens: `"content"`, `"special"` (CLS) or `"all"`.
+            examples: Positions: all by default, else an integer, slice, list or boolean mask.
+            ignore_labels: Leave out content tokens that carry one of these labels in `a`, or in `b` where only it has labels.
+            where: Only content tokens whose token arrays have these values. An array that both stores have is that of `a`.
+            masked: Choose also content tokens whose `mask` is false in one of the stores.
+            dtype: Of the vectors that come out, as in `ShardStore.read`.
+
+        Raises:
+            LayerNotFoundError: a layer was not recorded.
+            SelectionError: anything else that one of the stores does not hold.
+        """
+        arrays, given = (self.a.token_arrays, self.b.token_arrays), where or {}
+        only_b = {name: wanted for name, wanted in given.items() if name not in arrays[0] and name in arrays[1]}
+        of_a = {name: wanted for name, wanted in given.items() if name not in only_b}
+        ignores_b = ignore_labels is not None and "labels" not in arrays[0] and "labels" in arrays[1]
+        a = self.a.sel(
+            layer=layer_a, tokens=tokens, examples=examples, ignore_labels=None if ignores_b else ignore_labels,
+            where=of_a or None, masked=masked, dtype=dtype, stack_layers=_is_several(layer_a),
+        )  # fmt: skip
+        b = self.b.sel(
+            layer=layer_b, tokens=tokens, examples=examples, ignore_labels=ignore_labels if ignores_b else None,
+            where=only_b or None, masked=masked, dtype=dtype, stack_layers=_is_several(layer_b),
+        )  # fmt: skip
+        if a.space.tokens.count != b.space.tokens.count:
+            raise SelectionError(
+                "only one of the stores has a special token (CLS)", where="tokens", remedy="Use tokens='content'."
+            )
+        if a.space.ends is None and b.space.ends is None:
+            return PairSelection(a, b)
+        kept = _kept(a.space) & _kept(b.space)
+        condition = xxh3_128(np.packbits(kept).data).digest()
+        return PairSelection(
+            *(Selection(one.reader, keeping(one.space, kept, _STAYS, condition), one.dtype) for one in (a, b))
+        )
+
+    def __repr__(self) -> str:
+        return f"<StorePair of {self.a!r} and {self.b!r}>"
+
+
+def pair(a: ShardStore, b: ShardStore) -> StorePair:
+    """Two stores of the same tokens, such as of two models or of two places in one model, to select the same rows of both.
+
+    The layers and `d_model` may differ, and so may the protocol, the dtype and the shards. `token_ids` and `document_ids` are
+    read and compared where both stores have them.
+
+    Raises:
+        ArgumentError: the stores are of other examples or tokens; the message says what differs.
+
+    >>> from saev_store import ShardStore, pair
+    >>> store = ShardStore.open(SAMPLE)
+    >>> rows = pair(store, store).sel(layer_a=5, layer_b=(2, 11))
+    >>> found = rows.rows([0, 27])
+    >>> found.act_a.shape, found.act_b.shape
+    ((2, 8), (2, 2, 8))
+    """
+    for name, store in (("a", a), ("b", b)):
+        if not isinstance(store, ShardStore):
+            raise ArgumentError(f"{name} is a {type(store).__name__}; it must be a ShardStore", where=name)
+    different = [
+        f"{name} is {one} and {other}"
+        for name in ("n_examples", "content_tokens_per_example")
+        if (one := getattr(a.layout, name)) != (other := getattr(b.layout, name))
+    ]
+    if not different:
+        different = list(_different_tokens(a, b))
+    if different:
+        raise ArgumentError(
+            f"{a.url} and {b.url} are not of the same tokens: {'; '.join(different)}",
+            where="pair",
+            remedy="Record both from the same data, in the same order.",
+        )
+    return StorePair(a, b)
+
+
+def _different_tokens(a: ShardStore, b: ShardStore) -> Iterator[str]:
+    """The first token that differs, of each token array that both stores have."""
+    step = max(1, _PIECE // a.layout.content_tokens_per_example)
+    for name in _SAME:
+        if name not in a.token_arrays or name not in b.token_arrays:
+            continue
+        one, other = a.token_arrays[name], b.token_arrays[name]
+        for first in range(0, len(one), step):
+            differs = np.argwhere(one[first : first + step] != other[first : first + step])
+            if len(differs):
+                at = (first + int(differs[0, 0]), int(differs[0, 1]))
+                yield f"{name} of example {at[0]}, content token {at[1]} is {one[at]} and {other[at]}"
+                break
+
+
+def _is_several(layer: Layers) -> bool:
+    """Whether a choice of layers is stacked: everything but one label, or one pair (label, hook point)."""
+    return isinstance(layer, (str, Sequence, np.ndarray)) and not is_layer_pair(layer)
+
+
+def _kept(space: RowSpace) -> Labels:
+    """Whether content tokens stay: 1 or 0, (n_examples, content tokens)."""
+    if space.labels is None or space.kept is None:
+        return np.ones((space.layout.n_examples, space.layout.content_tokens_per_example), np.uint8)
+    return space.kept[space.labels].view(np.uint8)
