@@ -48,7 +48,8 @@ def vectors_of_rows(to: RowNumbers, n_tokens: int, n_vectors: int) -> RowNumbers
     """The ring's vectors for the vectors of blocks in the order of `runs_of_blocks`, given its rows for their cells."""
     if n_vectors == 1:
         return to
-    by_layer = to.reshape(-1, 1, n_tokens) * n_vectors + np.arange(n_vectors, dtype=to.dtype)[:, None]
+    # In 64 bits: rows are fewer than 2^31, vectors may be more.
+    by_layer = to.astype(np.int64).reshape(-1, 1, n_tokens) * n_vectors + np.arange(n_vectors)[:, None]
     return by_layer.reshape(-1)
 
 

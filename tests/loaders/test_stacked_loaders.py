@@ -21,6 +21,7 @@ from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, shuffle_quality
 from saev_store.loaders._ring import HostMemory
+from saev_store.loaders._shuffled_batches import vectors_of_rows
 from saev_store.order import Blocks
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
@@ -342,6 +343,14 @@ def test_mixing_is_as_predicted():
         quality = shuffle_quality(loader, n_batches=20)
     assert quality.distinct_examples == pytest.approx(quality.expected.distinct_examples, rel=0.03)
     assert quality.distinct_examples < 0.95 * quality.expected.full_shuffle
+
+
+def test_places_of_vectors_are_not_limited_to_32_bits():
+    rows = np.array([2**31 - 1, 5, 0, 2**30], dtype=np.int32)
+    found = vectors_of_rows(rows, 2, 3)
+    examples = ([2**31 - 1, 5], [0, 2**30])
+    assert found.tolist() == [row * 3 + layer for example in examples for layer in range(3) for row in example]
+    assert vectors_of_rows(rows, 2, 1) is rows
 
 
 @pytest.mark.parametrize("world", [1, 2])
