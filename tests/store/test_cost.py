@@ -265,8 +265,8 @@ def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str):
         assert expected.bytes_read == pytest.approx(loader.metrics().bytes_read, rel=0.01)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_converted_while_it_is_read_costs_what_it_costs(tmp_path: Path, dtype: str):
+@pytest.mark.parametrize(("dtype", "stack_layers"), [("float32", False), ("float16", False), ("float32", True)])
+def test_what_is_placed_after_it_was_read_costs_what_it_costs(tmp_path: Path, dtype: str, stack_layers: bool):
     """Rows that do not go straight to a batch share requests across gaps."""
     layout = Layout(
         n_examples=30, layers=(3, 7), content_tokens_per_example=40, cls_token=True, d_model=128, examples_per_shard=10
@@ -274,7 +274,8 @@ def test_what_is_converted_while_it_is_read_costs_what_it_costs(tmp_path: Path, 
     for name, data in plain_store(layout).files.items():
         (tmp_path / name).write_bytes(data)
     store = opened(open_transport(str(tmp_path), engine="pread"))
-    with OrderedLoader(store.sel(tokens="content", dtype=dtype), batch_size=400) as loader:
+    rows = store.sel(tokens="content", dtype=dtype, stack_layers=stack_layers)
+    with OrderedLoader(rows, batch_size=400) as loader:
         list(loader)  # sizes are known from now on
         expected = loader.explain().cost
         list(loader)
