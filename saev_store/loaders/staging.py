@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from types import TracebackType
-from typing import Literal
+from typing import cast
 
-from saev_store.core.rows import Tokens
+from saev_store.core.layout import LayerKey, is_layer_pair
+from saev_store.core.rows import Layers, Tokens
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
 from saev_store.loaders.cache import CachedTransport
 from saev_store.names import METADATA_NAME
@@ -109,8 +110,6 @@ class Lease:
         return self._attempt.encode() in (self._look() or b"")
 
 
-Layer = int | Sequence[int] | Literal["all"]
-
 _POLL_S = 0.5
 
 
@@ -118,7 +117,7 @@ def stage(
     url: str | os.PathLike[str],
     to: str | os.PathLike[str],
     *,
-    layers: Layer = "all",
+    layers: Layers = "all",
     tokens: Tokens = "all",
     storage_options: Mapping[str, object] | None = None,
     timeout_s: float = 24 * 3600.0,
@@ -135,7 +134,7 @@ def stage(
     Args:
         url: The store.
         to: A folder, such as the machine's `$TMPDIR`, or an address; environment variables in it are filled in.
-        layers: A label, several, or `"all"`.
+        layers: A label, or a pair (label, hook point), several of them, or `"all"`.
         tokens: `"content"`, `"special"` (then the first content token comes along, because no store is without) or `"all"`.
         storage_options: For the source's file system.
         timeout_s: How long to wait for another process's copy.
@@ -146,7 +145,10 @@ def stage(
     """
     from saev_store.writer.copying import copy_store, target_of
 
-    wanted = None if isinstance(layers, str) else [layers] if isinstance(layers, int) else list(layers)
+    wanted: list[LayerKey] | None = None
+    if not isinstance(layers, str):
+        is_one = isinstance(layers, int) or is_layer_pair(layers)
+        wanted = [cast("LayerKey", layers)] if is_one else list(cast("Sequence[LayerKey]", layers))
     folder: str = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
@@ -204,7 +206,7 @@ def stage_in_background(
     url: str | os.PathLike[str],
     to: str | os.PathLike[str],
     *,
-    layers: Layer = "all",
+    layers: Layers = "all",
     tokens: Tokens = "all",
     storage_options: Mapping[str, object] | None = None,
 ) -> Future[str]:
@@ -227,7 +229,7 @@ def open_for_training(
     url: str,
     storage_options: Mapping[str, object] | None,
     *,
-    layer: Layer,
+    layer: Layers,
     tokens: Tokens,
     use_tmpdir: bool,
     cache_dir: str | None,

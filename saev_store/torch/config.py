@@ -8,6 +8,7 @@ from typing import Annotated, Literal, cast
 import numpy as np
 from pydantic import AliasChoices, BeforeValidator, Field
 
+from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
 from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
@@ -42,7 +43,7 @@ def _examples(value: object) -> object:
 
 Shards = Annotated[str, BeforeValidator(_url), Field(validation_alias=AliasChoices("shards", "shard_root"))]
 WhichTokens = Annotated[Tokens, BeforeValidator(_tokens), Field(validation_alias=AliasChoices("tokens", "patches"))]
-Layer = int | tuple[int, ...] | Literal["all"]
+Layer = LayerKey | tuple[LayerKey, ...] | Literal["all"]
 Examples = Annotated[tuple[int, ...] | slice, BeforeValidator(_examples)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -71,7 +72,7 @@ class IndexedConfig(_OldNames):
     Attributes:
         shards: The store: a folder or any URL. Older name: `shard_root`.
         tokens: `"content"`, `"special"` or `"all"`. Older: `patches`, with `"image"`, `"cls"` and `"all"`.
-        layer: A recorded layer's label, literally; several of them; or `"all"`.
+        layer: A recorded layer's label, literally, or a pair (label, hook point); several of them; or `"all"`.
         seed: Unused; understood because older scripts pass it.
         debug: Log what is done.
         ignore_labels: Leave out content tokens with these labels.

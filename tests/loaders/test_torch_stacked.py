@@ -177,3 +177,36 @@ def test_batches_of_two_stores_as_tensors(plain, tmp_path):
         assert torch.equal(batch["act_a"], torch.from_numpy(plain.acts[example[:, None], [2, 0], token[:, None] + 1]))
         assert batch["token_labels"].dtype == torch.int64
     assert all(torch.equal(one, truth) for one, truth in held)
+
+
+@pytest.mark.parametrize("stack_layers", [True, False])
+@pytest.mark.parametrize("use_tmpdir", [True, False])
+def test_hook_points_are_chosen_by_pairs(tmp_path, monkeypatch, stack_layers, use_tmpdir):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    metadata = new_metadata(
+        family="gpt2", ckpt="random", layers=(5, 5, 6), hook_points=["mlp_in", "mlp_out", "mlp_in"],
+        content_tokens_per_example=6, cls_token=False, d_model=4, n_examples=13, max_tokens_per_shard=90,
+    )  # fmt: skip
+    acts = np.random.default_rng(1).standard_normal((13, 3, 6, 4), dtype=np.float32)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts)
+    for layer, at in (
+        ((5, "mlp_out"), [1]),
+        (((6, "mlp_in"), (5, "mlp_out")), [2, 1]),
+        (((5, "mlp_in"),), [0]),
+        (6, [2]),
+    ):
+        options = {"shards": tmp_path / metadata.hash, "layer": layer, "stack_layers": stack_layers}
+        indexed = IndexedDataset(IndexedConfig(**options))
+        loaders = [
+            OrderedDataLoader(OrderedConfig(**options, batch_size=16, use_tmpdir=use_tmpdir)),
+            ShuffledDataLoader(ShuffledConfig(**options, batch_size=16, use_tmpdir=use_tmpdir)),
+        ]
+        n_rows = 78 if stack_layers else 78 * len(at)
+        assert [len(indexed), *(loader.n_samples for loader in loaders)] == [n_rows] * 3
+        truth = acts[:, at].swapaxes(1, 2) if stack_layers else acts[:, at]
+        everything = torch.from_numpy(truth.reshape(n_rows, *([len(at)] if stack_layers else []), 4))
+        assert torch.equal(indexed.batch(range(n_rows))["act"], everything)
+        assert torch.equal(torch.cat([batch["act"] for batch in loaders[0]]), everything)
+        rows = {row.numpy().tobytes() for batch in loaders[1] for row in batch["act"]}
+        assert rows == {row.numpy().tobytes() for row in everything}

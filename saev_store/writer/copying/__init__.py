@@ -10,6 +10,7 @@ from typing import NamedTuple, Self, get_args
 
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.indexing import Progression
+from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
@@ -50,7 +51,7 @@ def copy_store(
     src: Url,
     dst: Url,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[LayerKey] | None = None,
     tokens: Tokens = "all",
     protocol: str | None = None,
     dtype: StoredDtype | None = None,
@@ -94,7 +95,7 @@ def copy_store(
     Args:
         src: The store to copy, a path or URL.
         dst: The folder in which the copy's folder `<HASH>` is made; naming that folder itself is fine, too.
-        layers: Labels of the layers to keep; None is all of them.
+        layers: Labels of the layers to keep, or pairs (label, hook point); None is all of them.
         tokens: `"content"` leaves special tokens out; `"special"` keeps them and the first content token.
         protocol: "1.0.0", "2.0" or "2.1"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
         dtype: "bfloat16", "float16" or "float32"; None keeps the source's.
@@ -175,7 +176,7 @@ class Target(NamedTuple):
 def target_of(
     store: ShardStore,
     dst: Url,
-    layers: Sequence[int] | None,
+    layers: Sequence[LayerKey] | None,
     tokens: Tokens,
     protocol: str | None = None,
     dtype: str | None = None,
