@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
@@ -34,8 +35,8 @@ class PairBatches(Iterator[Batch]):
         except BaseException:
             self.close()
             raise
-        act_a = batch.pop("act")
-        return {"act_a": act_a, "act_b": other["act"], **batch}
+        act_a, act_b = batch.pop("act"), other.pop("act")
+        return {"act_a": act_a, "act_b": act_b, **other, **batch}
 
     def close(self) -> None:
         """End the iteration's threads."""
@@ -47,8 +48,8 @@ class PairLoader:
     """Batches of the same rows of two stores. Use `OrderedPairLoader` or `ShuffledPairLoader`.
 
     A batch is a dict: `act_a` and `act_b` float32 (n, d_model), or (n, layers, d_model) where several layers were chosen;
-    `example_idx`, `token_idx` and `token_labels` are those of both and as `OrderedLoader` says. Each store has its own threads and
-    reads blocks of its own, so an epoch costs what an epoch of each costs.
+    `example_idx`, `token_idx` and `token_labels` are those of both and as `OrderedLoader` says. A token array that both stores have is
+    that of `a`. Each store has its own threads and reads blocks of its own, so an epoch costs what an epoch of each costs.
 
     It is used like a `Loader`: epochs, state, ranks, `close`.
 
@@ -217,8 +218,10 @@ class OrderedPairLoader(PairLoader):
         **changed: Unpack[ReadArguments],
     ) -> None:
         _check(rows)
-        a = OrderedLoader(rows.a, options, labels=labels, **changed)
-        super().__init__(a, OrderedLoader(rows.b, options, **changed))
+        given = replace(options or ReadOptions(), **changed)
+        of_a, of_b = _token_arrays(rows, given.token_arrays)
+        a = OrderedLoader(rows.a, replace(given, token_arrays=of_a), labels=labels)
+        super().__init__(a, OrderedLoader(rows.b, replace(given, token_arrays=of_b)))
 
 
 class ShuffledPairLoader(PairLoader):
@@ -246,8 +249,10 @@ class ShuffledPairLoader(PairLoader):
         **changed: Unpack[ShuffleArguments],
     ) -> None:
         _check(rows)
-        a = _First(rows, options, labels, changed)
-        super().__init__(a, _Second(rows, a, options, changed))
+        given = replace(options or ShuffleOptions(), **changed)
+        of_a, of_b = _token_arrays(rows, given.token_arrays)
+        a = _First(rows, replace(given, token_arrays=of_a), labels)
+        super().__init__(a, _Second(rows, a, replace(given, token_arrays=of_b)))
 
 
 def _check(rows: PairSelection) -> None:
@@ -258,14 +263,19 @@ def _check(rows: PairSelection) -> None:
         )
 
 
+def _token_arrays(rows: PairSelection, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which token arrays come from each store: from the second one those that only it has."""
+    first, second = (list(side.token_arrays or ()) if names else [] for side in (rows.a, rows.b))
+    of_b = tuple(name for name in names if name not in first and name in second)
+    return tuple(name for name in names if name not in of_b), of_b
+
+
 class _First(ShuffledLoader):
     """The loader of the first store, which decides the order: a row of its window costs what it costs in both."""
 
-    def __init__(
-        self, rows: PairSelection, options: ShuffleOptions | None, labels: Labels | None, changed: ShuffleArguments
-    ) -> None:
+    def __init__(self, rows: PairSelection, options: ShuffleOptions, labels: Labels | None) -> None:
         self._both_nbytes = rows.a.space.row_nbytes + rows.b.space.row_nbytes
-        super().__init__(rows.a, options, labels=labels, **changed)
+        super().__init__(rows.a, options, labels=labels)
 
     @property
     def _row_nbytes(self) -> int:
@@ -282,11 +292,9 @@ class _First(ShuffledLoader):
 class _Second(ShuffledLoader):
     """The loader of the second store, whose order is made with what the first one's is made with."""
 
-    def __init__(
-        self, rows: PairSelection, first: _First, options: ShuffleOptions | None, changed: ShuffleArguments
-    ) -> None:
+    def __init__(self, rows: PairSelection, first: _First, options: ShuffleOptions) -> None:
         self._first = first
-        super().__init__(rows.b, options, **changed)
+        super().__init__(rows.b, options)
 
     def _divide(self) -> None:
         """See `Loader`."""

@@ -112,9 +112,11 @@ class StorePair:
             return PairSelection(a, b)
         kept = _kept(a.space) & _kept(b.space)
         condition = xxh3_128(np.packbits(kept).data).digest()
-        return PairSelection(
-            *(Selection(one.reader, keeping(one.space, kept, _STAYS, condition), one.dtype) for one in (a, b))
-        )
+        rows = [
+            Selection(one.reader, keeping(one.space, kept, _STAYS, condition), one.dtype, token_arrays=one.token_arrays)
+            for one in (a, b)
+        ]
+        return PairSelection(*rows)
 
     def __repr__(self) -> str:
         return f"<StorePair of {self.a!r} and {self.b!r}>"

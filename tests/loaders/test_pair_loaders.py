@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
 from stacked import DTYPES, Stacked, another_store, stacked_rows
 
-from saev_store import PairSelection, ShardStore, pair
+from saev_store import PairSelection, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, MissingShardError, TransportError
 from saev_store.loaders import OrderedLoader, OrderedPairLoader, ShuffledLoader, ShuffledPairLoader
 from saev_store.loaders._iteration import Iteration
@@ -362,3 +362,37 @@ def test_an_iteration_that_did_not_begin_loses_no_place(stores, kind, monkeypatc
             with pytest.raises(ZeroDivisionError):
                 iter(loader)
         assert [batch["act_a"].tobytes() for batch in loader] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_arrays_of_both_stores(tmp_path, kind):
+    """What both have is that of the first, as it is compared, or chosen by."""
+    rng, made = np.random.default_rng(4), []
+    ids = rng.integers(0, 50257, (13, 6), dtype=np.int32)
+    scores = rng.standard_normal((2, 13, 6)).astype(np.float32)
+    mask = rng.random((13, 6)) < 0.6
+    for number, more in enumerate(({"score": scores[0]}, {"score": scores[1], "mask": mask, "layer": -ids})):
+        arrays = {"token_ids": ids, **more}
+        metadata = new_metadata(
+            family="gpt2", ckpt=f"random/{number}", layers=(2,), content_tokens_per_example=6, cls_token=False, d_model=4,
+            n_examples=13, max_tokens_per_shard=90, token_arrays={name: a.dtype.name for name, a in arrays.items()},
+        )  # fmt: skip
+        with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+            writer.append(rng.standard_normal((13, 1, 6, 4)).astype(np.float32), **arrays)
+        made.append(ShardStore.open(tmp_path / metadata.hash))
+    rows = pair(*made).sel(layer_a=2, layer_b=2)
+    names = ["layer", "score", "token_ids", "mask"]
+    seen = []
+    with kind(rows, batch_size=16, token_arrays=names) as loader:
+        for batch in loader:
+            at = batch["example_idx"], batch["token_idx"]
+            keys = {"act_a", "act_b", "example_idx", "token_idx", "tokens_layer", "score", "token_ids", "mask"}
+            assert set(batch) == keys
+            assert np.array_equal(batch["score"], scores[0][at])
+            assert np.array_equal(batch["token_ids"], ids[at])
+            assert np.array_equal(batch["tokens_layer"], -ids[at])
+            assert batch["mask"].all()
+            seen += zip(*(column.tolist() for column in at), strict=True)
+    assert sorted(seen) == [tuple(place) for place in np.argwhere(mask).tolist()]
+    with pytest.raises(ArgumentError, match="no token array 'nothing'"):
+        kind(rows, token_arrays=["nothing"])

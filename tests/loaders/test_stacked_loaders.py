@@ -297,9 +297,11 @@ def test_sixteen_bits_masks_and_hook_points(tmp_path, kind, dtype):
     truth = acts if dtype == "stored" else acts.astype(dtype)
     for keep, conditions in ((mask, {}), (labels == 1, {"where": {"labels": 1}, "masked": True})):
         seen = []
-        with kind(store.sel(layer=layer, tokens="content", stack_layers=True, dtype=dtype, **conditions), batch_size=8) as loader:  # fmt: skip
+        rows = store.sel(layer=layer, tokens="content", stack_layers=True, dtype=dtype, **conditions)
+        with kind(rows, batch_size=8, token_arrays=["labels"]) as loader:
             for batch in loader:
                 example, token = batch["example_idx"], batch["token_idx"]
+                assert np.array_equal(batch["labels"], labels[example, token])
                 expected = truth[example[:, None], [2, 0, 1], token[:, None] + 1]
                 assert (batch["act"].dtype, batch["act"].shape) == (expected.dtype, expected.shape)
                 assert np.array_equal(batch["act"].view(np.uint8), expected.view(np.uint8))
