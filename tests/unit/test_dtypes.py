@@ -54,7 +54,9 @@ def test_what_a_reader_may_ask_for(stored: str):
 
 
 @pytest.mark.parametrize(
-    "asked", ["int8", "float8_e4m3fn", "", "Stored", np.int32, np.dtype(">i4"), object(), None, 4], ids=repr
+    "asked",
+    ["int8", "float8_e4m3fn", "", "Stored", np.int32, np.dtype(">i4"), {"a": 1}, [], (2,), int, None, 4],
+    ids=repr,
 )
 def test_what_a_reader_may_not_ask_for(asked: object):
     with pytest.raises(ArgumentError) as caught:
