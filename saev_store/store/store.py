@@ -444,7 +444,8 @@ class ShardStore(TextReading):
     def __dask_tokenize__(self) -> tuple[str, str, str]:
         from saev_store.store.identity import recording_identity
 
-        return "saev_store", self.url, str(recording_identity(self.transport, self.layout))
+        recording = recording_identity(self.transport, self.layout, files=self.recorded_files())
+        return "saev_store", self.url, str(recording)
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
         return ShardStore, (self._opened,)

@@ -11,6 +11,7 @@ from dense_stores import plain_store
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts
+from token_stores import token_store
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
@@ -19,6 +20,7 @@ from saev_store.transport import MemoryTransport
 
 dask = pytest.importorskip("dask")
 pytest.importorskip("dask.array")
+tokenize = pytest.importorskip("dask.base").tokenize
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 VALID = sorted(path.parent for path in SAMPLES.glob("*/expected.json"))
@@ -73,6 +75,25 @@ def test_the_same_store_has_the_same_name():
     assert ShardStore.open(recorded_again).as_dask().name != ShardStore.open(transport).as_dask().name
     elsewhere = MemoryTransport(plain.files, label=f"x/{plain.name}")
     assert ShardStore.open(elsewhere).as_dask().name != ShardStore.open(transport).as_dask().name
+
+
+def test_another_mask_has_another_name(tmp_path: Path):
+    store = token_store(tmp_path, arrays={"mask": "bool"})
+    before = ShardStore.open(store.path)
+    names = tokenize(before), before.as_xarray(chunks={})["mask"].data.name
+    (store.path / "mask.bin").write_bytes((~store.arrays["mask"]).tobytes())
+    after = ShardStore.open(store.path)
+    assert tokenize(after) != names[0]
+    assert after.as_xarray(chunks={})["mask"].data.name != names[1]
+
+
+def test_labels_count_where_no_document_declares_them():
+    plain = plain_store(LAYOUT)
+    files = {name: data for name, data in plain.files.items() if name != "labels.bin"}
+    n_labels = LAYOUT.n_examples * LAYOUT.content_tokens_per_example
+    labels = [{}, {"labels.bin": bytes(n_labels)}, {"labels.bin": b"\1" * n_labels}]
+    stores = [ShardStore.open(MemoryTransport(files | some, label=plain.name)) for some in labels]
+    assert len({tokenize(store) for store in stores}) == 3
 
 
 @pytest.mark.parametrize(
