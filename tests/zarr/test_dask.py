@@ -10,6 +10,7 @@ import pytest
 from dense_stores import plain_store
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_stores import plain_store as random_store
 from strategies import layouts
 from token_stores import token_store
 
@@ -94,6 +95,23 @@ def test_labels_count_where_no_document_declares_them():
     labels = [{}, {"labels.bin": bytes(n_labels)}, {"labels.bin": b"\1" * n_labels}]
     stores = [ShardStore.open(MemoryTransport(files | some, label=plain.name)) for some in labels]
     assert len({tokenize(store) for store in stores}) == 3
+
+
+def test_a_repaired_store_has_another_name(tmp_path: Path):
+    """Tasks read the damaged numbers without looking at the digests, which say the same before and after."""
+    plain = random_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    whole = plain.shard(1).read_bytes()
+    plain.shard(1).write_bytes(bytes(8) + whole[8:])
+    damaged = ShardStore.open(plain.path)
+    name = damaged.as_dask().name
+    report = damaged.validate(deep=True)
+    with damaged.repair(report) as writer:
+        for start, end in report.lost:
+            writer.append(plain.acts[start:end])
+    repaired = ShardStore.open(plain.path)
+    assert plain.shard(1).read_bytes() == whole
+    assert repaired.as_dask().name != name
 
 
 @pytest.mark.parametrize(
