@@ -181,9 +181,9 @@ def row_space(
     every = Progression(0, 1, layout.n_examples)
     chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
     space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout), stacks_layers=stack_layers)
-    if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
+    kept = kept_table(ignore_labels)
+    if kept is None:
         return space
-    kept = _kept_table(ignore_labels)
     if tokens == "special":
         raise SelectionError(
             "special tokens have no labels to ignore", where="ignore_labels", remedy="Drop one of the two."
@@ -244,7 +244,14 @@ def _tokens(tokens: Tokens, layout: Layout) -> Progression:
     return Progression(0, 1, layout.n_special_tokens)
 
 
-def _kept_table(ignore_labels: Sequence[int]) -> npt.NDArray[np.bool_]:
+def kept_table(ignore_labels: Sequence[int] | None) -> npt.NDArray[np.bool_] | None:
+    """A table of 256 booleans, true for labels that stay; None where none is to be ignored.
+
+    Raises:
+        SelectionError: one is no label.
+    """
+    if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
+        return None
     refusal = SelectionError(
         f"ignore_labels is {brief(ignore_labels)}; labels are integers from 0 to 255", where="ignore_labels"
     )

@@ -152,7 +152,7 @@ def stage(
     folder: str = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
-        recording = str(recording_identity(store.transport, store.layout)).encode()
+        recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()
     root = open_transport(target.root)
     lease, mark = Lease(root, f"{TEMPORARY}stage-{target.name}"), f"{TEMPORARY}staged-{target.name}"
     deadline = time.monotonic() + timeout_s

@@ -26,13 +26,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 from saev_store.core.layout import Layout, shard_name
+from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import NotFoundError
 from saev_store.transport import MemoryTransport, Transport
 from saev_store.transport.checks import os_errors
@@ -107,6 +108,24 @@ def recording_identity(
         return _identity("versions", layout, facts)
     by_digests = _by_digests(transport, layout, names) if prefer == "versions" else None
     return by_digests or _identity("sizes", layout, facts)
+
+
+def recorded_files(transport: Transport, layout: Layout, declared: Iterable[TokenArray] | None) -> list[str]:
+    """Shards and token arrays: the `files` of what is derived from both, such as copies, and rows that a mask chooses.
+
+    Args:
+        transport: Rooted at the store's folder.
+        layout: The store's geometry.
+        declared: The token arrays that the document declares; None where it does not say, and `labels.bin` is looked for.
+    """
+    names = [shard_name(idx) for idx in range(layout.n_shards)]
+    if declared is not None:
+        return [*names, *(array.file_name for array in declared)]
+    try:
+        transport.size(LABELS.file_name)
+    except NotFoundError:
+        return names
+    return [*names, LABELS.file_name]
 
 
 def _identity(kind: IdentityKind, layout: Layout, facts: object) -> RecordingIdentity:

@@ -39,7 +39,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
-from saev_store.store.identity import recording_identity
+from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Engine, MemoryTransport, Transport, open_transport
 
@@ -147,6 +147,12 @@ class OpenedStore:
     def _recording(self) -> str:
         """Which files are there now, damaged ones included."""
         return str(recording_identity(self.transport, self.layout, prefer="versions"))
+
+    def recorded_files(self) -> list[str]:
+        """Names of the shards and token arrays, damaged ones included."""
+        metadata = self.metadata
+        declared = metadata.token_arrays if metadata.declares_token_arrays else None
+        return recorded_files(self.transport, self.layout, declared)
 
     def repair(
         self, report: Report | None = None, *, on_nonfinite: Literal["raise", "warn", "allow"] = "raise"

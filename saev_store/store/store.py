@@ -444,7 +444,10 @@ class ShardStore(TextReading):
     def __dask_tokenize__(self) -> tuple[str, str, str]:
         from saev_store.store.identity import recording_identity
 
-        return "saev_store", self.url, str(recording_identity(self.transport, self.layout))
+        # Tasks do not compare what they read with its digests, which a damaged file shares with its repair.
+        files = self.recorded_files()
+        recording = recording_identity(self.transport, self.layout, files=files, prefer="versions")
+        return "saev_store", self.url, str(recording)
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
         return ShardStore, (self._opened,)

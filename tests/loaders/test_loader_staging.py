@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from token_stores import token_store
 from transports import CountingTransport
 
 from saev_store import ShardStore
@@ -100,6 +101,17 @@ def test_a_new_recording_replaces_the_staged_copy(plain, tmp_path, layers, diges
     assert stage(plain.path, tmp_path / "near", layers=layers) == near
     assert os.stat(near).st_ino == inode
     assert not [name for name in os.listdir(tmp_path / "near") if "stale" in name]
+
+
+@pytest.mark.parametrize("layers", [5, "all"])
+def test_another_mask_replaces_the_staged_copy(tmp_path, layers):
+    """The vectors are the same, and their files were not touched."""
+    store = token_store(tmp_path / "far", dtype="float16", arrays={"mask": "bool"})
+    near = stage(store.path, tmp_path / "near", layers=layers)
+    mask = ~store.arrays["mask"]
+    (store.path / "mask.bin").write_bytes(mask.tobytes())
+    assert stage(store.path, tmp_path / "near", layers=layers) == near
+    np.testing.assert_array_equal(ShardStore.open(near).token_arrays["mask"], mask)
 
 
 def test_a_store_that_was_not_staged_is_never_replaced(plain, tmp_path):

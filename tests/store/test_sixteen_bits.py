@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from token_stores import token_store
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, SelectionError
@@ -150,6 +151,19 @@ def test_conditions_choose_tokens(made):
     for where in ({"nothing": 1}, {"labels": "sky"}, {"labels": 1.5}, {"labels": None}):
         with pytest.raises(SelectionError):
             store.sel(where=where)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("wrong", [[256], [-1], True, "sky", [0.0], [[0], [1]]])
+def test_what_is_no_label_is_refused_beside_a_mask_too(made, wrong, masked):
+    with pytest.raises(SelectionError, match="labels are integers from 0 to 255"):
+        ShardStore.open(made[0]).sel(ignore_labels=wrong, masked=masked)
+
+
+def test_nothing_to_ignore_needs_no_labels_beside_a_mask(tmp_path):
+    store = token_store(tmp_path, arrays={"mask": "bool"})
+    rows = ShardStore.open(store.path).sel(tokens="content", layer=2, ignore_labels=[])
+    assert len(rows) == store.arrays["mask"].sum()
 
 
 def test_a_state_is_refused_by_other_conditions_and_hook_points(made):

@@ -22,7 +22,7 @@ from servers import s3_bucket  # noqa: F401  (a fixture)
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.dtypes import stored_as
-from saev_store.errors import ArgumentError, CorruptShardError, ResumeError, StoreExistsError
+from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, ResumeError, StoreExistsError
 from saev_store.writer.copying import _layers, _rounding, copy_store
 from saev_store.writer.copying._rounding import Measurement, parse_report
 
@@ -322,6 +322,22 @@ def test_a_copy_that_saturates_is_not_continued_with_another_policy(tmp_path, mo
         with pytest.raises(ResumeError, match="begun with on_overflow='saturate'"):
             copy_store(path, tmp_path / "to", dtype="float16", on_overflow=other, progress=False)
     assert copy_store(path, tmp_path / "to", dtype="float16", on_overflow="saturate", progress=False).rounding
+
+
+def test_a_copy_is_not_continued_from_other_token_arrays(tmp_path, monkeypatch):
+    """Where no digests tell recordings apart, also the times of token arrays do."""
+    path, arrays = made(tmp_path / "from", numbers("float32"))
+    (Path(path) / "digests.json").unlink()
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_layers.Folder, "put", stop)
+        copy_store(path, tmp_path / "to", dtype="bfloat16", progress=False)
+    (Path(path) / "mask.bin").write_bytes((~arrays["mask"]).tobytes())
+    with pytest.raises(IncompleteStoreError, match="no copy of this one, as it is now"):
+        copy_store(path, tmp_path / "to", dtype="bfloat16", progress=False)
 
 
 def test_a_recording_is_not_taken_for_a_copy(tmp_path):

@@ -10,7 +10,9 @@ import pytest
 from dense_stores import plain_store
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_stores import plain_store as random_store
 from strategies import layouts
+from token_stores import token_store
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
@@ -19,6 +21,7 @@ from saev_store.transport import MemoryTransport
 
 dask = pytest.importorskip("dask")
 pytest.importorskip("dask.array")
+tokenize = pytest.importorskip("dask.base").tokenize
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 VALID = sorted(path.parent for path in SAMPLES.glob("*/expected.json"))
@@ -73,6 +76,42 @@ def test_the_same_store_has_the_same_name():
     assert ShardStore.open(recorded_again).as_dask().name != ShardStore.open(transport).as_dask().name
     elsewhere = MemoryTransport(plain.files, label=f"x/{plain.name}")
     assert ShardStore.open(elsewhere).as_dask().name != ShardStore.open(transport).as_dask().name
+
+
+def test_another_mask_has_another_name(tmp_path: Path):
+    store = token_store(tmp_path, arrays={"mask": "bool"})
+    before = ShardStore.open(store.path)
+    names = tokenize(before), before.as_xarray(chunks={})["mask"].data.name
+    (store.path / "mask.bin").write_bytes((~store.arrays["mask"]).tobytes())
+    after = ShardStore.open(store.path)
+    assert tokenize(after) != names[0]
+    assert after.as_xarray(chunks={})["mask"].data.name != names[1]
+
+
+def test_labels_count_where_no_document_declares_them():
+    plain = plain_store(LAYOUT)
+    files = {name: data for name, data in plain.files.items() if name != "labels.bin"}
+    n_labels = LAYOUT.n_examples * LAYOUT.content_tokens_per_example
+    labels = [{}, {"labels.bin": bytes(n_labels)}, {"labels.bin": b"\1" * n_labels}]
+    stores = [ShardStore.open(MemoryTransport(files | some, label=plain.name)) for some in labels]
+    assert len({tokenize(store) for store in stores}) == 3
+
+
+def test_a_repaired_store_has_another_name(tmp_path: Path):
+    """Tasks read the damaged numbers without looking at the digests, which say the same before and after."""
+    plain = random_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    whole = plain.shard(1).read_bytes()
+    plain.shard(1).write_bytes(bytes(8) + whole[8:])
+    damaged = ShardStore.open(plain.path)
+    name = damaged.as_dask().name
+    report = damaged.validate(deep=True)
+    with damaged.repair(report) as writer:
+        for start, end in report.lost:
+            writer.append(plain.acts[start:end])
+    repaired = ShardStore.open(plain.path)
+    assert plain.shard(1).read_bytes() == whole
+    assert repaired.as_dask().name != name
 
 
 @pytest.mark.parametrize(

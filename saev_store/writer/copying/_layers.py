@@ -193,12 +193,12 @@ def _mark(identity: str, on_overflow: OverflowPolicy | None) -> bytes:
 
 
 def _identity(store: ShardStore) -> str:
-    """A digest of the source's digests, or without these of its address, file sizes and times."""
+    """A digest of the source's digests, or without these of its address, and sizes and times of shards and token arrays."""
     digests = load_digests(store.transport)
     found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
     if digests is None:
-        for shard_idx in range(store.index.n_listed):
-            name = shard_name(shard_idx)
+        shards = [shard_name(shard_idx) for shard_idx in range(store.index.n_listed)]
+        for name in dict.fromkeys([*shards, *store.recorded_files()]):
             with contextlib.suppress(NotFoundError):
                 found.append((name, store.transport.size(name)))
             if isinstance(store.transport, LocalTransport):
