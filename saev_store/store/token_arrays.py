@@ -10,7 +10,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from saev_store.core.layout import Layout
-from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, row_space
+from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, labels_that_stay, no_labels, row_space
 from saev_store.core.token_arrays import TokenArray
 from saev_store.documents import parse_token_array_size
 from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
@@ -171,6 +171,8 @@ def chosen_rows(
         raise SelectionError(
             f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
         )
+    if where and tokens == "special":
+        raise SelectionError("special tokens have no token arrays", where="where", remedy="Drop one of the two.")
     if where or hides:
         labels = _kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
         ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
@@ -187,19 +189,22 @@ def _kept_tokens(
     arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
 ) -> npt.NDArray[np.uint8]:
     """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens)."""
-    tests = [(arrays[MASK], np.array([True]), True)] if hides else []
-    if ignore_labels is not None:
-        tests.append((_named(arrays, "labels"), np.atleast_1d(np.asarray(ignore_labels)), False))
+    tests: list[tuple[TokenValues, TokenValues]] = [(arrays[MASK], np.array([True]))] if hides else []
+    stay = labels_that_stay(ignore_labels)
+    if stay is not None:
+        if "labels" not in arrays:
+            raise no_labels()
+        tests.append((arrays["labels"], np.flatnonzero(stay)))
     for name, wanted in where.items():
         values = _named(arrays, name)
-        tests.append((values, _choices(name, values.dtype, wanted), True))
+        tests.append((values, _choices(name, values.dtype, wanted)))
     shape = tests[0][0].shape  # that of a file whose size was compared
     kept = np.ones(shape, dtype=np.uint8)
     step = max(1, _PIECE // max(shape[1], 1))
     for first in range(0, shape[0], step):
         some = slice(first, first + step)
-        for values, choices, is_wanted in tests:
-            kept[some] &= np.isin(values[some], choices, invert=not is_wanted)
+        for values, choices in tests:
+            kept[some] &= np.isin(values[some], choices)
     return kept
 
 

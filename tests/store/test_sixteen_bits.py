@@ -329,3 +329,34 @@ def test_an_interrupted_dump_continues_with_its_token_arrays(made, tmp_path, wor
         ShardStore.finalize(root, metadata)
     for file in path.iterdir():
         assert (root / metadata.hash / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("junk", [["x"], [300], [1.5], "abc", {1}, [True], [-1], [[1], [2]], [[1, 2], [1]]])
+def test_labels_to_ignore_are_checked_beside_a_mask_too(made, junk):
+    """Junk matches no label, so that the rows to be left out would come back without a word."""
+    store = ShardStore.open(made[0])
+    for more in ({}, {"masked": True}, {"masked": True, "where": {"token_ids": [0]}}):
+        with pytest.raises(SelectionError, match="labels are integers from 0 to 255") as caught:
+            store.sel(ignore_labels=junk, **more)
+        assert caught.value.where == "ignore_labels"
+
+
+def test_ignoring_nothing_and_ignoring_in_vain_are_the_same_with_and_without_a_mask(tmp_path):
+    for declared in ({"mask": "bool"}, {"token_ids": "int32"}):
+        metadata = new_metadata(**{**META, "token_arrays": declared})
+        arrays = {name: np.ones((N, CONTENT), dtype=bool) for name in declared}
+        with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+            writer.append(np.ones((N, len(LAYERS), CONTENT + 1, D), np.float32), **arrays)
+        store = ShardStore.open(tmp_path / metadata.hash)
+        for nothing in ([], ()):
+            assert len(store.sel(ignore_labels=nothing, tokens="content")) == N * len(LAYERS) * CONTENT
+        with pytest.raises(SelectionError, match="no labels.bin, so no label can be ignored") as caught:
+            store.sel(ignore_labels=[1])
+        assert caught.value.where == "ignore_labels"
+
+
+def test_a_condition_on_special_tokens_is_named(made):
+    store = ShardStore.open(made[0])
+    with pytest.raises(SelectionError, match="special tokens have no token arrays") as caught:
+        store.sel(where={"labels": 1}, tokens="special")
+    assert caught.value.where == "where"
