@@ -12,7 +12,7 @@ from xxhash import xxh3_128
 from saev_store.core.layout import Layout
 from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, labels_that_stay, no_labels, row_space
 from saev_store.core.token_arrays import TokenArray
-from saev_store.documents import parse_token_array_size
+from saev_store.documents import parse_token_array_size, rewriting
 from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
 from saev_store.transport.fetch import map_check
 
@@ -104,11 +104,13 @@ class TokenArrays(Mapping[str, TokenValues]):
         if values is not None:
             map_check(self._transport)(f"{name}.bin", values.nbytes)
             return values
-        self._read[name] = values = read_token_array(self._transport, self._layout, self._known()[name])
+        self._read[name] = values = read_token_array(
+            self._transport, self._layout, self._known()[name], is_declared=self.is_declared
+        )
         return values
 
 
-def find_token_array(transport: Transport, layout: Layout, array: TokenArray) -> bool:
+def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool = False) -> bool:
     """Whether the file of a token array is there; its size is compared, nothing is read.
 
     Raises:
@@ -118,11 +120,11 @@ def find_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
         size = transport.size(array.file_name)
     except NotFoundError:
         return False
-    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}")
+    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}", is_declared=is_declared)
     return True
 
 
-def read_token_array(transport: Transport, layout: Layout, array: TokenArray) -> TokenValues:
+def read_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool) -> TokenValues:
     """The values of a token array, read-only, mapped where the transport maps.
 
     Raises:
@@ -130,11 +132,11 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
         DocumentError: the file has another size than the documents imply, or holds what is no bool.
     """
     where = f"{transport.url}/{array.file_name}"
-    if not find_token_array(transport, layout, array):
+    if not find_token_array(transport, layout, array, is_declared=is_declared):
         raise NotFoundError(
             "the document declares this token array, but the file is missing",
             where=where,
-            remedy="Copy it again from where it is whole.",
+            remedy=f"Copy it again from where it is whole, or {rewriting(array.name)}.",
         )
     (buffer,) = transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(layout)])
     values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(layout.n_examples, -1)
@@ -142,7 +144,7 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
         raise DocumentError(
             "it holds bytes other than 0 and 1; a bool is one of them",
             where=where,
-            remedy="It is of another store, or damaged: copy it again.",
+            remedy=f"It is of another store, or damaged: copy it again, or {rewriting(array.name)}.",
         )
     values.flags.writeable = False
     return values

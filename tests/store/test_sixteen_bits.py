@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore, new_metadata
-from saev_store.errors import ArgumentError, DocumentError, SelectionError
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -360,3 +360,55 @@ def test_a_condition_on_special_tokens_is_named(made):
     with pytest.raises(SelectionError, match="special tokens have no token arrays") as caught:
         store.sel(where={"labels": 1}, tokens="special")
     assert caught.value.where == "where"
+
+
+def damaged(path, name, how):
+    file = path / f"{name}.bin"
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "long":
+        file.write_bytes(file.read_bytes() + b"\0")
+    else:
+        file.write_bytes(b"\7" + file.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("token_ids", "missing"),
+        ("token_ids", "cut"),
+        ("labels", "cut"),
+        ("labels", "long"),
+        ("mask", "missing"),
+        ("mask", "7"),
+    ],
+)
+def test_the_remedy_for_a_damaged_token_array_helps(made, name, how):
+    """Of a declared array the file cannot be left out: without it the store does not open."""
+    path, _, arrays = made
+    damaged(path, name, how)
+    if how != "7":  # found when it is read
+        with pytest.raises(DocumentError) as caught:
+            ShardStore.open(path)
+        assert "damaged_ok=True" in caught.value.remedy
+        assert "restore_array" in caught.value.remedy
+    store = ShardStore.open(path, damaged_ok=True)
+    with pytest.raises((DocumentError, NotFoundError)) as caught:
+        store.token_arrays[name]
+    assert "remove it" not in caught.value.remedy
+    assert f'store.repair().restore_array("{name}", ...)' in caught.value.remedy
+    with store.repair() as writer:
+        writer.restore_array(name, arrays[name])
+    assert np.array_equal(ShardStore.open(path).token_arrays[name], arrays[name])
+
+
+def test_labels_that_no_document_declares_may_be_removed(tmp_path):
+    metadata = new_metadata(**{**META, "token_arrays": None, "hook_points": None, "layers": (1, 2, 3)})
+    labels = np.ones((N, CONTENT), np.uint8)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.ones((N, len(LAYERS), CONTENT + 1, D), np.float32), labels=labels)
+    damaged(tmp_path / metadata.hash, "labels", "cut")
+    with pytest.raises(DocumentError, match="or remove it to read the store without labels"):
+        ShardStore.open(tmp_path / metadata.hash, damaged_ok=True).sel(ignore_labels=[1])
