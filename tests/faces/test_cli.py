@@ -604,3 +604,30 @@ def test_ls_of_a_damaged_store(run, store):
     (entry,) = json.loads(out)["stores"]
     assert (code, entry["state"], entry["note"]) == (0, "damaged", "3 of 7 examples lost")
     assert "damaged: 3 of 7 examples lost" in run("ls", str(store.path.parent))[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "2.0"),
+        ({"dtype": "bfloat16"}, "--dtype float32 --protocol 2.1"),
+        ({"dtype": "bfloat16", "token_arrays": {"labels": "uint8"}}, "--dtype float32 --protocol 2.1"),
+        ({"dtype": "bfloat16", "token_arrays": {"labels": "uint8", "mask": "bool"}}, ", which has no token arrays"),
+        ({"token_arrays": {"labels": "uint8"}, "text": {"layout": "window", "bos": True}}, "no token arrays or texts"),
+        ({"hook_points": ["attn_out"]}, ", which has no hook points"),
+    ],
+)
+def test_what_the_card_advises_for_the_reference_project_works(run, tmp_path, more, told):
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[5], content_tokens_per_example=2, cls_token=False, d_model=2, n_examples=1,
+        max_tokens_per_shard=4, **more,
+    )  # fmt: skip
+    arrays = {name: np.ones((1, 2), bool) for name in more.get("token_arrays", ())}
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2), **arrays)
+    _, out, _ = run("info", tmp_path / metadata.hash)
+    (advice,) = re.findall(r"code reads 2.1 only(.*)", out)
+    assert told in advice or told == "2.0"
+    command = advice.partition(": saev-store ")[2].split() or ["copy", "--protocol", "2.1", "--dtype", "float32"]
+    code, _, err = run(*command, tmp_path / metadata.hash, tmp_path / "copy")
+    assert (code, "cannot hold" in err) == ((2, True) if "has no" in advice else (0, False))
