@@ -223,6 +223,10 @@ def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDAr
         )
     if choices.dtype == np.uint64 and dtype.kind != "f":  # else NumPy compares them with int64 as float64
         choices = choices[choices <= np.iinfo(np.int64).max].astype(np.int64)
+    if choices.dtype.kind == "f":  # 0.1 means the number that the array has for it
+        with np.errstate(over="ignore"):
+            rounded = choices.astype(dtype)
+        choices = rounded[np.isinf(rounded) <= np.isinf(choices)]  # what became infinite is not in the array
     return choices
 
 

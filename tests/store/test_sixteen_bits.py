@@ -412,3 +412,18 @@ def test_labels_that_no_document_declares_may_be_removed(tmp_path):
     damaged(tmp_path / metadata.hash, "labels", "cut")
     with pytest.raises(DocumentError, match="or remove it to read the store without labels"):
         ShardStore.open(tmp_path / metadata.hash, damaged_ok=True).sel(ignore_labels=[1])
+
+
+def test_a_condition_on_floats_is_rounded_as_the_array_is(made):
+    """0.1 is another number in float64 than in the array, so it never matched."""
+    path, _, arrays = made
+    score = arrays["score"].copy()
+    score[::2, 1:3], score[1, 1], score[2, 2], score[3, 3] = 0.1, np.inf, np.nan, 7
+    (path / "score.bin").write_bytes(score.tobytes())
+    store = ShardStore.open(path)
+    for wanted in (0.1, np.float32(0.1), [0.1, 7], np.array([0.1]), np.inf, np.nan, 7, -0.0, 1e300):
+        found = store.sel(layer=2, tokens="content", where={"score": wanted}, masked=True).coordinates()
+        # Finite numbers that float32 cannot hold are not infinity.
+        values = [value for value in np.atleast_1d(wanted).tolist() if value != 1e300]
+        truth = np.argwhere(np.isin(score, np.array(values, np.float32)))
+        assert np.array_equal(np.stack([found.example_idx, found.token_idx], axis=1), truth)
