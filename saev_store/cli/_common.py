@@ -6,11 +6,14 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from saev_store.errors import ArgumentError, SaevStoreError
+
+if TYPE_CHECKING:
+    from saev_store.core.layout import LayerKey
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -88,6 +91,28 @@ def integers(text: str, *, where: str) -> list[int]:
         raise ArgumentError(
             f"{text!r} is not a list of integers", where=where, remedy=f"Separate them by commas: {where} 2,5."
         ) from None
+
+
+def layer_keys(text: str, *, where: str) -> list[LayerKey]:
+    """Layers from a comma-separated list: labels, or labels with their hook points.
+
+    Raises:
+        ArgumentError: the text is something else.
+
+    >>> layer_keys("5:attn_out,-2", where="--layers")
+    [(5, 'attn_out'), -2]
+    """
+    parts = [part.partition(":") for part in text.split(",")]
+    try:
+        if all(hook_point or not colon for _, colon, hook_point in parts):
+            return [(int(label), hook_point) if colon else int(label) for label, colon, hook_point in parts]
+    except ValueError:
+        pass
+    raise ArgumentError(
+        f"{text!r} is not a list of layers",
+        where=where,
+        remedy=f"Separate them by commas: {where} 2,5. With hook points: {where} 2:attn_out,5:resid_mid.",
+    )
 
 
 class PipeClosedError(Exception):

@@ -21,11 +21,13 @@ from saev_store.cli._common import (
     emit,
     emit_json,
     integers,
+    layer_keys,
     storage_options,
     table,
 )
 from saev_store.core.dtypes import StoredDtype
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     DocumentError,
     NotFoundError,
@@ -171,7 +173,12 @@ def source_info(found: Found, *, as_json: bool) -> None:
 def head(
     url: Url,
     n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="Number of vectors.")] = 5,
-    layer: Annotated[int | None, typer.Option(help="Label of a layer [default: the first recorded].")] = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="5:attn_out", help="Label of a layer, or with its hook point [default: the first recorded]."
+        ),
+    ] = None,
     tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Which tokens.")] = "all",
     token_array: Annotated[
         list[str] | None,
@@ -187,8 +194,11 @@ def head(
     from saev_store.loaders import TokenColumns
     from saev_store.store.store import ShardStore
 
+    wanted = None if layer is None else layer_keys(layer, where="--layer")
+    if wanted is not None and len(wanted) > 1:
+        raise ArgumentError(f"{layer!r} names several layers", where="--layer", remedy="Name one.")
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
-        label = store.layout.layer_keys[0] if layer is None else layer
+        label = store.layout.layer_keys[0] if wanted is None else wanted[0]
         selection = store.sel(layer=label, tokens=tokens)
         rows = np.arange(min(n, len(selection)))
         vectors = selection.rows(rows)

@@ -25,6 +25,7 @@ from saev_store.cli._common import (
     emit,
     emit_json,
     integers,
+    layer_keys,
     storage_options,
     table,
 )
@@ -44,7 +45,9 @@ _NOT_LISTED = (
 def copy(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy: a path, or any fsspec URL.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is created.")],
-    layers: Annotated[str | None, typer.Option(metavar="2,5", help="Copy only these layers, as a new store.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="2,5:attn_out", help="Copy only these layers, as a new store.")
+    ] = None,
     tokens: Annotated[
         Literal["all", "content", "special"], typer.Option(help="Copy only these tokens, as a new store.")
     ] = "all",
@@ -83,7 +86,7 @@ def copy(
     url = copy_store(
         src,
         dst,
-        layers=None if layers is None else integers(layers, where="--layers"),
+        layers=None if layers is None else layer_keys(layers, where="--layers"),
         tokens=tokens,
         protocol=protocol,
         dtype=dtype,

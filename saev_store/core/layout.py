@@ -229,12 +229,12 @@ class Layout:
         """
         label, hook_point = cast("tuple[object, object]", layer) if is_layer_pair(layer) else (layer, None)
         found: list[int] = []
+        hooks = self.hook_points or (RESID_POST,) * self.n_layers
         if not isinstance(label, _BOOLEANS):
             try:
                 wanted = operator.index(cast("SupportsIndex", label))
             except TypeError:
                 wanted = None
-            hooks = self.hook_points or (RESID_POST,) * self.n_layers
             found = [
                 position
                 for position, pair in enumerate(zip(self.layers, hooks, strict=True))
@@ -246,7 +246,8 @@ class Layout:
             raise LayerNotFoundError(
                 f"layer {brief(layer)} was recorded at {len(found)} hook points: {[self.layer_keys[i] for i in found]}",
                 where="layer",
-                remedy="Name one of these pairs.",
+                remedy="Name one of these pairs, on the command line "
+                f"{' or '.join(f'{self.layers[i]}:{hooks[i]}' for i in found)}.",
             )
         raise LayerNotFoundError(
             f"layer {brief(layer)} was not recorded; the store holds the layers {list(self.layer_keys)}",

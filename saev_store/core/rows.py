@@ -181,7 +181,7 @@ def row_space(
     every = Progression(0, 1, layout.n_examples)
     chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
     space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout), stacks_layers=stack_layers)
-    kept = kept_table(ignore_labels)
+    kept = labels_that_stay(ignore_labels)
     if kept is None:
         return space
     if tokens == "special":
@@ -189,11 +189,7 @@ def row_space(
             "special tokens have no labels to ignore", where="ignore_labels", remedy="Drop one of the two."
         )
     if labels is None:
-        raise SelectionError(
-            "the store has no labels.bin, so no label can be ignored",
-            where="ignore_labels",
-            remedy="Drop ignore_labels.",
-        )
+        raise no_labels()
     return keeping(space, labels, kept)
 
 
@@ -244,11 +240,18 @@ def _tokens(tokens: Tokens, layout: Layout) -> Progression:
     return Progression(0, 1, layout.n_special_tokens)
 
 
-def kept_table(ignore_labels: Sequence[int] | None) -> npt.NDArray[np.bool_] | None:
-    """A table of 256 booleans, true for labels that stay; None where none is to be ignored.
+def no_labels() -> SelectionError:
+    """The refusal to ignore labels of a store without any."""
+    return SelectionError(
+        "the store has no labels.bin, so no label can be ignored", where="ignore_labels", remedy="Drop ignore_labels."
+    )
+
+
+def labels_that_stay(ignore_labels: Sequence[int] | None) -> npt.NDArray[np.bool_] | None:
+    """A table of 256 booleans, true for labels that are not ignored; None where nothing is.
 
     Raises:
-        SelectionError: one is no label.
+        SelectionError: these are not labels.
     """
     if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
         return None

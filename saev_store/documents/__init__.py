@@ -12,7 +12,7 @@ from saev_store.documents.metadata import (
     new_metadata,
     parse_metadata,
 )
-from saev_store.documents.shards import ShardsIndex, parse_shards, parse_token_array_size
+from saev_store.documents.shards import ShardsIndex, parse_shards, parse_token_array_size, rewriting
 from saev_store.documents.versions import (
     COUNT_KEYS,
     PROTOCOLS,
@@ -44,5 +44,6 @@ __all__ = [
     "parse_metadata",
     "parse_shards",
     "parse_token_array_size",
+    "rewriting",
     "shards_bytes",
 ]

@@ -216,7 +216,9 @@ def _find_bad_counts(values: list[int], key: str, expected: list[int], layout: L
         findings.add("wrong_sum", f"its counts sum to {total}; the metadata says {layout.n_examples} examples")
 
 
-def parse_token_array_size(nbytes: int, array: TokenArray, layout: Layout, *, where: str) -> tuple[int, int]:
+def parse_token_array_size(
+    nbytes: int, array: TokenArray, layout: Layout, *, where: str, is_declared: bool = False
+) -> tuple[int, int]:
     """The shape (n_examples, content tokens) of a token array, from the size of its file alone.
 
     Args:
@@ -224,6 +226,7 @@ def parse_token_array_size(nbytes: int, array: TokenArray, layout: Layout, *, wh
         array: Which one it is.
         layout: The layout of its store.
         where: The file's name, for messages.
+        is_declared: Whether the document declares the array, so that the store does not open without it.
 
     Raises:
         DocumentError: the size is not the one that the layout demands.
@@ -244,10 +247,15 @@ def parse_token_array_size(nbytes: int, array: TokenArray, layout: Layout, *, wh
         message += f", while this size repeats the {array.name} for every layer"
         remedy = "Write them once for each example."
     elif nbytes < expected:
-        remedy = (
-            f"It is cut off or of another store: copy it again, or remove it to read the store without {array.name}."
-        )
+        other = rewriting(array.name) if is_declared else f"remove it to read the store without {array.name}"
+        remedy = f"It is cut off or of another store: copy it again, or {other}."
     else:
-        remedy = f"It is of another store, or not of {each} each: replace it, or remove it."
+        other = rewriting(array.name) if is_declared else "remove it"
+        remedy = f"It is of another store, or not of {each} each: replace it, or {other}."
     problem = Problem("labels_size" if array == LABELS else "token_array_size", message, where)
     raise DocumentError(message, where=where, remedy=remedy, problems=[problem])
+
+
+def rewriting(name: str) -> str:
+    """How a lost token array is written anew, for remedies."""
+    return f'write it anew with store.repair().restore_array("{name}", ...)'

@@ -129,6 +129,7 @@ class Stats:
             "n_examples": self.n_examples,
             "is_sample": self.is_sample,
             "layers": list(self.layers),
+            **({} if self.layout.hook_points is None else {"hook_points": list(self.layout.hook_points)}),
             "n_special_tokens": self.layout.n_special_tokens,
             "per_layer": {name: values.tolist() for name, values in self.per_layer().items()},
             "per_layer_and_token": {name: getattr(self, name).tolist() for name in STATISTICS},
@@ -137,9 +138,8 @@ class Stats:
     def __str__(self) -> str:
         header = ("layer", *STATISTICS)
         columns = self.per_layer()
-        rows = [
-            (str(label), *(_short(columns[name][row]) for name in STATISTICS)) for row, label in enumerate(self.layers)
-        ]
+        labels = [str(key) if isinstance(key, int) else f"{key[0]}:{key[1]}" for key in self.layout.layer_keys]
+        rows = [(label, *(_short(columns[name][row]) for name in STATISTICS)) for row, label in enumerate(labels)]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)

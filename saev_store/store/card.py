@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from saev_store.core.layout import LayerKey, Layout
+from saev_store.core.layout import RESID_POST, LayerKey, Layout
+from saev_store.core.token_arrays import LABELS
 from saev_store.documents import WRITABLE_VERSIONS, Metadata
 from saev_store.problems import Problem
 from saev_store.store.sizes import sizes_by_dtype
@@ -35,6 +36,25 @@ def _layer_name(key: LayerKey) -> str:
     return str(key) if isinstance(key, int) else f"{key[0]} {key[1]}"
 
 
+def _as_reference(metadata: Metadata) -> str:
+    """How the store becomes one of protocol 2.1, or what that cannot hold."""
+    if not metadata.declares_token_arrays:
+        return ": saev-store copy --protocol 2.1"
+    arrays = [array.name for array in metadata.token_arrays]
+    beyond = [
+        what
+        for what, is_there in (
+            ("hook points", set(metadata.hook_points or ()) - {RESID_POST}),
+            ("token arrays", set(arrays) - {LABELS.name} or (arrays and metadata.dtype == "float32")),
+            ("texts", metadata.text is not None),
+        )
+        if is_there
+    ]
+    if beyond:
+        return f", which has no {' or '.join(beyond)}"
+    return f": saev-store copy{'' if metadata.dtype == 'float32' else ' --dtype float32'} --protocol 2.1"
+
+
 def card_rows(
     metadata: Metadata, transport: Transport, problems: Sequence[Problem], *, token_arrays: TokenArrays
 ) -> list[tuple[str, str]]:
@@ -60,7 +80,7 @@ def card_rows(
         ("protocol", f"{metadata.protocol}, read through {transport.name}"),
     ]
     if metadata.version is not WRITABLE_VERSIONS["2.1"]:
-        rows.append(("", "the reference project's code reads 2.1 only: saev-store copy --protocol 2.1"))
+        rows.append(("", f"the reference project's code reads 2.1 only{_as_reference(metadata)}"))
     if metadata.dataset:
         rows.insert(2, ("dataset", metadata.dataset))
     shown = [f"{problem.severity}: {problem.message}" for problem in problems[:_SHOWN_PROBLEMS]]

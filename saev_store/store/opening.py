@@ -306,7 +306,13 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
     shown = "; ".join(str(problem) for problem in errors[:_SHOWN])
     more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
     if token_files.issuperset(problem.where for problem in errors):
-        return DocumentError(f"{shown}{more}", where=url, problems=errors)
+        return DocumentError(
+            f"{shown}{more}",
+            where=url,
+            remedy="Copy the file again, or open with damaged_ok=True to read the vectors; store.repair().restore_array(...) writes "
+            "a token array anew.",
+            problems=errors,
+        )
     gone = any(problem.kind == "missing_shard" for problem in errors)
     return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",

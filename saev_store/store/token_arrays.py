@@ -10,9 +10,9 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from saev_store.core.layout import Layout
-from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, kept_table, row_space
+from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, labels_that_stay, no_labels, row_space
 from saev_store.core.token_arrays import TokenArray
-from saev_store.documents import parse_token_array_size
+from saev_store.documents import parse_token_array_size, rewriting
 from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
 from saev_store.transport.fetch import map_check
 
@@ -104,11 +104,13 @@ class TokenArrays(Mapping[str, TokenValues]):
         if values is not None:
             map_check(self._transport)(f"{name}.bin", values.nbytes)
             return values
-        self._read[name] = values = read_token_array(self._transport, self._layout, self._known()[name])
+        self._read[name] = values = read_token_array(
+            self._transport, self._layout, self._known()[name], is_declared=self.is_declared
+        )
         return values
 
 
-def find_token_array(transport: Transport, layout: Layout, array: TokenArray) -> bool:
+def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool = False) -> bool:
     """Whether the file of a token array is there; its size is compared, nothing is read.
 
     Raises:
@@ -118,11 +120,11 @@ def find_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
         size = transport.size(array.file_name)
     except NotFoundError:
         return False
-    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}")
+    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}", is_declared=is_declared)
     return True
 
 
-def read_token_array(transport: Transport, layout: Layout, array: TokenArray) -> TokenValues:
+def read_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool) -> TokenValues:
     """The values of a token array, read-only, mapped where the transport maps.
 
     Raises:
@@ -130,11 +132,11 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
         DocumentError: the file has another size than the documents imply, or holds what is no bool.
     """
     where = f"{transport.url}/{array.file_name}"
-    if not find_token_array(transport, layout, array):
+    if not find_token_array(transport, layout, array, is_declared=is_declared):
         raise NotFoundError(
             "the document declares this token array, but the file is missing",
             where=where,
-            remedy="Copy it again from where it is whole.",
+            remedy=f"Copy it again from where it is whole, or {rewriting(array.name)}.",
         )
     (buffer,) = transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(layout)])
     values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(layout.n_examples, -1)
@@ -142,7 +144,7 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
         raise DocumentError(
             "it holds bytes other than 0 and 1; a bool is one of them",
             where=where,
-            remedy="It is of another store, or damaged: copy it again.",
+            remedy=f"It is of another store, or damaged: copy it again, or {rewriting(array.name)}.",
         )
     values.flags.writeable = False
     return values
@@ -171,6 +173,8 @@ def chosen_rows(
         raise SelectionError(
             f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
         )
+    if where and tokens == "special":
+        raise SelectionError("special tokens have no token arrays", where="where", remedy="Drop one of the two.")
     if where or hides:
         labels = _kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
         ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
@@ -187,10 +191,12 @@ def _kept_tokens(
     arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
 ) -> npt.NDArray[np.uint8]:
     """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens)."""
-    tests = [(arrays[MASK], np.array([True]))] if hides else []
-    stays = kept_table(ignore_labels)
-    if stays is not None:
-        tests.append((_named(arrays, "labels"), np.flatnonzero(stays)))
+    tests: list[tuple[TokenValues, TokenValues]] = [(arrays[MASK], np.array([True]))] if hides else []
+    stay = labels_that_stay(ignore_labels)
+    if stay is not None:
+        if "labels" not in arrays:
+            raise no_labels()
+        tests.append((arrays["labels"], np.flatnonzero(stay)))
     for name, wanted in where.items():
         values = _named(arrays, name)
         tests.append((values, _choices(name, values.dtype, wanted)))
@@ -217,6 +223,10 @@ def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDAr
         )
     if choices.dtype == np.uint64 and dtype.kind != "f":  # else NumPy compares them with int64 as float64
         choices = choices[choices <= np.iinfo(np.int64).max].astype(np.int64)
+    if choices.dtype.kind == "f":  # 0.1 means the number that the array has for it
+        with np.errstate(over="ignore"):
+            rounded = choices.astype(dtype)
+        choices = rounded[np.isinf(rounded) <= np.isinf(choices)]  # what became infinite is not in the array
     return choices
 
 

@@ -604,3 +604,83 @@ def test_ls_of_a_damaged_store(run, store):
     (entry,) = json.loads(out)["stores"]
     assert (code, entry["state"], entry["note"]) == (0, "damaged", "3 of 7 examples lost")
     assert "damaged: 3 of 7 examples lost" in run("ls", str(store.path.parent))[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "2.0"),
+        ({"dtype": "bfloat16"}, "--dtype float32 --protocol 2.1"),
+        ({"dtype": "bfloat16", "token_arrays": {"labels": "uint8"}}, "--dtype float32 --protocol 2.1"),
+        ({"dtype": "bfloat16", "token_arrays": {"labels": "uint8", "mask": "bool"}}, ", which has no token arrays"),
+        ({"token_arrays": {"labels": "uint8"}, "text": {"layout": "window", "bos": True}}, "no token arrays or texts"),
+        ({"hook_points": ["attn_out"]}, ", which has no hook points"),
+    ],
+)
+def test_what_the_card_advises_for_the_reference_project_works(run, tmp_path, more, told):
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[5], content_tokens_per_example=2, cls_token=False, d_model=2, n_examples=1,
+        max_tokens_per_shard=4, **more,
+    )  # fmt: skip
+    arrays = {name: np.ones((1, 2), bool) for name in more.get("token_arrays", ())}
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2), **arrays)
+    _, out, _ = run("info", tmp_path / metadata.hash)
+    (advice,) = re.findall(r"code reads 2.1 only(.*)", out)
+    assert told in advice or told == "2.0"
+    command = advice.partition(": saev-store ")[2].split() or ["copy", "--protocol", "2.1", "--dtype", "float32"]
+    code, _, err = run(*command, tmp_path / metadata.hash, tmp_path / "copy")
+    assert (code, "cannot hold" in err) == ((2, True) if "has no" in advice else (0, False))
+
+
+@pytest.fixture
+def hooked(tmp_path):
+    """(path, activations) of a store with a layer at two hook points."""
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[5, 5, -2], hook_points=["resid_mid", "attn_out", "resid_post"],
+        content_tokens_per_example=2, cls_token=False, d_model=2, n_examples=1, max_tokens_per_shard=6,
+    )  # fmt: skip
+    acts = np.arange(12, dtype=np.float32).reshape(1, 3, 2, 2)
+    with ShardStore.create(tmp_path / "root", metadata, progress=False) as writer:
+        writer.append(acts)
+    return tmp_path / "root" / metadata.hash, acts
+
+
+def test_layers_are_named_with_their_hook_points(run, hooked, tmp_path):
+    """The error for a label of several hook points says to name a pair, so there must be a way to."""
+    path, acts = hooked
+    for layer, at, told in (("5:resid_mid", 0, [5, "resid_mid"]), ("5:attn_out", 1, [5, "attn_out"]), ("-2", 2, -2)):
+        code, out, _ = run("head", path, "--layer", layer, "--json")
+        assert code == 0
+        assert [row["values"] for row in json.loads(out)["vectors"]] == acts[0, at].tolist()
+        assert json.loads(out)["layer"] == told
+    code, out, _ = run("copy", path, tmp_path / "copies", "--layers", "5:attn_out,-2")
+    assert code == 0
+    copied = ShardStore.open(out.strip())
+    assert copied.layout.layer_keys == ((5, "attn_out"), (-2, "resid_post"))
+    assert np.array_equal(copied[...], acts[:, 1:])
+
+
+@pytest.mark.parametrize("command", ["head", "copy"])
+def test_a_label_of_several_hook_points_is_refused_with_what_to_write(run, hooked, tmp_path, command):
+    arguments = ("--layer", "5") if command == "head" else ("--layers", "5", tmp_path / "copies")
+    code, out, err = run(command, hooked[0], *arguments)
+    assert (code, out) == (1, "")
+    assert "5:resid_mid" in err
+    assert "5:attn_out" in err
+
+
+@pytest.mark.parametrize("junk", ["x", "5:", ":resid_mid", "5.0", "", "2,5"])
+def test_what_is_no_layer_is_wrong_usage(run, hooked, junk):
+    code, out, err = run("head", hooked[0], "--layer", junk)
+    assert (code, out) == (2, "")
+    assert "--layer" in err
+
+
+def test_statistics_name_hook_points(run, hooked):
+    code, out, _ = run("stats", hooked[0])
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["5:resid_mid", "5:attn_out", "-2:resid_post"]
+    code, out, _ = run("stats", hooked[0], "--json")
+    found = json.loads(out)
+    assert (found["layers"], found["hook_points"]) == ([5, 5, -2], ["resid_mid", "attn_out", "resid_post"])

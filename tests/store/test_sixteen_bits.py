@@ -8,7 +8,7 @@ import pytest
 from token_stores import token_store
 
 from saev_store import ShardStore, new_metadata
-from saev_store.errors import ArgumentError, DocumentError, SelectionError
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -343,3 +343,101 @@ def test_an_interrupted_dump_continues_with_its_token_arrays(made, tmp_path, wor
         ShardStore.finalize(root, metadata)
     for file in path.iterdir():
         assert (root / metadata.hash / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("junk", [["x"], [300], [1.5], "abc", {1}, [True], [-1], [[1], [2]], [[1, 2], [1]]])
+def test_labels_to_ignore_are_checked_beside_a_mask_too(made, junk):
+    """Junk matches no label, so that the rows to be left out would come back without a word."""
+    store = ShardStore.open(made[0])
+    for more in ({}, {"masked": True}, {"masked": True, "where": {"token_ids": [0]}}):
+        with pytest.raises(SelectionError, match="labels are integers from 0 to 255") as caught:
+            store.sel(ignore_labels=junk, **more)
+        assert caught.value.where == "ignore_labels"
+
+
+def test_ignoring_nothing_and_ignoring_in_vain_are_the_same_with_and_without_a_mask(tmp_path):
+    for declared in ({"mask": "bool"}, {"token_ids": "int32"}):
+        metadata = new_metadata(**{**META, "token_arrays": declared})
+        arrays = {name: np.ones((N, CONTENT), dtype=bool) for name in declared}
+        with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+            writer.append(np.ones((N, len(LAYERS), CONTENT + 1, D), np.float32), **arrays)
+        store = ShardStore.open(tmp_path / metadata.hash)
+        for nothing in ([], ()):
+            assert len(store.sel(ignore_labels=nothing, tokens="content")) == N * len(LAYERS) * CONTENT
+        with pytest.raises(SelectionError, match="no labels.bin, so no label can be ignored") as caught:
+            store.sel(ignore_labels=[1])
+        assert caught.value.where == "ignore_labels"
+
+
+def test_a_condition_on_special_tokens_is_named(made):
+    store = ShardStore.open(made[0])
+    with pytest.raises(SelectionError, match="special tokens have no token arrays") as caught:
+        store.sel(where={"labels": 1}, tokens="special")
+    assert caught.value.where == "where"
+
+
+def damaged(path, name, how):
+    file = path / f"{name}.bin"
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "long":
+        file.write_bytes(file.read_bytes() + b"\0")
+    else:
+        file.write_bytes(b"\7" + file.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("token_ids", "missing"),
+        ("token_ids", "cut"),
+        ("labels", "cut"),
+        ("labels", "long"),
+        ("mask", "missing"),
+        ("mask", "7"),
+    ],
+)
+def test_the_remedy_for_a_damaged_token_array_helps(made, name, how):
+    """Of a declared array the file cannot be left out: without it the store does not open."""
+    path, _, arrays = made
+    damaged(path, name, how)
+    if how != "7":  # found when it is read
+        with pytest.raises(DocumentError) as caught:
+            ShardStore.open(path)
+        assert "damaged_ok=True" in caught.value.remedy
+        assert "restore_array" in caught.value.remedy
+    store = ShardStore.open(path, damaged_ok=True)
+    with pytest.raises((DocumentError, NotFoundError)) as caught:
+        store.token_arrays[name]
+    assert "remove it" not in caught.value.remedy
+    assert f'store.repair().restore_array("{name}", ...)' in caught.value.remedy
+    with store.repair() as writer:
+        writer.restore_array(name, arrays[name])
+    assert np.array_equal(ShardStore.open(path).token_arrays[name], arrays[name])
+
+
+def test_labels_that_no_document_declares_may_be_removed(tmp_path):
+    metadata = new_metadata(**{**META, "token_arrays": None, "hook_points": None, "layers": (1, 2, 3)})
+    labels = np.ones((N, CONTENT), np.uint8)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.ones((N, len(LAYERS), CONTENT + 1, D), np.float32), labels=labels)
+    damaged(tmp_path / metadata.hash, "labels", "cut")
+    with pytest.raises(DocumentError, match="or remove it to read the store without labels"):
+        ShardStore.open(tmp_path / metadata.hash, damaged_ok=True).sel(ignore_labels=[1])
+
+
+def test_a_condition_on_floats_is_rounded_as_the_array_is(made):
+    """0.1 is another number in float64 than in the array, so it never matched."""
+    path, _, arrays = made
+    score = arrays["score"].copy()
+    score[::2, 1:3], score[1, 1], score[2, 2], score[3, 3] = 0.1, np.inf, np.nan, 7
+    (path / "score.bin").write_bytes(score.tobytes())
+    store = ShardStore.open(path)
+    for wanted in (0.1, np.float32(0.1), [0.1, 7], np.array([0.1]), np.inf, np.nan, 7, -0.0, 1e300):
+        found = store.sel(layer=2, tokens="content", where={"score": wanted}, masked=True).coordinates()
+        # Finite numbers that float32 cannot hold are not infinity.
+        values = [value for value in np.atleast_1d(wanted).tolist() if value != 1e300]
+        truth = np.argwhere(np.isin(score, np.array(values, np.float32)))
+        assert np.array_equal(np.stack([found.example_idx, found.token_idx], axis=1), truth)
