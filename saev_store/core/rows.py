@@ -206,6 +206,13 @@ def keeping(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool_], condit
     return replace(space, ends=ends, labels=labels, kept=kept, condition=condition)
 
 
+def are_several(layer: Layers) -> bool:
+    """Whether it is not one label, or one pair (label, hook point), but several, or `"all"`."""
+    if isinstance(layer, np.ndarray):
+        return layer.ndim > 0
+    return isinstance(layer, Sequence) and not is_layer_pair(layer)
+
+
 def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     if isinstance(layer, str):
         if layer != "all":
@@ -214,8 +221,7 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
                 where="layer",
             )
         return tuple(range(layout.n_layers))
-    is_several = isinstance(layer, (Sequence, np.ndarray)) and not is_layer_pair(layer)
-    wanted = list(cast("Sequence[LayerKey]", layer)) if is_several else [cast("LayerKey", layer)]
+    wanted = list(cast("Sequence[LayerKey]", layer)) if are_several(layer) else [cast("LayerKey", layer)]
     if not wanted:
         raise SelectionError(
             f"no layer was chosen; the store holds the layers {list(layout.layer_keys)}", where="layer"

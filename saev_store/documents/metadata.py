@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
@@ -320,8 +321,9 @@ def new_metadata(
     # What is no sequence or mapping goes on as it is, to be refused like the same value in a document.
     ours: dict[str, object] = {"hook_points": hook_points, "token_arrays": token_arrays, "text": text}
     if isinstance(hook_points, (list, tuple)):
-        are_default = [*hook_points] == [RESID_POST] * len(layers)
-        ours["hook_points"] = None if are_default else [*hook_points]  # said by leaving them out
+        with contextlib.suppress(TypeError):  # layers without a length are refused with the document
+            are_default = [*hook_points] == [RESID_POST] * len(layers)
+            ours["hook_points"] = None if are_default else [*hook_points]  # said by leaving them out
     if isinstance(token_arrays, Mapping):
         ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in token_arrays.items()] or None
     if protocol is None:

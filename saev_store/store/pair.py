@@ -11,8 +11,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from saev_store.core.dtypes import ReadDtype
-from saev_store.core.layout import is_layer_pair
-from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, keeping
+from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, are_several, keeping
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.store.reader import FloatArray
 from saev_store.store.selection import Selection
@@ -98,11 +97,11 @@ class StorePair:
         ignores_b = ignore_labels is not None and "labels" not in arrays[0] and "labels" in arrays[1]
         a = self.a.sel(
             layer=layer_a, tokens=tokens, examples=examples, ignore_labels=None if ignores_b else ignore_labels,
-            where=of_a or None, masked=masked, dtype=dtype, stack_layers=_is_several(layer_a),
+            where=of_a or None, masked=masked, dtype=dtype, stack_layers=are_several(layer_a),
         )  # fmt: skip
         b = self.b.sel(
             layer=layer_b, tokens=tokens, examples=examples, ignore_labels=ignore_labels if ignores_b else None,
-            where=only_b or None, masked=masked, dtype=dtype, stack_layers=_is_several(layer_b),
+            where=only_b or None, masked=masked, dtype=dtype, stack_layers=are_several(layer_b),
         )  # fmt: skip
         if a.space.tokens.count != b.space.tokens.count:
             raise SelectionError(
@@ -170,11 +169,6 @@ def _different_tokens(a: ShardStore, b: ShardStore) -> Iterator[str]:
                 at = (first + int(differs[0, 0]), int(differs[0, 1]))
                 yield f"{name} of example {at[0]}, content token {at[1]} is {one[at]} and {other[at]}"
                 break
-
-
-def _is_several(layer: Layers) -> bool:
-    """Whether a choice of layers is stacked: everything but one label, or one pair (label, hook point)."""
-    return isinstance(layer, (str, Sequence, np.ndarray)) and not is_layer_pair(layer)
 
 
 def _kept(space: RowSpace) -> Labels:

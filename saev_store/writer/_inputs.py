@@ -155,8 +155,8 @@ def check_overflow(
             raise ArgumentError(
                 message,
                 where="acts",
-                remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; bfloat16 '
-                "has the range of float32.",
+                remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; '
+                f"{'float32 has them all' if layout.dtype == 'bfloat16' else 'bfloat16 has nearly the range of float32'}.",
             )
         warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=4)
         break

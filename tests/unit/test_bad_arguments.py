@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saev_store import SaevStoreError, ShardStore, new_metadata
+from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.loaders import ShuffledLoader
 from saev_store.writer.copying import copy_store
 
@@ -22,7 +22,7 @@ JUNK: dict[str, object] = {
     "nan": float("nan"), "word": "x", "no word": "", "bytes": b"x", "list": [], "list of None": [None], "list of words": ["a"],
     "ragged": [[1], [2, 3]], "dict": {}, "odd dict": {1: 2}, "tuple": (), "object": object(), "floats": np.array([1.5]),
     "words": np.array(["a"]), "slice": slice(None), "square": [[1, 2], [3, 4]], "date": np.datetime64("2020"), "call": print,
-    "ellipsis": ..., "range": range(3), "set": {1, 2},
+    "ellipsis": ..., "range": range(3), "set": {1, 2}, "0-d array": np.array(7), "2-d array": np.array([[7]]),
 }  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "two indices": lambda junk: store[0, 0, junk, junk],
         "out": lambda junk: store.read(0, out=junk),
         "layer": lambda junk: store.sel(layer=junk),
+        "layer of a pair": lambda junk: pair(store, store).sel(layer_a=2, layer_b=junk),
         "tokens": lambda junk: store.sel(tokens=junk),
         "examples": lambda junk: store.sel(examples=junk),
         "ignore_labels": lambda junk: store.sel(ignore_labels=junk),
@@ -74,6 +75,9 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "append": append,
         "labels": lambda junk: append(np.zeros((1, 2, 5, 8), np.float32), junk),
         "token array": lambda junk: append_mask(root, junk),
+        "metadata layers with hook points": lambda junk: new_metadata(
+            **{**METADATA, "layers": junk}, hook_points=["attn_out"]
+        ),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
     }
     for name in [

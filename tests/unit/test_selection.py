@@ -237,3 +237,10 @@ def test_what_stands_for_none_is_a_number_of_the_dtype() -> None:
     assert {name: repr(NONE[name]) for name in DTYPES} == {
         "bool": "False", "uint8": "255", "int32": "-1", "int64": "-1", "float32": "nan"
     }  # fmt: skip
+
+
+def test_one_layer_may_be_an_array_without_axes():
+    layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+    assert row_space(layout, layer=np.array(5)).layer_idx == (1,)
+    with pytest.raises(LayerNotFoundError, match="was not recorded"):
+        row_space(layout, layer=np.array(5.0))

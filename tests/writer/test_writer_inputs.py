@@ -261,3 +261,14 @@ def test_16_bits_always_fit_into_float32(tmp_path):
         with np.errstate(invalid="ignore"):
             wide = acts.astype(np.float32)
         assert np.array_equal(bits(written(tmp_path / dtype, [acts], "float32")), bits(wide))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_remedy_for_large_numbers_is_not_the_dtype_at_hand(tmp_path, dtype):
+    metadata = new_metadata(**{**META, **PLAIN, "dtype": dtype})
+    acts = np.full(metadata.layout.shape, 3.4e38, np.float32)
+    with pytest.raises(ArgumentError) as caught, ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts)
+    other = {"bfloat16": "float32", "float16": "bfloat16"}[dtype]
+    assert f" {other} has" in caught.value.remedy
+    assert f" {dtype} has" not in caught.value.remedy
