@@ -259,6 +259,7 @@ def _folders_of(root: Transport, *, damaged_ok: bool) -> tuple[list[str], list[s
 
 def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = None) -> xarray.Dataset:
     """A store as a dataset of lazy variables, without dask; closing it closes the store."""
+    store.check_wide()
     layout = store.layout
     variables = {
         ARRAY: xarray.Variable(DIMS, LazyArray(StoreArray(store))),

@@ -83,6 +83,7 @@ class Loader(ABC):
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self.d_model, self.n_samples = layout.d_model, space.n_rows
         self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
+        self._reader.check_wide()
         self._medium = medium_of(self._reader.transport, layout, options.medium)
         is_busy = self._medium.kind in _BUSY
         most = max(1, n_cores() - self._n_busy) if is_busy and self._n_busy else 64

@@ -87,6 +87,7 @@ def store_stats(
     kept = None if refresh else _kept(store, wanted)
     if kept is not None:
         return kept
+    store.check_wide()
     recording, digests = _recording(store, wanted)
     moments = compute(store, _chosen(store, wanted), digests=digests, client=client, progress=progress)
     return _result(store, moments, wanted, recording, save=save)
@@ -101,6 +102,7 @@ def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats
     kept = _kept(store, wanted, or_more=True)
     if kept is not None:
         return kept
+    store.check_wide()
     recording, digests = _recording(store, wanted)
     unmapped = store.unmapped()
     works = plan(store.layout, _chosen(store, wanted))

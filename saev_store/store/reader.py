@@ -26,6 +26,8 @@ FloatArray = npt.NDArray[np.float32]
 #: Numbers of any dtype that a store may hold or a reader may ask for.
 NumberArray = npt.NDArray[np.generic]
 
+#: More vectors in an example than this, and a shard is looked at before memory is taken for tables of them.
+_WIDE = 1 << 20
 #: Rows that are placed one by one pass through a piece of memory that stays in the CPU's cache.
 SCRATCH_BYTES = 512 << 10
 #: Rows worth a thread, and how much of them a thread takes at a time.
@@ -179,6 +181,15 @@ class Reader:
                 where=f"{self.transport.url}/{shard_name(shard_idx)}",
                 remedy="store.validate() lists everything that is lost, store.repair() records it again.",
             )
+
+    def check_wide(self) -> None:
+        """Compare the size of the first shard with the layout, now, where tables of the vectors of an example would be large.
+
+        Raises:
+            CorruptShardError: as `check_size`.
+        """
+        if self.layout.vectors_per_example > _WIDE and self.is_unchecked(0):
+            self.check_size(0)
 
     def check_size(self, shard_idx: int) -> None:
         """Compare the size of a shard with the layout, now.

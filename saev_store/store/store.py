@@ -213,6 +213,7 @@ class ShardStore(TextReading):
             ArgumentError: `out` does not fit the result, or the dtype is none of these.
             CorruptShardError: a shard that is needed is missing, short or was lost.
         """
+        self.check_wide()
         request = parse_key(key, self.layout.shape)
         result = prepared(out, request.shape, read_dtype(dtype, self.layout.dtype))
         self._reader.execute(
@@ -298,6 +299,16 @@ class ShardStore(TextReading):
     def __array__(self, dtype: np.dtype[np.generic] | None = None, *, copy: bool | None = None) -> np.ndarray:
         array = self.as_numpy(copy=copy)
         return array if dtype is None else array.astype(dtype, copy=False)
+
+    def check_wide(self) -> None:
+        """Refuse documents that promise more vectors in an example than the first file holds, before memory is taken for them.
+
+        Only very many are looked at: a far store is opened without a request for its shards.
+
+        Raises:
+            CorruptShardError: the first shard is missing or short.
+        """
+        self._reader.check_wide()
 
     # -- views and exports ---------------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ def open_view(
             where="sharded",
             remedy="Install zarr >= 3.3 (which needs Python 3.12), or leave `sharded` alone.",
         )
+    store.check_wide()
     layout, max_gap_bytes = store.layout, store.transport.cost.max_gap_bytes
     shape = chunk_shape(layout, chunks, max_gap_bytes=max_gap_bytes)
     shown = read_dtype(dtype, layout.dtype).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dense_stores import PlainStore, plain_store
 from plain_stores import plain_store as numbered_store
 from transports import CountingTransport
 
-from saev_store import SaevStoreWarning, ShardStore
+from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import (
     ArgumentError,
@@ -25,6 +26,7 @@ from saev_store.errors import (
     NotFoundError,
     SelectionError,
 )
+from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.names import CLAIM_PATH
 from saev_store.problems import Problem
 from saev_store.store import card
@@ -490,3 +492,36 @@ def test_a_folder_that_is_not_there_is_told_from_one_that_is_no_store(tmp_path):
         ShardStore.open(tmp_path / "absent")
     with pytest.raises(NotFoundError, match="there is no metadata.json"):
         ShardStore.open(tmp_path)
+
+
+WIDE_READS = {
+    "read": lambda store: store[0],
+    "zarr": lambda store: store.as_zarr().keys.documents,
+    "xarray": lambda store: store.as_xarray(),
+    "stats": lambda store: store.stats(save=False, progress=False),
+    "sample": lambda store: store.stats(sample=1, save=False, progress=False),
+    "ordered": lambda store: next(iter(OrderedLoader(store.sel(), batch_size=4))),
+    "shuffled": lambda store: next(iter(ShuffledLoader(store.sel(), batch_size=4, window_bytes=1 << 16))),
+}
+
+
+@pytest.mark.parametrize("what", WIDE_READS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_far_document_that_promises_many_tokens_takes_no_memory(plain, dtype, what):
+    """A far store's shards are not looked at when it is opened: two small files could ask for all of a machine's memory."""
+    n_tokens = 4_000_000
+    metadata = new_metadata(
+        family="f", ckpt="c", layers=[1, 2], content_tokens_per_example=n_tokens, cls_token=False, d_model=1, n_examples=2,
+        max_tokens_per_shard=4 * n_tokens, dtype=dtype,
+    )  # fmt: skip
+    shards = json.dumps([{"name": "acts000000.bin", "n_examples": 2}]).encode()
+    files = {"metadata.json": metadata.raw, "shards.json": shards, "acts000000.bin": bytes(64)}
+    with ShardStore.open(Far(files, label=metadata.hash)) as store:
+        WIDE_READS[what](ShardStore.open(Far(plain.files, label=plain.name)))  # imports take memory, too
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptShardError, match="acts000000.bin"):
+                WIDE_READS[what](store)
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000
+        finally:
+            tracemalloc.stop()
