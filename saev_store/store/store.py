@@ -22,8 +22,6 @@ from saev_store.store.token_arrays import chosen_rows
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import dask.array
     import distributed
     import icechunk
@@ -221,9 +219,7 @@ class ShardStore(TextReading):
         )
         return result if result.ndim or out is not None else result[()]
 
-    def estimate(
-        self, key: Key = ..., *, prices: Prices | None = None, dtype: StoredDtype | None = None
-    ) -> Estimate:  # fmt: skip
+    def estimate(self, key: Key = ..., *, prices: Prices | None = None, dtype: StoredDtype | None = None) -> Estimate:
         """What `store[key]` will cost in requests, bytes and dollars: the plan of the read, counted; nothing is read.
 
         Args:
@@ -299,16 +295,6 @@ class ShardStore(TextReading):
     def __array__(self, dtype: np.dtype[np.generic] | None = None, *, copy: bool | None = None) -> np.ndarray:
         array = self.as_numpy(copy=copy)
         return array if dtype is None else array.astype(dtype, copy=False)
-
-    def check_wide(self) -> None:
-        """Refuse documents that promise more vectors in an example than the first file holds, before memory is taken for them.
-
-        Only very many are looked at: a far store is opened without a request for its shards.
-
-        Raises:
-            CorruptShardError: the first shard is missing or short.
-        """
-        self._reader.check_wide()
 
     # -- views and exports ---------------------------------------------------------------------------------------------
 
@@ -447,17 +433,14 @@ class ShardStore(TextReading):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __dask_tokenize__(self) -> tuple[str, str, str]:
         from saev_store.store.identity import recording_identity
 
         # Tasks do not compare what they read with its digests, which a damaged file shares with its repair.
-        files = self.recorded_files()
-        recording = recording_identity(self.transport, self.layout, files=files, prefer="versions")
+        recording = recording_identity(self.transport, self.layout, files=self.recorded_files(), prefer="versions")
         return "saev_store", self.url, str(recording)
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:

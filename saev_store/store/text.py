@@ -105,6 +105,16 @@ class TextReading(OpenedStore):
     _reader: Reader
     _runs: DocumentRuns | None = None
 
+    def check_wide(self) -> None:
+        """Refuse documents that promise more vectors in an example than the first file holds, before memory is taken for them.
+
+        Only very many are looked at: a far store is opened without a request for its shards.
+
+        Raises:
+            CorruptShardError: the first shard is missing or short.
+        """
+        self._reader.check_wide()
+
     def document(
         self, document_id: int, *, layer: Layers = "all", dtype: ReadDtype = "float32", masked: bool = False
     ) -> TextDocument:
