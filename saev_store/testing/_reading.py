@@ -51,8 +51,8 @@ class ReadContract:
 
     @pytest.fixture
     def transport(self) -> Iterator[Transport]:
-        """The transport under test, holding `FILES`."""
-        raise NotImplementedError
+        """The transport under test, holding `FILES`; each suite that derives from this contract has its own."""
+        raise NotImplementedError("a suite must define the fixture `transport`")
 
     def test_has_the_shape_of_a_transport(self, transport: Transport) -> None:
         assert isinstance(transport, Transport)

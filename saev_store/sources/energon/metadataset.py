@@ -168,10 +168,11 @@ def _reference(split: str, value: object, full_address: Callable[[object, str], 
     auxiliary: dict[str, str] = {}
     folders: dict[str, str] = {}
     for name, address in given.items():
+        told = f"{what}['aux'][{name!r}]"
         scheme = _FOLDER.match(address) if isinstance(address, str) else None
-        if isinstance(address, str) and scheme is not None:
+        if not isinstance(address, str) or scheme is None:
+            auxiliary[name] = full_address(address, told)
+        else:  # the folder's own address: without the word `filesystem`
             below = address[scheme.end() :]
-            address = f"{scheme[1]}://{below}" if scheme[1] else below  # noqa: PLW2901 - without `filesystem`
-        target = auxiliary if scheme is None else folders
-        target[name] = full_address(address, f"{what}['aux'][{name!r}]")
+            folders[name] = full_address(f"{scheme[1]}://{below}" if scheme[1] else below, told)
     return Reference(full_address(found["path"], f"{what}['path']"), part, auxiliary, folders, subflavors)
