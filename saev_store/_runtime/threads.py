@@ -1,4 +1,4 @@
-"""Threads for the duration of one call, and the thread that closes abandoned objects.
+"""Threads for the duration of one call, locks that forked workers inherit, and the thread that closes abandoned objects.
 
 One thread copies more slowly than memory allows. Starting a thread takes about 50 us, so each needs a millisecond of work. Threads
 of a call end with it: there is no pool to shut down, to inherit through `fork`, or to leak.
@@ -13,14 +13,13 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
-
-from saev_store._runtime.locks import after_fork_in_child
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -112,6 +111,44 @@ def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
         helper.join()
     if errors:
         raise errors[0]
+
+
+def after_fork_in_child(call: Callable[[], object]) -> None:
+    """Call `call()` in every child that is forked from now on; nothing where the system cannot fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
+class ForkSafeLock:
+    """A mutex that is free in a forked child: the thread that held it in the parent does not exist there.
+
+    For state that is never left half changed for long, such as one step on a dict.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _ALL.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def renew(self) -> None:
+        """Forget the holder."""
+        self._lock = threading.Lock()
+
+
+_ALL: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for lock in list(_ALL):
+        lock.renew()
+
+
+after_fork_in_child(_renew_all)
 
 
 class Closes(Protocol):

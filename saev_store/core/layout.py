@@ -227,7 +227,11 @@ class Layout:
         Raises:
             LayerNotFoundError: it is not among the recorded ones, or a label stands for several hook points.
         """
-        label, hook_point = cast("tuple[object, object]", layer) if is_layer_pair(layer) else (layer, None)
+        match layer:
+            case tuple([label, str(hook_point)]):
+                pass
+            case label:
+                hook_point = None
         found: list[int] = []
         hooks = self.hook_points or (RESID_POST,) * self.n_layers
         if not isinstance(label, _BOOLEANS):

@@ -181,7 +181,7 @@ def row_space(
     every = Progression(0, 1, layout.n_examples)
     chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
     space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout), stacks_layers=stack_layers)
-    kept = labels_that_stay(ignore_labels)
+    kept = None if ignore_labels is None else labels_that_stay(ignore_labels)
     if kept is None:
         return space
     if tokens == "special":

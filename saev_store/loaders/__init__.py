@@ -10,7 +10,7 @@ from saev_store.loaders._columns import NO_LABEL, TokenColumns
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import stored_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
-from saev_store.loaders._medium import Medium, medium_of
+from saev_store.loaders._medium import WAITING, Medium, medium_of
 from saev_store.loaders._reads import ScatteredReads
 from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
 from saev_store.loaders.cache import CachedTransport
@@ -46,6 +46,7 @@ __all__ = [
 ]
 #: For `saev_store.torch`, which is built of the same parts.
 __all__ += [
+    "WAITING",
     "WINDOW_BYTES",
     "Allocate",
     "BufferPool",

@@ -24,7 +24,7 @@ from saev_store.loaders._columns import TokenColumns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
-from saev_store.loaders._medium import TAKES_ADVICE, Advice, layers_of, medium_of
+from saev_store.loaders._medium import TAKES_ADVICE, WAITING, Advice, layers_of, medium_of
 from saev_store.loaders._reads import Positions, Reads, Scratch
 from saev_store.loaders._ring import Allocate
 from saev_store.loaders.cache import CachedTransport
@@ -79,7 +79,9 @@ class Loader(ABC):
             raise ArgumentError(f"rows is a {type(rows).__name__}", where="rows", remedy="Pass store.sel(…).")
         space, layout = rows.space, rows.space.layout
         self._rows, self._space, self._options = rows, space, options
-        self._columns = TokenColumns(rows, options.token_arrays, labels)
+        self._columns: TokenColumns | None = None
+        if options.token_arrays or labels is not None:
+            self._columns = TokenColumns(rows, options.token_arrays, labels)
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self.d_model, self.n_samples = layout.d_model, space.n_rows
         self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
@@ -208,7 +210,7 @@ class Loader(ABC):
                     iteration.stop,
                     task_bytes=self._read_bytes,
                     advice=self._advice,
-                    waits=self._medium.waits,
+                    waits=self._medium.kind in WAITING,
                     scratch=self._scratch,
                 )
                 source = self._source(epoch, first, iteration, reads)
@@ -313,7 +315,7 @@ class Loader(ABC):
                 self._space,
                 task_bytes=self._read_bytes,
                 world=self._world,
-                waits=self._medium.waits,
+                waits=self._medium.kind in WAITING,
             ),
             keeps_pages=None if self._medium.path is None else not drops_pages,
             window_bytes=plan.window_bytes,
@@ -383,7 +385,7 @@ class Loader(ABC):
 
 
 def _batches(
-    source: Callable[[], BatchSource], numbers: range, space: RowSpace, columns: TokenColumns
+    source: Callable[[], BatchSource], numbers: range, space: RowSpace, columns: TokenColumns | None
 ) -> Iterator[Batch]:
     """Batches with what comes with their vectors: token numbers, layers' labels, tokens' labels and other token arrays."""
     if not numbers:
@@ -397,7 +399,8 @@ def _batches(
         batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
         if space.rows_per_token > 1:
             batch["layer"] = np.asarray(layout.layers, dtype=np.int64)[where.layer]
-        batch.update(columns.at(where.example, token))
+        if columns is not None:
+            batch.update(columns.at(where.example, token))
         # The consumer alone decides how long a batch lives.
         del act, where
         yield batch

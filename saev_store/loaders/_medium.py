@@ -17,6 +17,9 @@ from saev_store.transport.local.files import DESCRIPTORS
 #: it spins; `parallel`: a network or parallel file system; `remote`: behind a client, such as an object store.
 Kind = Literal["memory", "cached", "flash", "disk", "parallel", "remote"]
 
+#: Kinds on which a fault on a map of a shard waits for a disk, which then reads far more than what was wanted.
+WAITING = ("flash", "disk", "parallel")
+
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _PARALLEL = {
     "lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "cephfs", "cifs", "smb3", "glusterfs", "pvfs2", "panfs", "afs", "9p",
@@ -40,11 +43,6 @@ class Medium:
     kind: Kind
     reason: str
     path: str | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether a fault on a map of a shard would wait for a disk, which then reads far more than what was wanted."""
-        return self.kind in ("flash", "disk", "parallel")
 
 
 def layers_of(transport: Transport) -> list[Transport]:

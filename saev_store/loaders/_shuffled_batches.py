@@ -27,7 +27,7 @@ def runs_of_blocks(blocks: Blocks, numbers: IntArray, n_blocks: IntArray) -> Run
     space, places = blocks.space, blocks.places(numbers)
     which = np.repeat(np.arange(len(numbers)), places.n_examples)
     within = np.arange(len(which)) - np.repeat(np.cumsum(places.n_examples) - places.n_examples, places.n_examples)
-    example = blocks.examples(places.first[which] + within)
+    example = blocks.space.example(places.first[which] + within)
     layer = space.row_layers[places.layer[which]].ravel()
     n_vectors, n_tokens = space.vectors_per_row, space.tokens.count
     first = (which * blocks.cells_per_block + within * n_tokens) * n_vectors
@@ -46,8 +46,6 @@ def n_batches_ahead(partitions: Sequence[Partition], n_ahead: int) -> int:
 
 def vectors_of_rows(to: RowNumbers, n_tokens: int, n_vectors: int) -> RowNumbers:
     """The ring's vectors for the vectors of blocks in the order of `runs_of_blocks`, given its rows for their cells."""
-    if n_vectors == 1:
-        return to
     # In 64 bits: rows are fewer than 2^31, vectors may be more.
     by_layer = to.astype(np.int64).reshape(-1, 1, n_tokens) * n_vectors + np.arange(n_vectors)[:, None]
     return by_layer.reshape(-1)
@@ -162,13 +160,14 @@ class ShuffledBatches:
             to[rows.block * blocks.cells_per_block + rows.cell] = rows.place
             places, n_tokens = blocks.places(rows.numbers), blocks.space.tokens.count
             within, token = (0, rows.cell) if blocks.examples_per_block == 1 else np.divmod(rows.cell, n_tokens)
-            ring.example[rows.place] = blocks.examples(places.first[rows.block] + within)
+            ring.example[rows.place] = blocks.space.example(places.first[rows.block] + within)
             ring.token[rows.place] = token + blocks.space.tokens.start
             if blocks.n_layers > 1:
                 layer = blocks.space.row_layers[places.layer, 0]
                 ring.layer[rows.place] = layer[rows.block]
-            runs = runs_of_blocks(blocks, rows.numbers, rows.n_blocks)
-            put = partial(ring.memory.put, vectors_of_rows(to, n_tokens, blocks.space.vectors_per_row))
+            runs, n_vectors = runs_of_blocks(blocks, rows.numbers, rows.n_blocks), blocks.space.vectors_per_row
+            vectors = to if n_vectors == 1 else vectors_of_rows(to, n_tokens, n_vectors)
+            put = partial(ring.memory.put, vectors)
             group = self._iteration.read(self._reads.tasks(runs, put))
             for lane, cohort in zip(lanes, cohorts, strict=True):
                 if cohort < self._parts[lane].n_ticks:

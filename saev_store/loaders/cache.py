@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import ArgumentError, DeadlineError
 from saev_store.transport import Buffer, Counters, ReadCost, Transport

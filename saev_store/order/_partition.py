@@ -148,10 +148,6 @@ class Partition:
             low, high, step = high, min(high + step, self.n_ticks), 2 * step
         return low + bisect_right(range(low + 1, high), position, key=self.emitted_before)
 
-    def tick_key(self, tick: int) -> int:
-        """Seeds the permutation of the rows of a tick."""
-        return derive(self.order.key, _TICKS, self.number, tick)
-
     def rows(self, start: int, stop: int) -> Emitted:
         """The rows at positions `start` to `stop`, by nothing but arithmetic; a loader gives them in the same order."""
         stop = min(stop, self.n_rows)
@@ -251,7 +247,7 @@ class Placement:
         counts = blocks.sizes(numbers)
         # Of each block its own permutation, without the rows of neighbouring partitions.
         cells = shuffled_rows(words(order.row_key, numbers), counts)
-        kept = blocks.kept_cells(numbers)
+        kept = None if blocks.is_uniform else blocks.kept_cells(numbers)
         if kept is not None:
             cells = np.take_along_axis(kept, cells, axis=1)
         counts, at = counts.copy(), 0
@@ -302,7 +298,10 @@ class Placement:
         for lane, tick in pairs:
             self.end[lane] = self.end_after(lane, tick)
         n_rows = [self.end[lane] - begin for (lane, _), begin in zip(pairs, begins, strict=True)]
-        keys = np.array([self._parts[lane].tick_key(tick) for lane, tick in pairs], dtype=np.uint64)
+        # Seeds the permutation of the rows of each tick.
+        keys = np.array(
+            [derive(self._order.key, _TICKS, self._parts[lane].number, tick) for lane, tick in pairs], np.uint64
+        )
         order = shuffled_each(keys, np.array(n_rows))
         place = np.empty(len(order), dtype=np.int32)
         place[order] = np.concatenate(

@@ -149,10 +149,6 @@ class Blocks:
         first = group * self.examples_per_block
         return Places(first, np.minimum(self.examples_per_block, self.space.n_examples - first), layer)
 
-    def examples(self, ordinal: IntArray) -> IntArray:
-        """Positions on the example axis of chosen examples."""
-        return self.space.example(ordinal)
-
     def kept_cells(self, numbers: IntArray) -> IntArray | None:
         """The cell of every row: (blocks, cells), each line beginning with the kept cells in order; None if all are kept."""
         labels, kept = self.space.labels, self.space.kept
@@ -165,7 +161,7 @@ class Blocks:
         there = within < places.n_examples[:, None]
         ordinal = np.minimum(places.first[:, None] + within, self.space.n_examples - 1)
         stays = np.ones((len(numbers), self.examples_per_block, self.space.tokens.count), dtype=np.bool_)
-        stays[:, :, n_special:] = kept[labels[self.examples(ordinal)]]
+        stays[:, :, n_special:] = kept[labels[self.space.example(ordinal)]]
         stays &= there[:, :, None]
         # A stable sort of "not kept" puts the kept cells first, in order.
         return np.argsort(~stays.reshape(len(numbers), self.cells_per_block), axis=1, kind="stable").astype(np.int64)
@@ -196,7 +192,7 @@ class Blocks:
     @cached_property
     def _sorted_examples(self) -> tuple[IntArray, IntArray]:
         """Chosen one by one: which of them, and the examples, by rising example; behind them none, beyond all examples."""
-        chosen = self.examples(np.arange(self.space.n_examples))
+        chosen = self.space.example(np.arange(self.space.n_examples))
         order = np.argsort(chosen, kind="stable")
         return np.append(order, -1), np.append(chosen[order], MAX_INT64)
 

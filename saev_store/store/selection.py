@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from xxhash import xxh3_128
 
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis
+from saev_store.core.layout import Layout
 from saev_store.core.plan import Part
-from saev_store.core.rows import Coordinates, RowSpace
+from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, row_space
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.store.reader import FloatArray, NumberArray
+from saev_store.store.token_arrays import MASK, TokenArrays, kept_tokens
 
 if TYPE_CHECKING:
     from saev_store.store.estimate import Estimate, Prices
     from saev_store.store.reader import Reader
-    from saev_store.store.token_arrays import TokenArrays
 
 #: A slice of rows is read in pieces of about this size.
 PIECE_BYTES = 64 << 20
@@ -227,3 +229,40 @@ def prepared(out: NumberArray | None, shape: tuple[int, ...], dtype: np.dtype[np
             f"out is {found}; it must be a writable {dtype.name} array of shape {shape} in C order", where="out"
         )
     return cast("FloatArray", out)
+
+
+def chosen_rows(
+    layout: Layout,
+    arrays: TokenArrays,
+    *,
+    layer: Layers,
+    tokens: Tokens,
+    examples: object,
+    ignore_labels: Sequence[int] | None,
+    where: Mapping[str, object] | None,
+    masked: bool,
+    stack_layers: bool,
+) -> RowSpace:
+    """The rows that `ShardStore.sel` chooses; see there. Conditions on tokens are evaluated now.
+
+    Raises:
+        SelectionError: there is no such array, or a value is not one of its dtype.
+    """
+    ignored, condition, labels = ignore_labels, b"", None
+    hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
+    if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise SelectionError(
+            f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
+        )
+    if where and tokens == "special":
+        raise SelectionError("special tokens have no token arrays", where="where", remedy="Drop one of the two.")
+    if where or hides:
+        labels = kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
+        ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
+    elif ignore_labels is not None and "labels" in arrays:
+        labels = cast("Labels", arrays["labels"])
+    space = row_space(
+        layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignored, labels=labels, stack_layers=stack_layers
+    )  # fmt: skip
+    space.condition = condition
+    return space

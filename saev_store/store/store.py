@@ -16,9 +16,8 @@ from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.store.opening import Opened, as_metadata, open_store
 from saev_store.store.reader import FloatArray, NumberArray, Reader
-from saev_store.store.selection import Selection, prepared
+from saev_store.store.selection import Selection, chosen_rows, prepared
 from saev_store.store.text import TextReading
-from saev_store.store.token_arrays import chosen_rows
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
 from saev_store.core.layout import Layout
-from saev_store.core.rows import Labels, Layers, RowSpace, Tokens, labels_that_stay, no_labels, row_space
+from saev_store.core.rows import labels_that_stay, no_labels
 from saev_store.core.token_arrays import TokenArray
 from saev_store.documents import parse_token_array_size, rewriting
 from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
@@ -150,47 +149,14 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray, *,
     return values
 
 
-def chosen_rows(
-    layout: Layout,
-    arrays: TokenArrays,
-    *,
-    layer: Layers,
-    tokens: Tokens,
-    examples: object,
-    ignore_labels: Sequence[int] | None,
-    where: Mapping[str, object] | None,
-    masked: bool,
-    stack_layers: bool,
-) -> RowSpace:
-    """The rows that `ShardStore.sel` chooses; see there. Conditions on tokens are evaluated now.
+def kept_tokens(
+    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens).
 
     Raises:
         SelectionError: there is no such array, or a value is not one of its dtype.
     """
-    ignored, condition, labels = ignore_labels, b"", None
-    hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
-    if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise SelectionError(
-            f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
-        )
-    if where and tokens == "special":
-        raise SelectionError("special tokens have no token arrays", where="where", remedy="Drop one of the two.")
-    if where or hides:
-        labels = _kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
-        ignored, condition = (0,), xxh3_128(np.packbits(labels).data).digest()
-    elif ignore_labels is not None and "labels" in arrays:
-        labels = cast("Labels", arrays["labels"])
-    space = row_space(
-        layout, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignored, labels=labels, stack_layers=stack_layers
-    )  # fmt: skip
-    space.condition = condition
-    return space
-
-
-def _kept_tokens(
-    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
-) -> npt.NDArray[np.uint8]:
-    """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens)."""
     tests: list[tuple[TokenValues, TokenValues]] = [(arrays[MASK], np.array([True]))] if hides else []
     stay = labels_that_stay(ignore_labels)
     if stay is not None:

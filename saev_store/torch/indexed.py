@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportU
 from saev_store._runtime.threads import n_cores
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import BufferPool, ScatteredReads, TokenColumns, medium_of
+from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
 from saev_store.torch.config import IndexedConfig
@@ -144,7 +144,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         self._n_batches += 1
         if self._n_batches % _LOOK_EVERY == 0 and self._medium.kind != "remote":
             self._look_at_medium()
-        if self._medium.waits:
+        if self._medium.kind in WAITING:
             self._read(picked, act)
             return
         bounds = [len(picked) * part // n_parts for part in range(n_parts + 1)]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import (
     AccessError,
     ArgumentError,

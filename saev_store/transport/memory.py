@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError, WriterConflictError
 from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import FREE, Buffer, Counters, Entry

@@ -54,8 +54,10 @@ def rows_as_bytes(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray
 
     Numbers are rounded to nearest even where the store's dtype is narrower.
     """
-    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    return stored_as(native, numpy_dtype(layout.dtype)).reshape(-1).view(np.uint8)
+    rows = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    if rows.dtype.name != layout.dtype:
+        rows = stored_as(rows, numpy_dtype(layout.dtype))
+    return rows.reshape(-1).view(np.uint8)
 
 
 def token_rows(

@@ -104,8 +104,3 @@ class ReorderBuffer:
         if held is not None:
             self._nbytes -= self._layout.example_nbytes + (0 if held.token_rows is None else held.token_rows.nbytes)
         return held
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self._held.clear()
-        self._nbytes = 0

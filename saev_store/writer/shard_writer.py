@@ -91,7 +91,8 @@ class ShardWriter:
         self._finished: SimpleQueue[Receipt | None] = SimpleQueue()  # the receipts of shards that were completed here
         self._torn = self._abandoned = False
         self.max_reorder_bytes = MAX_REORDER_BYTES
-        self._reorder = ReorderBuffer(layout)
+        #: What `write` holds, from its first call on.
+        self._reorder: ReorderBuffer | None = None
         self._buffer: npt.NDArray[np.uint8] | None = None
         self._fill: int = 0  # bytes of the buffer that hold data
         self._sent: int = 0  # bytes of the buffer that a checkpoint has written already
@@ -179,15 +180,18 @@ class ShardWriter:
             SaevStoreError: as for `append`.
         """
         self._check_usable()
-        position = self._reorder.check(example, self.example_range, self.next_example)
+        if self._reorder is None:
+            self._reorder = ReorderBuffer(self.layout)
+        reorder = self._reorder
+        position = reorder.check(example, self.example_range, self.next_example)
         batch, rows = self._checked(acts, labels, token_arrays, position)
         if len(batch) != 1:
             raise ArgumentError(f"acts holds {len(batch)} examples; `write` takes one", where="acts")
         if position > self.next_example:
-            self._reorder.hold(position, batch, rows, next_example=self.next_example, max_nbytes=self.max_reorder_bytes)
+            reorder.hold(position, batch, rows, next_example=self.next_example, max_nbytes=self.max_reorder_bytes)
             return
         self._accept(batch, rows)
-        while (held := self._reorder.take(self.next_example)) is not None:
+        while (held := reorder.take(self.next_example)) is not None:
             self._accept(*held)
 
     def checkpoint(self) -> None:
@@ -230,7 +234,7 @@ class ShardWriter:
             if self._finalizer.detach() is not None:
                 background.close()
             self._progress.close()
-            self._reorder.clear()
+            self._reorder = None
 
     def _committed(self) -> list[Receipt]:
         """The receipts of all shards, when the last one is committed."""
@@ -253,7 +257,7 @@ class ShardWriter:
             with contextlib.suppress(SaevStoreError):
                 self.close()
             return
-        was_closed, n_waiting = self._closed, len(self._reorder)
+        was_closed, n_waiting = self._closed, len(self._reorder or ())
         self.close()
         if not self.complete and not was_closed:
             waiting = f", {n_waiting} more wait for example {self.next_example} and are not kept" if n_waiting else ""
@@ -314,8 +318,12 @@ class ShardWriter:
             )
         given = {"labels": labels, **token_arrays} if labels is not None else token_arrays
         is_declared = self.metadata.declares_token_arrays
-        rows = token_rows(given, self._plan.arrays, k, self.layout, required=is_declared)
-        has_tokens = self._has_tokens if self._has_tokens is not None else self._reorder.has_tokens
+        rows = None
+        if given or is_declared:
+            rows = token_rows(given, self._plan.arrays, k, self.layout, required=is_declared)
+        has_tokens = self._has_tokens
+        if has_tokens is None and self._reorder is not None:
+            has_tokens = self._reorder.has_tokens
         if k and has_tokens is not None and has_tokens != (rows is not None):
             raise ArgumentError(
                 "labels are missing for these examples; earlier ones have them"
@@ -325,7 +333,9 @@ class ShardWriter:
                 remedy="Give labels for every example of a store, or for none.",
             )
         check_finite(batch, first_example, self._on_nonfinite)
-        return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
+        if batch.dtype.name != self.layout.dtype:
+            batch = check_overflow(batch, first_example, self.layout, self._on_overflow)
+        return batch, rows
 
     def _accept(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
         """Take checked examples, the next ones."""

@@ -17,7 +17,7 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from saev_store._runtime.locks import after_fork_in_child
+from saev_store._runtime.threads import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, converted, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, brief

@@ -34,7 +34,7 @@ def test_blocks_of_examples_that_were_not_chosen(chosen):
     wanted = list(range(24)[chosen]) if isinstance(chosen, slice) else chosen
     numbers = blocks.numbers_of(every, layer)
     assert sorted(every[numbers >= 0].tolist()) == sorted(wanted)
-    found = blocks.examples(blocks.places(numbers[wanted]).first)
+    found = blocks.space.example(blocks.places(numbers[wanted]).first)
     assert found.tolist() == wanted
 
 

@@ -177,7 +177,7 @@ def test_a_cache_knows_the_extents_of_all_stacked_layers(case: Stacked, group: i
             assert number == -1
         elif number >= 0:
             place = blocks.places(np.array([number]))
-            held = blocks.examples(place.first + np.arange(int(place.n_examples[0])))
+            held = blocks.space.example(place.first + np.arange(int(place.n_examples[0])))
             assert int(example[nth]) in held.tolist()
 
 
@@ -358,7 +358,7 @@ def test_places_of_vectors_are_not_limited_to_32_bits():
     found = vectors_of_rows(rows, 2, 3)
     examples = ([2**31 - 1, 5], [0, 2**30])
     assert found.tolist() == [row * 3 + layer for example in examples for layer in range(3) for row in example]
-    assert vectors_of_rows(rows, 2, 1) is rows
+    assert vectors_of_rows(rows, 2, 1).tolist() == rows.tolist()
 
 
 @pytest.mark.parametrize("d_model", [16, 128])

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import (
     AccessError,
     ArgumentError,

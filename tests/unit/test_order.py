@@ -25,12 +25,11 @@ from saev_store.order import (
     Permutation,
     Placement,
     ShuffledOrder,
-    derive,
     predict_mixing,
     shuffled,
 )
 from saev_store.order._partition import Emitted
-from saev_store.order._permutation import shuffled_each, shuffled_rows, words
+from saev_store.order._permutation import derive, shuffled_each, shuffled_rows, words
 
 T = TypeVar("T")
 
@@ -83,7 +82,7 @@ def test_every_row_exactly_once(order: ShuffledOrder):
     assert len(found) == len(space)
     places = blocks.places(found[:, 0])
     within, token = np.divmod(found[:, 1], space.tokens.count)
-    example = blocks.examples(places.first + within)
+    example = blocks.space.example(places.first + within)
     layer = np.asarray(space.layer_idx)[places.layer]
     rows = set(zip(example.tolist(), layer.tolist(), (token + space.tokens.start).tolist(), strict=True))
     assert rows == expected_rows(space)
@@ -102,7 +101,7 @@ def test_blocks_are_found_by_what_they_hold(order: ShuffledOrder, data: st.DataO
     layer = np.asarray(space.layer_idx, dtype=np.int64)[places.layer]
     for within in range(blocks.examples_per_block):
         there = within < places.n_examples
-        example = blocks.examples(places.first[there] + within)
+        example = blocks.space.example(places.first[there] + within)
         np.testing.assert_array_equal(blocks.numbers_of(example, layer[there]), numbers[there])
     held = {(int(e), int(la)) for e, la, _ in expected_rows(space)} if len(space) else set()
     every = np.arange(space.layout.n_examples)
@@ -168,7 +167,9 @@ def ticks_of(part: Partition) -> list[Emitted]:
                 mine = cells[max(part.first_row - before, 0) : min(part.end_row - before, size)]
                 m = len(mine)
                 rows += [(number, cell) for cell in mine[age * m // life : (age + 1) * m // life].tolist()]
-        shuffled_rows_of_tick = np.array(rows, np.int64).reshape(-1, 2)[shuffled(part.tick_key(tick), len(rows))]
+        shuffled_rows_of_tick = np.array(rows, np.int64).reshape(-1, 2)[
+            shuffled(derive(part.order.key, 3, part.number, tick), len(rows))
+        ]
         found.append(Emitted(shuffled_rows_of_tick[:, 0], shuffled_rows_of_tick[:, 1]))
     return found
 

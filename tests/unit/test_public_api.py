@@ -71,6 +71,7 @@ PUBLIC = {
         "ScatteredReads",
         "ShuffleArguments",
         "TokenColumns",
+        "WAITING",
         "WINDOW_BYTES",
         "medium_of",
         "open_for_training",

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import BinaryIO, Protocol, TypeVar, cast
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import (
     AccessError,
     ArgumentError,

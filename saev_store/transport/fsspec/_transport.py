@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import BinaryIO, cast
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._remote import Pins, RemoteTransport, Version
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost

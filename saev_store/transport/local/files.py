@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import TransportError
 
 # Without O_NONBLOCK, opening a FIFO without a writer would block. Windows has only the last one.

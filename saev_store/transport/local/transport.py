@@ -25,7 +25,6 @@ from saev_store.transport.checks import (
     from_os_error,
     joined_runs,
     os_errors,
-    run_end,
     too_big,
     too_short,
 )
@@ -126,7 +125,8 @@ class LocalTransport:
         """Fill the buffers with `preadv`, straight from the page cache, large ones with one thread per core."""
         where = self._where(path)
         runs = joined_runs(where, starts, buffers)
-        nbytes, end = sum(run_end(run) - run[0] for run in runs), max(map(run_end, runs), default=0)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        end = max((at + buffer.nbytes for at, buffer in zip(starts, buffers, strict=True) if buffer.nbytes), default=0)
         with self._reading(where):
             file = self._open(path, where)
             if (size := file.size()) < end:

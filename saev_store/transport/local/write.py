@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 
-from saev_store._runtime.locks import after_fork_in_child
+from saev_store._runtime.threads import after_fork_in_child
 from saev_store.errors import (
     AccessError,
     SaevStoreError,
@@ -116,7 +116,7 @@ class FdSink(BaseSink):
     def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         """Write the buffers one after the other at `offset`."""
         views, end = self._checked(offset, buffers)
-        with self._errors("write"):
+        with os_errors(self._where, "write"):
             write_all(self._descriptor(), views, offset)
         if self.requests is not None:
             self.requests.add("sink.write", written=end - offset)
@@ -138,9 +138,6 @@ class FdSink(BaseSink):
             raise TransportError("this file is committed or aborted already", where=self._where)
         return self._fd
 
-    def _errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        return os_errors(self._where, doing)
-
 
 class LocalSink(FdSink):
     """A file under construction at its final place: reserved first, then filled, then cut to its exact size.
@@ -154,11 +151,11 @@ class LocalSink(FdSink):
         self._tail_is_zero = True
         self._name_is_durable = False
         try:
-            with self._errors("open for writing"):
+            with os_errors(self._where, "open for writing"):
                 make_folders(os.path.dirname(where))
                 created = self._open(resume=resume)
             try:
-                with self._errors(f"reserve {used_nbytes:,} bytes"):
+                with os_errors(self._where, f"reserve {used_nbytes:,} bytes"):
                     preallocate(self._fd, used_nbytes)
                     if os.fstat(self._fd).st_size < file_nbytes:
                         os.ftruncate(self._fd, file_nbytes)
@@ -191,7 +188,7 @@ class LocalSink(FdSink):
     def sync(self) -> int:
         """Flush to the disk; the number of leading bytes that are safe now."""
         prefix = self._prefix()  # before the flush: a block written meanwhile is not promised
-        with self._errors("sync"):
+        with os_errors(self._where, "sync"):
             if hasattr(os, "fdatasync"):  # absent on macOS
                 os.fdatasync(self._descriptor())
             else:
@@ -205,7 +202,7 @@ class LocalSink(FdSink):
         """What the file holds in that range."""
         check_ranges(self._where, (start,), (end,))
         end, parts = min(end, self._used), list[bytes]()
-        with self._errors("read"):
+        with os_errors(self._where, "read"):
             while start < end and (part := os.pread(self._descriptor(), end - start, start)):
                 parts.append(part)
                 start += len(part)
@@ -218,7 +215,7 @@ class LocalSink(FdSink):
             ArgumentError: not all of `used_nbytes` were written.
         """
         self._check_complete()
-        with self._errors("commit"):
+        with os_errors(self._where, "commit"):
             fd = self._descriptor()
             if not self._tail_is_zero:
                 os.ftruncate(fd, self._used)

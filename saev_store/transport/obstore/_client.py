@@ -18,7 +18,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
-from saev_store._runtime.locks import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import (
     AccessError,
     DeadlineError,
