@@ -140,3 +140,12 @@ def test_the_field_order_has_null_for_numbers_that_json_lacks(text):
     assert content_hashes(document)["field-order"] == expected
     compact = f'{{"data":{{"scale":[{text}]}},"protocol":"2.1"}}'
     assert content_hashes(document)["sorted-ascii"] == hashlib.sha256(compact.encode()).hexdigest()
+
+
+def test_half_a_surrogate_pair_is_hashed_as_the_bytes_that_utf_8_would_give_it():
+    """No JSON library of this recipe writes one; the name only has to exist, and to differ."""
+    hashes = content_hashes({"protocol": "2.1", "layers": [2, 5], "ckpt": "\ud800"})
+    field_form = b'{"protocol":"2.1","layers":[2,5],"ckpt":"\xed\xa0\x80"}'
+    assert hashes["field-order"] == hashlib.sha256(field_form).hexdigest()
+    sorted_form = b'{"ckpt":"\\ud800","layers":[2,5],"protocol":"2.1"}'
+    assert hashes["sorted-ascii"] == hashlib.sha256(sorted_form).hexdigest()

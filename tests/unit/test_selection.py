@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import Layout
-from saev_store.core.rows import row_space
+from saev_store.core.rows import keeping, row_space
 from saev_store.core.token_arrays import DTYPES, NONE, shown_names
 from saev_store.errors import LayerNotFoundError, SelectionError
 
@@ -244,3 +244,11 @@ def test_one_layer_may_be_an_array_without_axes():
     assert row_space(layout, layer=np.array(5)).layer_idx == (1,)
     with pytest.raises(LayerNotFoundError, match="was not recorded"):
         row_space(layout, layer=np.array(5.0))
+
+
+def test_a_condition_on_rows_is_a_part_of_what_they_are():
+    layout = Layout(3, (2, 5), 2, True, 8, 3)
+    labels, kept = np.zeros((3, 2), np.uint8), np.ones(256, np.bool_)
+    space = row_space(layout, tokens="content")
+    assert keeping(space, labels, kept).condition == b""
+    assert keeping(space, labels, kept, b"of the mask").condition == b"of the mask"
