@@ -227,11 +227,8 @@ class Layout:
         Raises:
             LayerNotFoundError: it is not among the recorded ones, or a label stands for several hook points.
         """
-        match layer:
-            case tuple([label, str(hook_point)]):
-                pass
-            case label:
-                hook_point = None
+        pair = cast("tuple[object, ...]", layer) if isinstance(layer, tuple) else ()
+        label, hook_point = pair if len(pair) == 2 and isinstance(pair[1], str) else (layer, None)
         found: list[int] = []
         hooks = self.hook_points or (RESID_POST,) * self.n_layers
         if not isinstance(label, _BOOLEANS):
