@@ -89,6 +89,17 @@ def test_the_reader_really_cannot_import_the_package(tmp_path: Path):
     assert "saev_store is blocked" in ran.stderr
 
 
+@pytest.mark.parametrize("format", ["kerchunk", "kerchunk-parquet", "tensorstore"])  # Icechunk refuses such a path
+def test_a_path_that_looks_like_a_template_is_a_path(format: str, tmp_path: Path):
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=True)
+    store = ShardStore.open(plain.write(tmp_path / "{{u}} {{ 1 }} %s {0} {{"))
+    suffix = {"kerchunk": ".json", "tensorstore": ".json", "kerchunk-parquet": ".parq"}.get(format, "")
+    out = tmp_path / f"export{suffix}"
+    make_export(store, format, out)
+    job = {"format": format, "out": str(out), "truth": write_truth(plain, tmp_path / "truth.npz")}
+    assert read_elsewhere([job], tmp_path) == [[]]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_exports_open_without_us_with_right_values(format: str, tmp_path: Path):
     jobs, names = [], []
