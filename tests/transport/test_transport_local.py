@@ -518,6 +518,18 @@ def test_put_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch, engine)
     assert transport.read("a.json") == b"old"
 
 
+def test_a_file_beyond_what_the_file_system_holds_is_no_lack_of_space(tmp_path, monkeypatch):
+    def fail(fd, nbytes):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", fail)
+    with pytest.raises(TransportError, match=r"could not pad it to 4,611,686,018,427,387,904 bytes") as caught:
+        PreadTransport(tmp_path).open_sink("acts000000.bin", used_nbytes=8, file_nbytes=2**62)
+    assert "max_tokens_per_shard" in (caught.value.remedy or "")
+    assert "pad=False" in (caught.value.remedy or "")
+    assert os.listdir(tmp_path) == []
+
+
 @engines
 def test_the_bound_of_a_document_holds_for_what_is_read(tmp_path, engine):
     """Virtual files report no size, and files grow while they are read."""
