@@ -355,13 +355,18 @@ def test_parquet_in_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_command(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=True)
     folder = plain.write(tmp_path)
     new = tmp_path / "elsewhere" / plain.name
     out = tmp_path / ("out.json" if format in {"kerchunk", "tensorstore"} else "out")
     assert main(["export", str(folder), str(out), "--format", format, "--template", f"file://{new}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"out": str(out), "format": format}
+    said = capfd.readouterr()  # also what libraries write past Python
+    assert json.loads(said.out) == {"out": str(out), "format": format}
+    assert said.err == ""
+    assert main(["export", str(folder), str(tmp_path), "--format", format, "--json"]) != 0
+    said = capfd.readouterr()
+    assert (said.out, "error" in json.loads(said.err)) == ("", True)
     new.parent.mkdir()
     shutil.move(folder, new)
     truth = write_truth(plain, tmp_path / "truth.npz")
