@@ -94,7 +94,7 @@ def integers(text: str, *, where: str) -> list[int]:
 
 
 def layer_keys(text: str, *, where: str) -> list[LayerKey]:
-    """Layers from a comma-separated list: labels, or labels with their hook points.
+    """Layers from a comma-separated list: labels, or labels with their hook points; none twice.
 
     Raises:
         ArgumentError: the text is something else.
@@ -104,10 +104,15 @@ def layer_keys(text: str, *, where: str) -> list[LayerKey]:
     """
     parts = [part.partition(":") for part in text.split(",")]
     try:
-        if all(hook_point or not colon for _, colon, hook_point in parts):
-            return [(int(label), hook_point) if colon else int(label) for label, colon, hook_point in parts]
+        found: list[LayerKey] = [
+            (int(label), hook_point) if colon else int(label) for label, colon, hook_point in parts
+        ]
     except ValueError:
-        pass
+        found = []
+    if found and all(hook_point or not colon for _, colon, hook_point in parts):
+        if len(set(found)) == len(found):
+            return found
+        raise ArgumentError(f"{text!r} names a layer twice", where=where, remedy="Name each layer once.")
     raise ArgumentError(
         f"{text!r} is not a list of layers",
         where=where,

@@ -314,10 +314,12 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
     chunks: Chunks = None,
     sharded: Annotated[bool, typer.Option("--sharded", help="One key per shard, read by ranges.")] = False,
-    origin: Annotated[
+    origins: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL", help="Origin of web pages that may read (CORS), or *; may be repeated [default: none]."
+            "--origin",
+            metavar="ORIGIN",
+            help="Origin of web pages that may read (CORS), or *; may be repeated [default: none].",
         ),
     ] = None,
     allow_host: Annotated[
@@ -340,7 +342,7 @@ def serve(
     shape = "auto" if chunks is None else integers(chunks, where="--chunks")
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
         app = server.application(
-            store, chunks=shape, sharded=sharded, origins=origin or (), hosts=[host, *(allow_host or ())]
+            store, chunks=shape, sharded=sharded, origins=origins or (), hosts=[host, *(allow_host or ())]
         )
         n_damaged = sum(problem.severity == "error" for problem in store.problems)
         if n_damaged:

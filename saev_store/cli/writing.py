@@ -34,6 +34,7 @@ from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
     from saev_store.sources.convert import Tokenizer
+    from saev_store.sources.mmididx import IndexedDataset
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NOT_LISTED = (
@@ -145,6 +146,9 @@ def convert(
         if isinstance(source, IndexedDataset):
             if seq_len is None or batch_size is None:
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
+            _check_fills_a_batch(
+                source, seq_len, batch_size, with_end=end_token is not None, is_padded=pad_token is not None
+            )
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
                 overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
@@ -158,6 +162,21 @@ def convert(
             )  # fmt: skip
             done = {"url": dst, "documents": n}
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
+
+
+def _check_fills_a_batch(
+    source: IndexedDataset, seq_len: int, batch_size: int, *, with_end: bool, is_padded: bool
+) -> None:
+    """Refuse documents of which nothing would be left in the file."""
+    from saev_store.sources.convert import n_joined_records
+
+    n = source.n_documents if is_padded else n_joined_records(source, max(seq_len, 1), with_end=with_end)
+    if n < batch_size:
+        raise ArgumentError(
+            f"the documents make {n:,} records of {seq_len:,} tokens, which fill no batch of {batch_size:,}",
+            where="--seq-len, --batch-size",
+            remedy="Choose a smaller batch, or shorter records.",
+        )
 
 
 def _tokenizer(name: str | None) -> Tokenizer:
@@ -219,6 +238,9 @@ def export(
                 with open(out, "w", encoding="utf-8") as file:
                     json.dump(specs, file, indent=1)
             case "icechunk":
+                from saev_store.export import without_icechunk_logs
+
+                without_icechunk_logs()
                 store.to_icechunk(out, chunks=shape, base=template, append=append)
             case "kerchunk" | "kerchunk-parquet":
                 kind = "parquet" if format == "kerchunk-parquet" else "json"

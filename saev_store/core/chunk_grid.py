@@ -28,6 +28,8 @@ _MAPPED_CHUNK_LEAST_BYTES = 1 << 20
 _MAPPED_CHUNKS_AT_LEAST = 32
 #: One dask task: some tens of milliseconds of work; many tasks fit into memory at once.
 TASK_BYTES = 128 << 20
+#: More tasks than this, which are a thousand times more than a scheduler bears, are not listed.
+_MOST_TASKS = 10_000_000
 #: 16 bytes for each inner chunk: four million vectors of one shard.
 _INDEX_MAX_BYTES = 64 << 20
 _INDEX_ENTRY_BYTES = 16
@@ -173,12 +175,21 @@ def task_lengths(layout: Layout, *, task_bytes: int | None = None) -> tuple[int,
         layout: The geometry.
         task_bytes: About the size of a task; default: `TASK_BYTES`.
 
+    Raises:
+        ArgumentError: there would be more than ten million tasks.
+
     >>> task_lengths(Layout(25, (0,), 1, False, 2, 10), task_bytes=48)
     (5, 5, 5, 5, 5)
     """
     # A budget may be far beyond the examples: lengths of a shard that is never full are not listed.
     n, capacity = layout.n_examples, min(layout.examples_per_shard, layout.n_examples)
     most = max(1, (task_bytes or TASK_BYTES) // layout.example_nbytes)
+    if n // most > _MOST_TASKS:  # a document can promise any number
+        raise ArgumentError(
+            f"{n:,} examples are {n // most:,} tasks of {most:,} examples; at most {_MOST_TASKS:,} are listed",
+            where="chunks",
+            remedy="Pass chunks with more examples, or select first.",
+        )
     if most >= capacity:
         step = most // capacity * capacity
         return (*(step for _ in range(n // step)), *((n % step,) if n % step else ()))

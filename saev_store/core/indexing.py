@@ -16,10 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import DIMS, MAX_INT64, IntArray
-from saev_store.errors import SelectionError, brief
+from saev_store.errors import ArgumentError, SelectionError, brief
 
 #: What may index a store: anything; a key that does not fit is a `SelectionError`.
 Key = object
+
+
+def too_many(n: int) -> ArgumentError:
+    """The error where there is no memory for so many positions."""
+    return ArgumentError(
+        f"{n:,} positions need {8 * n:,} bytes in each array, which this machine does not give",
+        where="index",
+        remedy="Ask for fewer at once.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,11 @@ class Progression:
         return self.start + (self.count - 1) * self.step if self.step > 0 else self.start
 
     def positions(self) -> IntArray:
-        return self.start + self.step * np.arange(self.count)
+        """All of them, int64; `ArgumentError` where there is no memory for so many."""
+        try:
+            return self.start + self.step * np.arange(self.count)
+        except (MemoryError, ValueError) as error:  # NumPy's error for a length beyond its limit is a ValueError
+            raise too_many(self.count) from error
 
 
 Axis = Progression | IntArray

@@ -106,6 +106,18 @@ def write_icechunk(
     return session.commit(f"References to the shards of {found.base}")
 
 
+def without_icechunk_logs() -> None:
+    """Switch off what Icechunk logs, which goes to standard output, in this process: what fails raises an error as well.
+
+    Raises:
+        MissingDependencyError: icechunk is not installed.
+    """
+    need("icechunk", install="saev-store[icechunk]", where="to_icechunk")
+    import icechunk
+
+    icechunk.set_logs_filter("off")
+
+
 @dataclass(frozen=True)
 class _Appended:
     """The repository that examples are appended to.

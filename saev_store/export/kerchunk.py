@@ -86,6 +86,8 @@ def write_kerchunk(
     if format == "json":
         warn_if_many(found, what="a JSON document")
         folder, name = posixpath.split(path.rstrip("/"))
+        # Readers would take braces in the template's value for a template.
+        templates = templates and "{{" not in found.base
         _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found, templates=templates)))
     else:
         warn_if_many(found, what="a set of Parquet files")

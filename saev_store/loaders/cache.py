@@ -313,7 +313,8 @@ class Ledger:
         """
         import fcntl  # not on Windows, where `CachedTransport` refuses its folder
 
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link that somebody has planted would have the file elsewhere overwritten.
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             self._lock(fd)
             try:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from zarr.abc.store import RangeByteRequest
 
 from saev_store.core.chunk_grid import Extent, default_chunk
-from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
 from saev_store.store.identity import recording_identity
 from saev_store.validation import local_folder
 
@@ -35,6 +35,8 @@ _MAX_GAP_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _REMOTE_PIECE_BYTES = 4 << 20
 _EXPOSED = ("Accept-Ranges", "Content-Length", "Content-Range", "ETag")
+#: As browsers send it: without a path, also without the slash of an empty one.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:\d{1,5})?")
 _ONE_RANGE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))", re.ASCII | re.IGNORECASE)
 
 
@@ -52,14 +54,22 @@ def application(
         store: An opened store. It must stay open.
         chunks: As in `ShardStore.as_zarr`; `"auto"` suits clients that pay for each request.
         sharded: As in `ShardStore.as_zarr`: one key per shard, read by ranges.
-        origins: Origins of web pages that may read the answers (CORS); `"*"` for all. Default: none.
+        origins: Origins of web pages that may read the answers (CORS), `scheme://host[:port]`; `"*"` for all, `"null"` for pages
+            out of files. Default: none.
         hosts: Names under which clients reach the server. Numeric addresses and `localhost` are always allowed; `"*"` allows
             all names. Requests for other names are refused, because a web page could use its own name to reach a server that
             listens on this machine only (DNS rebinding).
 
     Raises:
-        ArgumentError: `chunks` is not a legal shape.
+        ArgumentError: `chunks` is not a legal shape, or `origins` holds something else.
     """
+    for origin in origins:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise ArgumentError(
+                f"{origin!r} is no origin, which is scheme://host[:port] in small letters and without a path",
+                where="origins",
+                remedy="Write for example https://viewer.example, or * for all pages.",
+            )
     shape = default_chunk(store.layout, max_gap_bytes=_MAX_GAP_BYTES) if chunks == "auto" else chunks
     store = store.unmapped()  # a file that is cut while a client reads it must not end the server
     answers = _Answers(store.as_zarr(chunks=shape, sharded=sharded), store, frozenset(map(str.lower, hosts)))

@@ -90,7 +90,7 @@ def documents_to_batches(
     if end_token is not None:
         ends = [np.array([check_count(end_token, name="end_token", least=0, most=MAX_U32)], np.uint32)]
     if pad_token is None:
-        total = (source.n_tokens + len(ends) * source.n_documents) // seq_len
+        total = n_joined_records(source, seq_len, with_end=bool(ends))
         records = partial(_joined, source, seq_len, ends)
     else:
         check_count(pad_token, name="pad_token", least=0, most=MAX_U32)
@@ -110,6 +110,11 @@ def documents_to_batches(
                     raise _differs(written.url)
                 first += len(expected)
     return n_batches
+
+
+def n_joined_records(source: IndexedDataset, seq_len: int, *, with_end: bool) -> int:
+    """How many records joined documents fill, with a token after each document or without."""
+    return (source.n_tokens + with_end * source.n_documents) // seq_len
 
 
 def _joined(source: IndexedDataset, seq_len: int, ends: Sequence[_Records]) -> Iterator[_Records]:

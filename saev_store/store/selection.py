@@ -9,7 +9,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from saev_store.core.dtypes import FLOAT32
-from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis
+from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis, too_many
 from saev_store.core.layout import Layout
 from saev_store.core.plan import Part
 from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, row_space
@@ -81,9 +81,17 @@ class Selection:
         return tuple(self.space.layout.layers[position] for position in self.space.layer_idx)
 
     def coordinates(self, rows: object = slice(None)) -> Coordinates:
-        """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations."""
+        """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations.
+
+        Raises:
+            SelectionError: a row is out of range.
+            ArgumentError: there is no memory for so many.
+        """
         picked = parse_axis(rows, len(self), "row")
-        return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
+        try:
+            return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
+        except MemoryError as error:
+            raise too_many(length(picked)) from error
 
     def rows(self, rows: object, out: NumberArray | None = None) -> FloatArray:
         """The vectors of many rows, (n, d_model) or (n, layers, d_model) of `dtype`, in the order given; rows may repeat.

@@ -28,7 +28,7 @@ from saev_store.transport.base import Counters, Transport
 #: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
 Run: TypeAlias = tuple[int, list[memoryview]]
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _TRANSIENT = {
     errno.EAGAIN,
     errno.ECONNABORTED,
@@ -185,6 +185,11 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     remedy = None
     if code in _NO_SPACE:
         remedy = "Free space (or raise the quota) and resume: everything written so far is kept."
+    elif code == errno.EFBIG:
+        remedy = (
+            "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
+            "write with pad=False."
+        )
     elif code in {errno.EMFILE, errno.ENFILE}:
         remedy = "Raise the limit on open files (`ulimit -n`)."
     return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)

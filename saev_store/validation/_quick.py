@@ -251,7 +251,7 @@ def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
             severity=severity,
             lost=lost,
         )
-    if found.size > full or (found.size - used) % row:
+    if (found.size - used) % row:
         return Problem(
             "trailing_bytes",
             f"{name} has {found.size:,} bytes: {(found.size - used) % row} of those after its {end - start} examples are "

@@ -81,6 +81,12 @@ class Damage:
     shards: Sequence[DamagedShard]
     arrays: dict[str, str]
 
+    @property
+    def is_none(self) -> bool:
+        """Whether there is nothing that a repair could write."""
+        can_be_added = self.digests is None and "absent" in self.arrays.values()
+        return not self.shards and "lost" not in self.arrays.values() and not can_be_added
+
 
 def find_damage(
     folder: Folder, metadata: Metadata, *, lost: Sequence[tuple[int, int]], deep: bool, progress: bool | None

@@ -109,7 +109,10 @@ def open_repair(
         finish_journal(folder, metadata)
         store_transport.close()  # maps of files that were replaced meanwhile
         damage = find_damage(folder, metadata, lost=lost, deep=deep, progress=progress)
-        return RepairWriter(folder, metadata, damage, on_nonfinite=on_nonfinite, progress=progress, held=held)
+        writer = RepairWriter(folder, metadata, damage, on_nonfinite=on_nonfinite, progress=progress, held=held)
+        if damage.is_none:  # nobody has to close what has nothing to do
+            writer.let_go()
+        return writer
     except BaseException:
         held.close()
         raise
@@ -144,7 +147,7 @@ class RepairWriter:
         self._held = held
         self._sink: Sink | None = None
         self._digester = BlockDigester(self._block_bytes)
-        self._closed = False
+        self._closed = self._has_let_go = False
         self._failed = False
         n_lost = self.n_missing
         self._progress = Progress(
@@ -264,6 +267,15 @@ class RepairWriter:
             if self._sink is not None:
                 self._sink.abort()
             self._progress.close()
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the store and delete what only a repair under way needs."""
+        if self._has_let_go:
+            return
+        self._has_let_go = True
+        try:
             # With a claim the files of a writer are there; with a journal this repair was cut short, and the next one
             # needs it to know what digests.json has to say.
             if not self._folder.exists(CLAIM_PATH) and not self._folder.exists(JOURNAL):

@@ -137,7 +137,7 @@ def attributes_of(metadata: Metadata, *, url: str) -> Document:
         "pixel_agg": metadata.pixel_agg,
         "hook_points": None if hook_points is None else list(hook_points),
     }
-    return {
+    attributes = {
         "protocol": metadata.protocol,
         "family": metadata.family,
         "ckpt": metadata.ckpt,
@@ -146,12 +146,13 @@ def attributes_of(metadata: Metadata, *, url: str) -> Document:
         "d_model": metadata.d_model,
         "n_examples": metadata.n_examples,
         "max_tokens_per_shard": metadata.max_tokens_per_shard,
-        "data": _strict(metadata.data),
+        "data": metadata.data,
         **{name: value for name, value in optional.items() if value is not None},
         "content_hash": metadata.hash,
         "url": url,
         "software": f"saev_store {__version__}",
     }
+    return {name: _strict(value) for name, value in attributes.items()}
 
 
 def to_json(document: Document) -> bytes:
@@ -160,9 +161,10 @@ def to_json(document: Document) -> bytes:
 
 
 def _strict(value: object) -> object:
-    """A value that strict JSON can hold: Python writes NaN and infinity into JSON, which other parsers refuse."""
+    """A value that strict JSON in UTF-8 can hold: no NaN, no infinity, no half of a surrogate pair."""
     try:
-        json.dumps(value, allow_nan=False).encode()
-    except ValueError:  # also lone surrogates
-        return repr(value)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:  # of both steps
+        text = value if isinstance(value, str) else repr(value)
+        return text.encode(errors="backslashreplace").decode()
     return value

@@ -677,6 +677,16 @@ def test_what_is_no_layer_is_wrong_usage(run, hooked, junk):
     assert "--layer" in err
 
 
+@pytest.mark.parametrize(("layers", "code"), [("5,5", 2), ("2,5,2", 2), ("5,2", 0)])
+def test_no_layer_is_named_twice(run, store, tmp_path, layers, code):
+    found, out, err = run("copy", store.path, tmp_path / "copies", "--layers", layers)
+    assert found == code
+    if code:
+        assert out == ""
+        assert f"--layers: '{layers}' names a layer twice. Name each layer once." in err
+        assert not (tmp_path / "copies").exists()
+
+
 def test_statistics_name_hook_points(run, hooked):
     code, out, _ = run("stats", hooked[0])
     assert code == 0

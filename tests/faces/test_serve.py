@@ -216,6 +216,25 @@ def test_only_some_pages_may_read(folder):
     assert other.headers["Access-Control-Allow-Origin"] is None
 
 
+@pytest.mark.parametrize(
+    "origin",
+    ["foo", "viewer.example", "http://viewer.example/", "http://viewer.example/page", "http://", "http://a b", "HTTP://A",
+     "http://me@viewer.example", "http://viewer.example:", "http://viewer.example:x", "", "//viewer.example", "http://a?b"],
+)  # fmt: skip
+def test_what_is_no_origin_is_refused(folder, origin, capsys):
+    assert main(["serve", str(folder), "--port", "0", "--origin", "http://viewer.example", "--origin", origin]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"--origin: {origin!r} is no origin, which is scheme://host[:port]" in err
+
+
+def test_origins_are_as_browsers_send_them(folder):
+    origins = ["http://127.0.0.1:5173", "https://viewer.example", "http://[::1]:80", "null", "chrome-extension://ab"]
+    with serving(folder, *(word for origin in origins for word in ("--origin", origin))) as (address, _):
+        for origin in origins:
+            assert Answer(address, KEY, Origin=origin).headers["Access-Control-Allow-Origin"] == origin
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from plain_stores import Plain, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore
-from saev_store.errors import CorruptShardError, DeadlineError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, TransportError
 from saev_store.loaders import CachedTransport, OrderedLoader
 from saev_store.loaders.cache import Ledger
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, open_transport
@@ -187,6 +187,20 @@ def test_what_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
     assert near.kept_bytes == 0
     near.get_ranges(NAME, starts=[0], ends=[64])
     assert near.kept_bytes > 0
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    """A folder that others may write to; the file behind the link is not theirs to change."""
+    far = MemoryTransport({NAME: b"a" * 64})
+    CachedTransport(far, tmp_path / "cache", 100).close()
+    (counter,) = (tmp_path / "cache").glob("*/.bytes")
+    precious = tmp_path / "precious"
+    precious.write_text("a text that is longer than the number of bytes")
+    counter.unlink()
+    counter.symlink_to(precious)
+    with pytest.raises(ArgumentError, match="cannot be used"):
+        CachedTransport(far, tmp_path / "cache", 100)
+    assert precious.read_text() == "a text that is longer than the number of bytes"
 
 
 def test_extents_of_another_version_make_room(tmp_path):

@@ -52,6 +52,17 @@ def test_a_state_taken_after_set_epoch_is_of_that_epoch(tmp_path):
     assert (state["epoch"], state["batch"], loader.epoch) == (3, 0, 3)
 
 
+def test_a_state_taken_where_an_iteration_begins_again_is_of_its_beginning(tmp_path):
+    plain = plain_store(tmp_path, n=24, tokens=4)
+    loader = OrderedDataLoader(OrderedConfig(shards=plain.path, layer=5, batch_size=8))
+    first = [batch["example_idx"].tolist() for batch, _ in zip(loader, range(3), strict=False)]
+    assert loader.state_dict()["batch"] > 0
+    again = iter(loader)
+    state = loader.state_dict()
+    assert (state["epoch"], state["batch"]) == (0, 0)
+    assert next(again)["example_idx"].tolist() == first[0]
+
+
 @pytest.mark.parametrize(
     "chosen", [slice(1, 5), slice(None, None, 2), slice(-3, None), slice(4, 1, -2), slice(5, 99), slice(3, 3)], ids=str
 )

@@ -16,7 +16,7 @@ from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.keys import is_safe_path, join_name, split_name
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.energon.split import collapse, deal, escape, expand, parse_ratio
+from saev_store.sources.energon.split import SplitPlan, collapse, deal, escape, expand, parse_ratio
 from saev_store.sources.energon.tar_idx import parse_tar_idx, tar_idx_bytes
 from saev_store.transport import MemoryTransport
 
@@ -81,6 +81,13 @@ def test_every_shard_is_dealt(n_shards, shares):
     for (a, b), share in zip(runs, ratio, strict=True):
         assert abs((b - a) - n_shards * share / sum(ratio)) < 1
         assert share or a == b
+
+
+def test_a_pattern_begins_where_a_path_begins():
+    shards = {"train_0.tar": 1, "old/train_1.tar": 1, "train_2.tar.bak.tar": 1}
+    found, problems = SplitPlan(None, ["train:train_.*"]).assign(shards)
+    assert found == {"train": ("train_0.tar", "train_2.tar.bak.tar")}
+    assert [(problem.kind, problem.where) for problem in problems] == [("in_no_split", "old/train_1.tar")]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,12 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_kept():
             builder.add_sequence([1], mode=1)
         builder.add_document([65_535])
     assert IndexedDataset("x", transport=memory).rows(slice(None))[0].tolist() == [65_535]
+    with IndexedDatasetBuilder("f", "float32", transport=memory) as builder:
+        for tokens in ([1e300], [0.0, -3.5e38], [float("inf"), 1e39], [10**40 + 0.5]):
+            with pytest.raises(ArgumentError, match="beyond the largest number of float32"):
+                builder.add_document(tokens)
+        builder.add_document([3.4e38, float("-inf"), float("nan")])
+    assert str(IndexedDataset("f", transport=memory).document(0).tolist()) == "[3.3999999521443642e+38, -inf, nan]"
     with (
         pytest.raises(ArgumentError, match="mode is 128"),
         IndexedDatasetBuilder("y", multimodal=True, transport=memory) as builder,
@@ -176,7 +182,7 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_kept():
     for dtype in ("complex64", "S3", object, "nothing"):
         with pytest.raises(ArgumentError):
             IndexedDatasetBuilder("z", dtype, transport=memory)
-    assert set(memory.files) == {"x.idx", "x.bin"}
+    assert set(memory.files) == {"f.idx", "f.bin", "x.idx", "x.bin"}
 
 
 def test_merging_needs_the_same_kind():

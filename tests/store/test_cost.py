@@ -93,6 +93,21 @@ def test_an_estimate_is_what_is_counted_then(data: st.DataObject):
     )  # fmt: skip
 
 
+def test_the_size_of_a_shard_is_counted_once_however_often_it_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saev_store.core.plan.PIECE_BYTES", 3 * LAYOUT.vector_nbytes)
+    stored = plain_store(LAYOUT, tail="cut")
+    for key in ([0, 20, 1, 21, 2, 22, 3], 0, 0), ([5, 5, 9, 2, 7], [0, 1, 2, 0, 1], [1, 2, 3, 4, 5]):
+        check(opened(Far(stored.files, ReadCost(0, 1 << 20))), key)
+
+
+def test_an_estimate_says_what_is_read_in_vain():
+    stored = plain_store(LAYOUT, tail="cut")
+    store = opened(Far(stored.files, ReadCost(1 << 20, 1 << 24)))
+    text = str(store.estimate(np.s_[:16, 0, ::8]))
+    assert text.startswith("2 requests, 0.200 MB for 0.012 MB: $")  # (15 * 51 + 17) vectors of 256 bytes, 16 * 3
+    assert " for " not in str(store.estimate(np.s_[:16]))
+
+
 @pytest.mark.parametrize("engine", [MmapTransport, PreadTransport])
 @pytest.mark.parametrize(
     "key", [np.s_[...], np.s_[5], np.s_[:, 1], np.s_[:, :, 0], np.s_[[0, 30], 1:], np.s_[3, 1, 2:9:3]]

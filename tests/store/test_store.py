@@ -509,6 +509,15 @@ def test_a_list_tells_which_stores_are_damaged(nbytes: int | None, state: str, n
     assert [(entry.state, entry.note) for entry in list_stores(LatencyTransport(far, 0.0, 1e12))] == [(state, note)]
 
 
+def test_a_list_says_what_is_damaged_where_no_example_is_lost(tmp_path: Path) -> None:
+    folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
+    os.truncate(folder / "labels.bin", 5)
+    (entry,) = ShardStore.list(tmp_path)
+    assert entry.state == "damaged"
+    assert "labels.bin" in entry.note
+    assert "examples lost" not in entry.note
+
+
 def test_a_root_lists_its_stores(tmp_path: Path) -> None:
     one, two = plain_store(LAYOUT, seed=1).write(tmp_path), plain_store(LAYOUT, seed=2).write(tmp_path)
     (tmp_path / "notes").mkdir()

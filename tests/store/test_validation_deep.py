@@ -224,6 +224,19 @@ def test_a_short_shard_is_compared_as_far_as_it_goes(digested):
     assert report.lost == ((3, 6),)
 
 
+def test_a_short_shard_is_confirmed_by_no_digests(tmp_path):
+    """Digests of the part that is left do not tell whether the rest of the recording went well."""
+    store = plain_store(tmp_path)
+    store.acts[3] = 0
+    overwrite(store.shard(1), 0, store.truth(1).tobytes())
+    store.write_digests(480)  # a block for each example
+    assert [(p.kind, p.severity) for p in look(store).problems] == [("zero_rows", "warning")]
+    os.truncate(store.shard(1), 960)
+    report = look(store)
+    assert [(p.kind, p.severity) for p in report.problems] == [("short_shard", "error"), ("zero_rows", "error")]
+    assert report.lost == ((3, 4), (5, 6))
+
+
 def test_labels(digested):
     overwrite(digested.path / "labels.bin", 3, bytes([255 - int(digested.labels.reshape(-1)[3])]))
     report = look(digested)

@@ -404,6 +404,19 @@ def test_maps_hold_no_descriptors_and_go_with_their_views(tmp_path):
     assert n_maps() == 0
 
 
+def test_so_many_maps_are_kept_and_no_more(tmp_path, monkeypatch):
+    """The system allows a process about 65,000; every one more is an error."""
+    monkeypatch.setattr("saev_store.transport.local.transport._MAX_MAPS", 4)
+    transport = MmapTransport(tmp_path)
+    for index in range(11):
+        (tmp_path / f"{index}.bin").write_bytes(b"%04d" % index * 2000)
+        assert bytes(one(transport, f"{index}.bin", 4000, 4004)) == b"%04d" % index
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            assert sum(str(tmp_path) in line for line in maps) <= 4
+    assert bytes(one(transport, "3.bin", 0, 4)) == b"0003"
+
+
 def test_thousands_of_shards_under_a_low_limit(tmp_path):
     script = """
         import resource, sys
@@ -516,6 +529,18 @@ def test_put_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch, engine)
         transport.create("b.json", b"new")
     assert os.listdir(tmp_path) == ["a.json"]
     assert transport.read("a.json") == b"old"
+
+
+def test_a_file_beyond_what_the_file_system_holds_is_no_lack_of_space(tmp_path, monkeypatch):
+    def fail(fd, nbytes):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", fail)
+    with pytest.raises(TransportError, match=r"could not pad it to 4,611,686,018,427,387,904 bytes") as caught:
+        PreadTransport(tmp_path).open_sink("acts000000.bin", used_nbytes=8, file_nbytes=2**62)
+    assert "max_tokens_per_shard" in (caught.value.remedy or "")
+    assert "pad=False" in (caught.value.remedy or "")
+    assert os.listdir(tmp_path) == []
 
 
 @engines

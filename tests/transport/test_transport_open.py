@@ -46,6 +46,16 @@ def test_homes_and_relative_paths(monkeypatch, tmp_path):
     assert open_transport(".").url == str(tmp_path)
 
 
+def test_a_relative_path_in_a_deleted_working_directory(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for engine in ("auto", "pread", "fsspec"):
+        with pytest.raises(NotFoundError, match="working directory was deleted"):
+            open_transport("shards", engine=engine)
+    assert open_transport(tmp_path).url == str(tmp_path)
+
+
 def test_engines(tmp_path):
     (tmp_path / "a").write_bytes(b"1")
     for engine, name in {"auto": "mmap", "mmap": "mmap", "pread": "pread", "fsspec": "fsspec:file"}.items():

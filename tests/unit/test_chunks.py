@@ -67,6 +67,17 @@ def test_defaults_are_legal(layout: Layout, gap: float):
         assert math.prod(shape) * 4 <= max(gap, math.prod(layout.shape[2:]) * 4)
 
 
+@pytest.mark.parametrize("per_shard", [2**50, 3])
+def test_more_tasks_than_anybody_can_run_are_not_listed(per_shard: int):
+    layout = Layout(2**50, (1,), 1, False, 1, per_shard)
+    with pytest.raises(ArgumentError, match="at most 10,000,000 are listed"):
+        task_lengths(layout)
+    most = Layout(10_000_000, (1,), 1, False, 1, 10_000_000)
+    assert task_lengths(most, task_bytes=4) == (1,) * 10_000_000
+    with pytest.raises(ArgumentError, match="10,000,001 tasks"):
+        task_lengths(Layout(10_000_001, (1,), 1, False, 1, 10_000_001), task_bytes=4)
+
+
 @given(layout=layouts(), sharded=st.booleans(), wanted=st.tuples(*[st.integers(-2, 20)] * 4))
 def test_proposals_are_legal(layout: Layout, sharded: bool, wanted: tuple[int, int, int, int]):
     shapes = nearest_shapes(layout, wanted, sharded=sharded)

@@ -7,14 +7,13 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kill_copies import killed_copies
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
 
@@ -166,6 +165,34 @@ def test_a_folder_of_somebody_else_is_left_alone(store, tmp_path):
     with pytest.raises(IncompleteStoreError, match="holds acts000000"):
         copy_store(store.path, tmp_path / "to")
     assert contents(folder) == {"acts000000.bin": b"precious"}
+
+
+WAYS = [{}, {"layers": [2]}, {"tokens": "content"}, {"dtype": "bfloat16"}, {"protocol": "2.1"}]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_a_copy_that_is_refused_leaves_nothing(store, tmp_path, how):
+    to = tmp_path / "to"
+    folder = Path(copy_store(store.path, to, progress=False, **how))
+    whole = contents(folder)
+    for options in ({"resume": False}, {"resume": False, "replace": True}):
+        with pytest.raises(StoreExistsError):
+            copy_store(store.path, to, progress=False, **how, **options)
+        assert contents(folder) == whole
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "theirs").write_bytes(b"precious")
+    with pytest.raises(IncompleteStoreError, match="holds theirs"):
+        copy_store(store.path, to, progress=False, **how)
+    assert contents(folder) == {"theirs": b"precious"}
+
+
+@pytest.mark.parametrize("how", WAYS[:-1], ids=str)  # with another protocol shards are shared before labels are copied
+def test_a_copy_without_room_leaves_nothing(store, tmp_path, how, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(TransportError, match="1 B are free"):
+        copy_store(store.path, tmp_path / "to", progress=False, **how)
+    assert not list(tmp_path.glob("to/*"))
 
 
 def test_an_unfinished_recording_is_left_alone(tmp_path, store):
@@ -342,22 +369,12 @@ def test_killed_copies_continue(tmp_path):
     store = plain_store(tmp_path / "from", n=96, tokens=63, d_model=256, per_shard=8)
     folder = tmp_path / "to" / store.path.name
     command = [sys.executable, "-m", "saev_store", "copy", str(store.path), str(tmp_path / "to"), "--no-progress"]
-    n_killed = 0
-    for n_receipts in (0, 1, 4, 8):
-        process = subprocess.Popen(command, cwd=SAMPLES.parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        begun = ".saev_store/receipts/*.json" if n_receipts else "acts*.bin"
-        while process.poll() is None and len(list(folder.glob(begun))) < max(n_receipts, 1):
-            time.sleep(0.001)
-        process.kill()
-        _, err = process.communicate()
-        assert err == b""
-        n_killed += process.returncode == -signal.SIGKILL
+    for _ in killed_copies(command, folder, n_receipts=(0, 1, 4, 8)):
         if (folder / "metadata.json").exists():
             assert np.array_equal(ShardStore.open(folder)[...], store.acts)
         else:
             with pytest.raises(IncompleteStoreError):
                 ShardStore.open(folder)
-    assert n_killed
     subprocess.run(command, cwd=SAMPLES.parents[2], check=True, capture_output=True)
     copied = contents(folder)
     copied.pop("digests.json")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import signal
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kill_copies import killed_copies
 from plain_stores import plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
 
@@ -424,17 +422,8 @@ def test_killed_copies_continue(tmp_path):
         "--dtype",
         "bfloat16",
     ]
-    n_killed = 0
-    for n_receipts in (0, 1, 4):
-        process = subprocess.Popen(command, cwd=SAMPLES.parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        begun = ".saev_store/receipts/*.json" if n_receipts else "acts*.bin"
-        while process.poll() is None and len(list(folder.glob(begun))) < max(n_receipts, 1):
-            time.sleep(0.001)
-        process.kill()
-        _, err = process.communicate()
-        assert err == b""
-        n_killed += process.returncode == -signal.SIGKILL
-    assert n_killed
+    for _ in killed_copies(command, folder, n_receipts=(0, 1, 4)):
+        pass
     url = copy_store(source.path, tmp_path / "to", dtype="bfloat16", progress=False)
     assert url.rounding == whole.rounding
     for file in Path(whole).iterdir():

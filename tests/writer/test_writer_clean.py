@@ -163,13 +163,15 @@ def test_a_killed_writer_in_a_bucket(s3_bucket, engine, capsys):
     writer.kill()
     bucket = s3_bucket.url.partition("://")[2]
     files = s3fs.S3FileSystem(**s3_bucket.options)
-    files.call_s3("create_multipart_upload", Bucket=bucket, Key="shards/theirs.bin")
+    theirs = [f"shards/{this.name}/notes.txt", "shards/theirs.bin"]
+    for key in theirs:
+        files.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
 
     def uploads():
         listed = files.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or []
         return sorted(upload["Key"] for upload in listed)
 
-    assert uploads() == [f"shards/{this.name}/acts000001.bin", "shards/theirs.bin"]
+    assert uploads() == [f"shards/{this.name}/acts000001.bin", *theirs]
     transport = open_transport(url, s3_bucket.options, engine=engine)
     found = clean_leftovers(transport)  # too young: who knows whether it lives
     assert "written" in found.leftovers[0].kept_because
@@ -184,7 +186,7 @@ def test_a_killed_writer_in_a_bucket(s3_bucket, engine, capsys):
     shown = capsys.readouterr().out
     assert ("cannot be listed" in shown) == (engine == "obstore")
     if engine == "fsspec":
-        assert uploads() == ["shards/theirs.bin"]
+        assert uploads() == theirs
     with pytest.raises(NotFoundError):
         transport.list()
     write_whole(transport, case())

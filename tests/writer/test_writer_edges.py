@@ -101,6 +101,16 @@ def test_equal_metadata_is_a_success_only_of_the_one_publisher(who):
         finalize_store(disk, this.metadata, takeover=True)
 
 
+def test_who_holds_the_lock_has_published_also_after_a_crash_and_a_lost_answer():
+    """A network file system repeats a request whose answer was lost; with the lock there is no other publisher."""
+    this, disk = case(n=6, per_shard=2), Hooked(posix=True)
+    parts_written(disk, this)
+    disk._set(hidden(this, "publisher.json"), b'{"attempt": "crashed"}')
+    disk.hooks[f"create {this.name}/metadata.json"] = lambda: disk._set(f"{this.name}/metadata.json", this.metadata.raw)
+    assert finalize_store(disk, this.metadata) is True
+    this.check(disk.content(this.name))
+
+
 @pytest.mark.parametrize("has_overtaken", [True, False])
 def test_two_publishers_that_a_service_let_in_do_not_both_win(has_overtaken):
     this, disk = case(n=6, per_shard=2), Hooked(posix=False)

@@ -88,6 +88,14 @@ def test_parts_agree_about_labels() -> None:
     bare = Case(this.metadata, this.acts, None, True, 64)
     with pytest.raises(ArgumentError, match="labels"):
         write_part(disk, bare, 1, 2)
+    # It is known before anything is taken: the writer goes on with labels.
+    options = {"pad": this.pad, "block_bytes": this.block_bytes, "on_nonfinite": "allow"}
+    with create_store(disk, this.metadata, part=(1, 2), resume=True, **options) as writer:
+        with pytest.raises(ArgumentError, match="labels"):
+            writer.append(this.acts[6:8])
+        this.append(writer, 6, 12)
+    assert finalize_store(disk, this.metadata)
+    this.check(disk.content(this.name))
 
 
 def test_damage_is_found_before_publishing() -> None:

@@ -156,6 +156,24 @@ def test_nothing_lost_is_nothing_to_do() -> None:
     this.check(memory.files)
 
 
+def test_a_look_at_a_whole_store_leaves_nothing_behind(tmp_path: Path) -> None:
+    this = case()
+    with create_store(open_transport(tmp_path), this.metadata, on_nonfinite="allow", progress=False) as writer:
+        this.append(writer, 0, len(this.acts))
+    store = ShardStore.open(tmp_path / this.name)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    repairs = [store.repair(), store.repair()]  # neither holds the other up
+    assert [repair.missing for repair in repairs] == [[], []]
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    with pytest.raises(ArgumentError, match="1 examples were appended, 0 are missing"):
+        repairs[0].append(this.acts[:1])
+    with pytest.raises(ArgumentError, match="labels.bin is whole"):
+        repairs[1].restore_array("labels", this.labels)
+    for repair in repairs:
+        repair.close()
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
 def test_anything_else_is_refused() -> None:
     this = case(n=11, per_shard=3, block_bytes=48)
     memory = store_of(this)
@@ -239,9 +257,12 @@ def test_two_repairs_at_once(tmp_path: Path) -> None:
     this = case()
     with create_store(open_transport(tmp_path), this.metadata, on_nonfinite="allow") as writer:
         this.append(writer, 0, 7)
+    (tmp_path / this.name / "acts000001.bin").unlink()
     transport = open_transport(tmp_path / this.name)
-    with opened(transport, this), pytest.raises(WriterConflictError):
-        opened(transport, this)
+    with opened(transport, this) as writer:
+        with pytest.raises(WriterConflictError):
+            opened(transport, this)
+        fill(writer, this)
     assert not (tmp_path / this.name / ".saev_store").exists()
 
 

@@ -89,6 +89,17 @@ def test_the_reader_really_cannot_import_the_package(tmp_path: Path):
     assert "saev_store is blocked" in ran.stderr
 
 
+@pytest.mark.parametrize("format", ["kerchunk", "kerchunk-parquet", "tensorstore"])  # Icechunk refuses such a path
+def test_a_path_that_looks_like_a_template_is_a_path(format: str, tmp_path: Path):
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=True)
+    store = ShardStore.open(plain.write(tmp_path / "{{u}} {{ 1 }} %s {0} {{"))
+    suffix = {"kerchunk": ".json", "tensorstore": ".json", "kerchunk-parquet": ".parq"}.get(format, "")
+    out = tmp_path / f"export{suffix}"
+    make_export(store, format, out)
+    job = {"format": format, "out": str(out), "truth": write_truth(plain, tmp_path / "truth.npz")}
+    assert read_elsewhere([job], tmp_path) == [[]]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_exports_open_without_us_with_right_values(format: str, tmp_path: Path):
     jobs, names = [], []
@@ -344,13 +355,18 @@ def test_parquet_in_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_command(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=True)
     folder = plain.write(tmp_path)
     new = tmp_path / "elsewhere" / plain.name
     out = tmp_path / ("out.json" if format in {"kerchunk", "tensorstore"} else "out")
     assert main(["export", str(folder), str(out), "--format", format, "--template", f"file://{new}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"out": str(out), "format": format}
+    said = capfd.readouterr()  # also what libraries write past Python
+    assert json.loads(said.out) == {"out": str(out), "format": format}
+    assert said.err == ""
+    assert main(["export", str(folder), str(tmp_path), "--format", format, "--json"]) != 0
+    said = capfd.readouterr()
+    assert (said.out, "error" in json.loads(said.err)) == ("", True)
     new.parent.mkdir()
     shutil.move(folder, new)
     truth = write_truth(plain, tmp_path / "truth.npz")

@@ -107,6 +107,16 @@ def test_closing_a_dataset_closes_its_store(folder: Path):
     assert closed
 
 
+def test_closing_a_tree_closes_its_stores(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    closed: list[str] = []
+    monkeypatch.setattr(ShardStore, "close", lambda store: closed.append(store.url))
+    tree = xr.open_datatree(folder.parent, engine="saev")
+    tree.load()
+    assert not closed
+    tree.close()
+    assert closed == [str(folder)]
+
+
 def test_attributes_are_of_kinds_that_files_hold(folder: Path):
     """netCDF knows neither booleans nor objects."""
     attributes = ShardStore.open(folder).as_xarray().attrs

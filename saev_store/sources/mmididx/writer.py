@@ -257,6 +257,16 @@ class IndexedDatasetBuilder:
             return found
         if found.dtype.kind not in "iuf" or (found.dtype.kind == "f" and self.dtype.kind != "f"):
             raise ArgumentError(f"tokens are {found.dtype}; they must be {self.dtype.name}", where="tokens")
+        if self.dtype.kind == "f" and self.dtype.itemsize < found.dtype.itemsize:
+            with np.errstate(over="ignore"):
+                is_lost = np.isfinite(found) & ~np.isfinite(found.astype(self.dtype))
+            if is_lost.any():
+                raise ArgumentError(
+                    f"{found[is_lost][0]} is beyond the largest number of {self.dtype.name}, "
+                    f"{np.finfo(self.dtype.name).max}",
+                    where="tokens",
+                    remedy="Write a data set of float64.",
+                )
         # The bitwise or of all tokens is an upper bound; it takes one pass where the two extremes take two.
         if self._limits is not None and not 0 <= np.bitwise_or.reduce(found) <= self._limits[1]:
             low, high = int(found.min()), int(found.max())

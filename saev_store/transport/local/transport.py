@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, Self, cast
 
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport.base import FREE, Buffer, Counters, Entry, ReadCost
 from saev_store.transport.checks import (
     RequestCounter,
@@ -42,6 +42,7 @@ def local_root(root: str | os.PathLike[str]) -> str:
 
     Raises:
         ArgumentError: it is not a path the system could have.
+        NotFoundError: it is relative, and the working directory was deleted.
     """
     path = cast("object", os.fspath(root))
     if not isinstance(path, str):
@@ -52,7 +53,14 @@ def local_root(root: str | os.PathLike[str]) -> str:
         os.fsencode(path)
     except UnicodeEncodeError as error:
         raise ArgumentError(f"{path!r} is not a path: {error.reason}", where="root") from error
-    return os.path.abspath(path)
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            "a relative path has no meaning: the working directory was deleted",
+            where=path,
+            remedy="Change into a folder that exists, or pass an absolute path.",
+        ) from error
 
 
 class LocalTransport:

@@ -157,6 +157,7 @@ class LocalSink(FdSink):
             try:
                 with os_errors(self._where, f"reserve {used_nbytes:,} bytes"):
                     preallocate(self._fd, used_nbytes)
+                with os_errors(self._where, f"pad it to {file_nbytes:,} bytes"):
                     if os.fstat(self._fd).st_size < file_nbytes:
                         os.ftruncate(self._fd, file_nbytes)
             except SaevStoreError:

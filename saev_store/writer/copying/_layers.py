@@ -26,7 +26,7 @@ from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
 from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
 from saev_store.writer.copying._whole import PROVENANCE_NAME, check_space, delete_copy, other_recording
-from saev_store.writer.folder import Folder
+from saev_store.writer.folder import Folder, check_no_foreigner
 
 #: How much is read, and kept in memory, at a time.
 _BATCH_BYTES = 64 << 20
@@ -61,7 +61,7 @@ def copy_layers(
         with folder.lock("copy"):
             delete_copy(folder)
             folder.delete(WORK_FOLDER)
-    _begin(folder, store, on_overflow if converts else None)
+    _begin(folder, store, on_overflow if converts else None, layout.nbytes)
     writer = create_store(
         root,
         metadata,
@@ -143,12 +143,16 @@ def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:
     return report
 
 
-def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None) -> None:
+def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None, nbytes: int) -> None:
     """Mark the store that is to be written as a copy of this one; an error if what is unfinished there is another store."""
     identity = _identity(store)
     mark = _mark(identity, on_overflow)
     if not folder.exists(CLAIM_PATH):
-        if folder.exists(METADATA_NAME) or folder.create(_MARK, mark) != "taken":
+        if folder.exists(METADATA_NAME):
+            return
+        check_no_foreigner(folder, folder.names())
+        check_space(folder.url, nbytes)
+        if folder.create(_MARK, mark) != "taken":
             return
         if folder.read(_MARK) != mark and not folder.exists(CLAIM_PATH):
             folder.put(_MARK, mark)  # of an attempt that came no further

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from saev_store._runtime.progress import Progress
@@ -14,6 +16,7 @@ from saev_store.documents import shards_bytes
 from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
+    SaevStoreError,
     StoreExistsError,
     TransportError,
     WriterConflictError,
@@ -65,19 +68,22 @@ def copy_whole(
         if _is_published(folder, store, metadata, resume=resume):
             return
         _check_claim(folder, store, resume=resume)
-    with folder.lock("copy"):
+    with folder.lock("copy"), _leaving_nothing(folder):
         if replace and _is_of_other_recording(folder, store):
             delete_copy(folder)
         # Between that look and this moment another process may have published it: nothing of it may be touched then.
         if _is_published(folder, store, metadata, resume=resume):
             return
+        files = _files(store, pads=folder.writes.pads)
+        if is_same:
+            _check_room(folder, files)
         _claim(folder, store)
         promised = load_digests(store.transport)
         copier = _Copier(store, folder, promised)
-        files = _files(store, pads=folder.writes.pads)
         shared = {file.name for file in files if not is_same and _is_shared(store, folder, file)}
         rest = [file for file in files if file.name not in shared]
-        check_space(root.url, sum(file.used_nbytes for file in rest if folder.size(file.name) is None))
+        if not is_same:
+            _check_room(folder, rest)
         done: dict[str, FileDigests] = {}
         with Progress(sum(file.used_nbytes for file in rest), "copying", shown=progress) as bar:
             for file in rest:
@@ -89,6 +95,28 @@ def copy_whole(
             done = dict(promised.files) if promised else {}
         known = {name: entry for name, entry in done.items() if entry.digests}
         _publish(folder, store, metadata, Digests(copier.block_bytes, known))
+
+
+@contextlib.contextmanager
+def _leaving_nothing(folder: Folder) -> Generator[None]:
+    """A block that holds the lock of copies; where it is refused before anything was begun, the lock's folders go."""
+    try:
+        yield
+    except SaevStoreError:
+        if folder.transport.local_path is not None:
+            where = os.path.join(folder.transport.local_path, folder.path(WORK_FOLDER))
+            # Folders go only while they are empty: another process may begin there at any time.
+            with contextlib.suppress(OSError):
+                if os.listdir(where) == ["locks"] and os.listdir(f"{where}/locks") == ["copy.lock"]:
+                    os.unlink(f"{where}/locks/copy.lock")
+                    for empty in (f"{where}/locks", where, os.path.dirname(where)):
+                        os.rmdir(empty)
+        raise
+
+
+def _check_room(folder: Folder, files: Sequence[_File]) -> None:
+    """Refuse to begin where the files that are not there yet have no room."""
+    check_space(folder.url, sum(file.used_nbytes for file in files if folder.size(file.name) is None))
 
 
 def _is_shared(store: ShardStore, folder: Folder, file: _File) -> bool:
