@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_flag, check_flag_or_none
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
@@ -90,6 +91,7 @@ def finalize_store(
         CorruptShardError: a shard is not what its receipt says.
         ResumeError: the parts there were written for other metadata.
     """
+    takeover, progress = check_flag(takeover, name="takeover"), check_flag_or_none(progress, name="progress")
     folder = Folder(root_transport, metadata.hash)
     if published_already(folder, metadata):
         return False

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
+from saev_store.errors import ArgumentError, IncompleteStoreError
 from saev_store.loaders import ShuffledLoader
+from saev_store.sources.provenance import source_of
+from saev_store.transport import MemoryTransport
+from saev_store.writer import finalize_store
 from saev_store.writer.copying import copy_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
@@ -104,3 +108,52 @@ def test_junk_meets_our_errors_only(junk: object, tmp_path: Path, monkeypatch: p
             call(junk)  # what makes sense may work
         except SaevStoreError as error:
             assert str(error), name
+
+
+def flags(root: Path) -> dict[str, Callable[[object], object]]:
+    """Public booleans, by the name of the argument, whatever call has it."""
+    store = ShardStore.open(SAMPLE)
+    both = pair(store, store)
+
+    def create(**option: object) -> None:
+        ShardStore.create(root, METADATA, **{"resume": "auto", **option}).close()
+
+    return {
+        "masked": lambda flag: store.sel(masked=flag),
+        "stack_layers": lambda flag: store.sel(stack_layers=flag),
+        "masked of a pair": lambda flag: both.sel(layer_a=0, layer_b=0, masked=flag),
+        "masked of a document": lambda flag: store.document(0, masked=flag),
+        "damaged_ok": lambda flag: ShardStore.open(SAMPLE, damaged_ok=flag),
+        "copy": lambda flag: store.as_numpy(copy=flag),
+        "copy of rows": lambda flag: store.sel().as_numpy(copy=flag),
+        "deep": lambda flag: store.validate(deep=flag),
+        "refresh": lambda flag: store.stats(refresh=flag, save=False),
+        "save": lambda flag: store.stats(save=flag),
+        "outside_ok": lambda flag: source_of(store.metadata, outside_ok=flag),
+        "exist_ok": lambda flag: create(exist_ok=flag),
+        "pad": lambda flag: create(pad=flag),
+        "resume": lambda flag: create(resume=flag),
+        "progress": lambda flag: create(progress=flag),
+        "progress of validate": lambda flag: store.validate(progress=flag),
+        "takeover": lambda flag: finalize_store(MemoryTransport(), new_metadata(**METADATA), takeover=flag),
+        "resume of a copy": lambda flag: copy_store(SAMPLE, root / "copy", resume=flag, progress=False),
+        "replace": lambda flag: copy_store(SAMPLE, root / "copy", replace=flag, progress=False),
+    }
+
+
+@pytest.mark.parametrize("flag", ["no", "yes", 1, 0, [True], np.array([True, False])], ids=str)
+def test_what_is_no_boolean_is_refused_and_not_taken_for_true_or_false(flag: object, tmp_path: Path) -> None:
+    for name, call in flags(tmp_path / "root").items():
+        with pytest.raises(ArgumentError, match="must be True") as caught:
+            call(flag)
+        assert caught.value.where == name.split()[0], name
+    assert not (tmp_path / "root").exists()
+
+
+def test_booleans_of_numpy_are_booleans(tmp_path: Path) -> None:
+    store = ShardStore.open(SAMPLE)
+    assert store.sel(stack_layers=np.True_).shape == store.sel(stack_layers=True).shape
+    ShardStore.create(tmp_path, METADATA).close()
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.create(tmp_path, METADATA, resume=np.False_)
+    ShardStore.create(tmp_path, METADATA, resume=np.True_).close()
