@@ -1,9 +1,10 @@
-"""Checks of arguments that every room has: booleans and counts."""
+"""Checks of arguments that every room has: booleans, counts and other numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from typing import SupportsIndex, cast
+from typing import SupportsFloat, SupportsIndex, cast
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from saev_store.errors import ArgumentError, brief
 
 #: Python's boolean and NumPy's, which is another type and means the same.
 BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
+_NUMBERS: tuple[type[object], ...] = (int, float, np.integer, np.floating)
 
 
 def check_flag(value: object, *, name: str) -> bool:
@@ -52,3 +54,21 @@ def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 -
         if least <= number <= most:
             return number
     raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from {least} to {most}", where=name)
+
+
+def check_number(value: object, *, name: str, zero_ok: bool = False) -> float:
+    """A number of more than 0, such as a limit or a time; infinity is one.
+
+    Raises:
+        ArgumentError: it is no real number (booleans are none), not more than 0, or NaN.
+
+    >>> check_number(3, name="timeout_s")
+    3.0
+    """
+    if isinstance(value, _NUMBERS) and not isinstance(value, BOOLEANS):
+        with contextlib.suppress(OverflowError):  # an integer of a thousand digits
+            number = float(cast("SupportsFloat", value))
+            if number > 0 or (zero_ok and number == 0):
+                return number
+    rule = "of at least 0" if zero_ok else "of more than 0"
+    raise ArgumentError(f"{name} is {brief(value)}; it must be a number {rule}", where=name)

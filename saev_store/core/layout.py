@@ -127,7 +127,7 @@ class Layout:
             value: object = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
                 raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from 1 to 2^63 - 1", where=name)
-        if self.dtype not in ITEMSIZES:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZES:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise ArgumentError(
                 f"dtype is {brief(self.dtype)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype"
             )

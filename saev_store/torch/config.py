@@ -38,6 +38,8 @@ def _examples(value: object) -> object:
     if value is None or isinstance(value, slice):
         return cast("object", value)
     found = np.asarray(value)
+    if found.ndim == 0:  # one position, or nothing that pydantic lets through
+        return (found.item(),) if found.dtype.kind in "iu" else value
     return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
 
 

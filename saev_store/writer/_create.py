@@ -187,7 +187,7 @@ def _checked_part(
         ("on_overflow", on_overflow, get_args(OverflowPolicy)),
         ("verify", verify, get_args(Verify)),
     ):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ArgumentError(f"{name} is {brief(value)}; it must be one of {allowed}", where=name)
     for name, value, most in (
         ("block_bytes", block_bytes, _MAX_BLOCK_BYTES),

@@ -10,10 +10,11 @@ import pytest
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, IncompleteStoreError
-from saev_store.loaders import ShuffledLoader
+from saev_store.loaders import CachedTransport, ShuffledLoader, stage
 from saev_store.sources.provenance import source_of
+from saev_store.torch import OrderedConfig
 from saev_store.transport import MemoryTransport
-from saev_store.writer import finalize_store
+from saev_store.writer import create_store, finalize_store
 from saev_store.writer.copying import copy_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
@@ -28,6 +29,13 @@ JUNK: dict[str, object] = {
     "words": np.array(["a"]), "slice": slice(None), "square": [[1, 2], [3, 4]], "date": np.datetime64("2020"), "call": print,
     "ellipsis": ..., "range": range(3), "set": {1, 2}, "0-d array": np.array(7), "2-d array": np.array([[7]]),
 }  # fmt: skip
+
+
+def write_early(max_reorder_bytes: object) -> None:
+    """An example that waits for an earlier one, with a limit of memory for it."""
+    with create_store(MemoryTransport(), new_metadata(**METADATA)) as writer:
+        writer.max_reorder_bytes = max_reorder_bytes
+        writer.write(3, np.zeros((2, 5, 8), np.float32))
 
 
 def append_mask(root: Path, mask: object) -> None:
@@ -82,6 +90,20 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "metadata layers with hook points": lambda junk: new_metadata(
             **{**METADATA, "layers": junk}, hook_points=["attn_out"]
         ),
+        "max_reorder_bytes": write_early,
+        "part of one number": lambda junk: ShardStore.create(root, METADATA, part=(junk, junk), resume="auto").close(),
+        "block_bytes": lambda junk: create_store(MemoryTransport(), new_metadata(**METADATA), block_bytes=junk).close(),
+        "max_mb_per_s": lambda junk: copy_store(SAMPLE, root / "copy", max_mb_per_s=junk, progress=False),
+        "max_requests_per_s": lambda junk: copy_store(SAMPLE, root / "copy", max_requests_per_s=junk, progress=False),
+        "copy dtype": lambda junk: copy_store(SAMPLE, root / "copied", dtype=junk, progress=False),
+        "copy protocol": lambda junk: copy_store(SAMPLE, root / "copied", protocol=junk, progress=False),
+        "copy dst": lambda junk: copy_store(SAMPLE, junk, progress=False),
+        "stage timeout_s": lambda junk: stage(SAMPLE, root / "staged", timeout_s=junk),
+        "stage layers": lambda junk: stage(SAMPLE, root / "staged", layers=junk),
+        "cache_bytes": lambda junk: CachedTransport(store.transport, root / "cache", junk),
+        "estimate dtype": lambda junk: store.estimate(dtype=junk),
+        "publication verify": lambda junk: finalize_store(MemoryTransport(), new_metadata(**METADATA), verify=junk),
+        "config examples": lambda junk: OrderedConfig(examples=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
     }
     for name in [
@@ -157,3 +179,27 @@ def test_booleans_of_numpy_are_booleans(tmp_path: Path) -> None:
     with pytest.raises(IncompleteStoreError):
         ShardStore.create(tmp_path, METADATA, resume=np.False_)
     ShardStore.create(tmp_path, METADATA, resume=np.True_).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("max_reorder_bytes", lambda value, _: write_early(value)),
+        ("max_mb_per_s", lambda value, to: copy_store(SAMPLE, to, max_mb_per_s=value)),
+        ("max_requests_per_s", lambda value, to: copy_store(SAMPLE, to, max_requests_per_s=value)),
+        ("cache_bytes", lambda value, to: CachedTransport(MemoryTransport(), to, value)),
+        ("timeout_s", lambda value, to: stage(SAMPLE, to, timeout_s=value)),
+    ],
+)
+@pytest.mark.parametrize("value", ["1G", -1, float("nan"), True])
+def test_limits_are_numbers_and_the_error_names_them(
+    name: str, call: Callable[[object, Path], object], value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} is .*; it must be") as caught:
+        call(value, tmp_path / "to")
+    assert caught.value.where == name
+    assert not (tmp_path / "to").exists()
+
+
+def test_one_example_of_a_config_is_the_example_of_that_number() -> None:
+    assert OrderedConfig(examples=3).examples == OrderedConfig(examples=np.int64(3)).examples == (3,)

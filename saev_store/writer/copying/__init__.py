@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self, get_args
 
-from saev_store.core.arguments import check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag, check_flag_or_none, check_number
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import LayerKey
@@ -129,6 +129,10 @@ def copy_store(
         raise ArgumentError(
             f"on_overflow is {brief(on_overflow)}; it must be one of {get_args(OverflowPolicy)}", where="on_overflow"
         )
+    if max_mb_per_s is not None:
+        max_mb_per_s = check_number(max_mb_per_s, name="max_mb_per_s")
+    if max_requests_per_s is not None:
+        max_requests_per_s = check_number(max_requests_per_s, name="max_requests_per_s")
     rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
@@ -184,7 +188,15 @@ def target_of(
     protocol: str | None = None,
     dtype: str | None = None,
 ) -> Target:
-    """Where `copy_store` copies to when it is called like this, and what."""
+    """Where `copy_store` copies to when it is called like this, and what.
+
+    Raises:
+        ArgumentError, LayerNotFoundError, SelectionError: see `copy_store`.
+    """
+    if not isinstance(dst, (str, os.PathLike)):
+        raise ArgumentError(f"dst is {brief(dst)}; it must be a path or a URL", where="dst")
+    if protocol is not None and not isinstance(protocol, str):
+        raise ArgumentError(f"protocol is {brief(protocol)}; it must be a version such as '2.0'", where="protocol")
     chosen, kept = tuple(range(len(store.layers))), kept_tokens(store, tokens)
     if layers is not None:
         if not isinstance(layers, Sequence) or isinstance(layers, str):
