@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 from saev_store.loaders import OrderedLoader  # after the check that torch is there
 from saev_store.torch import (
+    ConfigError,
     IndexedConfig,
     IndexedDataset,
     OrderedConfig,
@@ -111,3 +112,10 @@ def test_a_forked_child_gathers_with_threads_of_its_own(tmp_path):
 def _gather(dataset: IndexedDataset, picked: np.ndarray, expected: np.ndarray) -> None:
     signal.alarm(30)  # ends a child that waits for threads which do not exist
     np.testing.assert_array_equal(dataset.batch(picked)["act"].numpy(), expected)
+
+
+def test_one_example_of_a_config_is_the_example_of_that_number():
+    assert OrderedConfig(examples=3).examples == OrderedConfig(examples=np.int64(3)).examples == (3,)
+    for junk in (1.5, object(), ..., float("nan")):
+        with pytest.raises(ConfigError, match="examples"):
+            OrderedConfig(examples=junk)

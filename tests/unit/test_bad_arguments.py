@@ -12,7 +12,6 @@ from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, IncompleteStoreError
 from saev_store.loaders import CachedTransport, ShuffledLoader, stage
 from saev_store.sources.provenance import source_of
-from saev_store.torch import OrderedConfig
 from saev_store.transport import MemoryTransport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.copying import copy_store
@@ -103,7 +102,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "cache_bytes": lambda junk: CachedTransport(store.transport, root / "cache", junk),
         "estimate dtype": lambda junk: store.estimate(dtype=junk),
         "publication verify": lambda junk: finalize_store(MemoryTransport(), new_metadata(**METADATA), verify=junk),
-        "config examples": lambda junk: OrderedConfig(examples=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
     }
     for name in [
@@ -199,7 +197,3 @@ def test_limits_are_numbers_and_the_error_names_them(
         call(value, tmp_path / "to")
     assert caught.value.where == name
     assert not (tmp_path / "to").exists()
-
-
-def test_one_example_of_a_config_is_the_example_of_that_number() -> None:
-    assert OrderedConfig(examples=3).examples == OrderedConfig(examples=np.int64(3)).examples == (3,)
