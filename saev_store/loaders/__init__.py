@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from saev_store.loaders._base import Loader
-from saev_store.loaders._columns import NO_LABEL, TokenColumns
+from saev_store.loaders._columns import NO_LABEL, TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import stored_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
@@ -57,6 +57,7 @@ __all__ += [
     "ScatteredReads",
     "ShuffleArguments",
     "TokenColumns",
+    "layer_columns",
     "medium_of",
     "open_for_training",
     "options_class",

@@ -11,7 +11,7 @@ from xxhash import xxh3_128
 from saev_store.core.arguments import check_flag, check_flag_or_none
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis
-from saev_store.core.layout import Layout
+from saev_store.core.layout import LayerKey, Layout
 from saev_store.core.plan import Part
 from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, row_space
 from saev_store.errors import ArgumentError, SelectionError, brief
@@ -80,6 +80,11 @@ class Selection:
     def layers(self) -> tuple[int, ...]:
         """Labels of the chosen layers, in the order of the rows, or of the vectors of a stacked row."""
         return tuple(self.space.layout.layers[position] for position in self.space.layer_idx)
+
+    @property
+    def layer_keys(self) -> tuple[LayerKey, ...]:
+        """The same layers as `layers`, in stores with hook points as pairs (label, hook point)."""
+        return tuple(self.space.layout.layer_keys[position] for position in self.space.layer_idx)
 
     def coordinates(self, rows: object = slice(None)) -> Coordinates:
         """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations."""

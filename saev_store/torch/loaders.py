@@ -16,6 +16,7 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError
 from saev_store.loaders import (
@@ -53,7 +54,8 @@ class TorchLoader(ABC, Generic[Config]):
     """What `OrderedDataLoader` and `ShuffledDataLoader` share.
 
     Iterate it once per epoch; a batch is an `ExampleBatch`, a dict of tensors: `act` float32 (n, d_model), `example_idx`
-    and `token_idx` int64 (n,), with several layers `layer` int64 (n,), `token_labels` int64 (n,) where the store has
+    and `token_idx` int64 (n,), with several layers `layer` int64 (n,), with hook points also `layer_key_idx` int64 (n,), the
+    position in `layer_keys`, `token_labels` int64 (n,) where the store has
     labels (255 for special tokens), and the token arrays that the config names. With `stack_layers` `act` is (n, layers,
     d_model), and there is no `layer`. On the CPU a batch is a view of memory that is used again once no reference to the batch
     is left.
@@ -146,6 +148,11 @@ class TorchLoader(ABC, Generic[Config]):
     @property
     def d_model(self) -> int:
         return self._loader.d_model
+
+    @property
+    def layer_keys(self) -> tuple[LayerKey, ...]:
+        """The chosen layers: labels, or with hook points pairs, in which `layer_key_idx` of a batch counts."""
+        return self._loader.layer_keys
 
     @property
     def scale(self) -> float | None:

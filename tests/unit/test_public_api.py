@@ -72,6 +72,7 @@ PUBLIC = {
         "ShuffleArguments",
         "TokenColumns",
         "WAITING",
+        "layer_columns",
         "WINDOW_BYTES",
         "medium_of",
         "open_for_training",
