@@ -200,9 +200,9 @@ def test_random_access(made):
         example = dataset[number]
         for name, key in KEYS.items():
             at = np.array([example["example_idx"]]), np.array([example["token_idx"]])
-            truth = made.column(name, *at)[0].item()
+            truth = made.column(name, *at)[0]
             assert type(example[key]) is type(truth)
-            assert np.array_equal(example[key], truth, equal_nan=isinstance(truth, float))
+            assert np.array_equal(example[key], truth, equal_nan=truth.dtype.kind == "f")
     loaded = torch.utils.data.DataLoader(dataset, batch_size=32, collate_fn=IndexedDataset.collate)
     assert checked_as_arrays(loaded, made) == len(dataset)
     assert set(IndexedDataset(config(IndexedConfig, made, tokens="special"))[0]) == {
@@ -212,3 +212,20 @@ def test_random_access(made):
         IndexedDataset(config(IndexedConfig, made, token_arrays=["text"]))
     with pytest.raises(ConfigError, match="token_arrays"):
         config(IndexedConfig, made, token_arrays="text")
+
+
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_a_data_loader_without_collate_keeps_dtypes(made, batch_size):
+    """PyTorch makes int64 of Python's integers and float64 of its floats."""
+    data = pytest.importorskip("torch.utils.data")
+    from saev_store.torch import IndexedConfig, IndexedDataset
+
+    names = tuple(name for name in ALL if name != "labels")
+    dataset = IndexedDataset(IndexedConfig(shards=made.path, layer=5, token_arrays=names))
+    first = next(iter(data.DataLoader(dataset, batch_size=batch_size)))
+    whole = dataset.batch(range(batch_size or 1))
+    for name in names:
+        expected, found = whole[KEYS[name]].numpy(), np.asarray(first[KEYS[name]])
+        assert found.dtype == expected.dtype == made.arrays[name].dtype
+        assert np.array_equal(found.reshape(-1), expected, equal_nan=found.dtype.kind == "f")
+    dataset.close()
