@@ -6,6 +6,7 @@ import os
 from typing import Annotated, Literal, cast
 
 import numpy as np
+import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from saev_store.core.layout import LayerKey
@@ -43,10 +44,21 @@ def _examples(value: object) -> object:
     return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
 
 
+def _values(value: object) -> object:
+    """Arrays and lists of values as tuples, NumPy's numbers as Python's."""
+    if isinstance(value, (list, tuple, range, np.ndarray, np.generic)):
+        found = np.asarray(value)
+        return cast("object", tuple(found.tolist()) if found.ndim else found.item())
+    return value
+
+
 Shards = Annotated[str, BeforeValidator(_url), Field(validation_alias=AliasChoices("shards", "shard_root"))]
 WhichTokens = Annotated[Tokens, BeforeValidator(_tokens), Field(validation_alias=AliasChoices("tokens", "patches"))]
 Layer = LayerKey | tuple[LayerKey, ...] | Literal["all"]
 Examples = Annotated[tuple[int, ...] | slice, BeforeValidator(_examples)]
+_Value = pydantic.StrictBool | pydantic.StrictInt | pydantic.StrictFloat
+#: Name of a token array to the value, or to the values, that a token may have.
+Conditions = dict[str, Annotated[tuple[_Value, ...] | _Value, BeforeValidator(_values)]]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -83,6 +95,7 @@ class IndexedConfig(_OldNames):
         token_arrays: Names of token arrays of the store to have in examples and batches, such as `("token_ids",)`.
         stack_layers: A row holds the vectors of all chosen layers of one token: (layers, d_model).
         storage_options: What fsspec hands to the file system.
+        where: Only content tokens whose token arrays have these values, such as `{"document_ids": (3, 7)}`.
     """
 
     shards: Shards = "./shards"
@@ -96,6 +109,7 @@ class IndexedConfig(_OldNames):
     token_arrays: tuple[str, ...] = ()
     stack_layers: bool = False
     storage_options: dict[str, object] | None = None
+    where: Conditions | None = None
 
 
 @_config
@@ -120,6 +134,7 @@ class _LoaderConfig(_OldNames):
     cache_dir: str | None = None
     cache_bytes: Count = 64 << 30
     device: str = "cpu"
+    where: Conditions | None = None
 
 
 @_config
@@ -129,7 +144,7 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
     Attributes:
         prefetch_batches: Default: by `buffer_size` and `buffer_bytes`.
         scale_norm: `True` takes the statistics beside the store, and makes them of a sample where there are none.
-        shards, tokens, layer, ignore_labels, masked, dtype, stack_layers, storage_options: As in `IndexedConfig`.
+        shards, tokens, layer, ignore_labels, where, masked, dtype, stack_layers, storage_options: As in `IndexedConfig`.
         examples: Which examples: positions, a slice, or a mask over all of them; default: all.
         damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.

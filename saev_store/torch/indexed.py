@@ -58,6 +58,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             layer=cfg.layer,
             tokens=cfg.tokens,
             ignore_labels=cfg.ignore_labels or None,
+            where=cfg.where,
             masked=cfg.masked,
             dtype=cfg.dtype,
             stack_layers=cfg.stack_layers,

@@ -108,6 +108,7 @@ class TorchLoader(ABC, Generic[Config]):
             layer=cfg.layer,
             tokens=cfg.tokens,
             ignore_labels=cfg.ignore_labels or None,
+            where=cfg.where,
             examples=examples,
             masked=cfg.masked,
             dtype=cfg.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +230,56 @@ def test_a_data_loader_without_collate_keeps_dtypes(made, batch_size):
         assert found.dtype == expected.dtype == made.arrays[name].dtype
         assert np.array_equal(found.reshape(-1), expected, equal_nan=found.dtype.kind == "f")
     dataset.close()
+
+
+@pytest.mark.parametrize("use_tmpdir", [False, True])
+def test_configs_choose_tokens_by_their_values(made, use_tmpdir, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from saev_store import torch as ours
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    wanted = made.arrays["labels"][:2].reshape(-1)
+    chosen = np.isin(made.arrays["labels"], wanted) & ~made.arrays["example"]
+    options = {
+        "shards": made.path, "layer": 5, "masked": True, "token_arrays": ("labels", "score"),
+        "where": {"labels": wanted, "example": False},
+    }  # fmt: skip
+    expected = [tuple(place) for place in np.argwhere(chosen).tolist()]
+
+    def places(batches) -> list[tuple[int, int]]:
+        return [
+            (e, t)
+            for one in batches
+            for e, t in zip(one["example_idx"].tolist(), one["token_idx"].tolist(), strict=True)
+        ]
+
+    indexed = ours.IndexedDataset(ours.IndexedConfig(**options))
+    assert places([indexed.batch(range(len(indexed)))]) == expected
+    for cls, config_of in (
+        (ours.OrderedDataLoader, ours.OrderedConfig),
+        (ours.ShuffledDataLoader, ours.ShuffledConfig),
+    ):
+        cfg = config_of(**options, batch_size=4, use_tmpdir=use_tmpdir)
+        with cls(cfg) as loader:
+            assert sorted(places(loader)) == expected
+            batches = iter(loader)
+            next(batches)
+            state = json.loads(json.dumps(loader.state_dict()))
+            rest = places(batches)
+            assert rest
+        with pickle.loads(pickle.dumps(cls(cfg))) as again:
+            again.load_state_dict(state)
+            assert places(again) == rest
+        other = config_of(**{**options, "where": {"labels": wanted[:1]}}, batch_size=4)
+        with cls(other) as loader, pytest.raises(ArgumentError, match="state"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("where", ["labels", {"labels": "x"}, {"labels": [[1], [2, 3]]}, {1: 2}, {"labels": None}])
+def test_a_config_refuses_what_is_no_condition(where):
+    pytest.importorskip("torch")
+    from saev_store.torch import ConfigError, IndexedConfig, OrderedConfig, ShuffledConfig
+
+    for config_of in (IndexedConfig, OrderedConfig, ShuffledConfig):
+        with pytest.raises(ConfigError, match="where"):
+            config_of(where=where)
