@@ -311,8 +311,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
         return DocumentError(
             f"{shown}{more}",
             where=url,
-            remedy="Copy the file again, or open with damaged_ok=True to read the vectors; store.repair().restore_array(...) writes "
-            "a token array anew.",
+            remedy="Open with damaged_ok=True to read the vectors, and to write token arrays anew.",
             problems=errors,
         )
     gone = any(problem.kind == "missing_shard" for problem in errors)

@@ -139,7 +139,7 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray, *,
         )
     (buffer,) = transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(layout)])
     values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(layout.n_examples, -1)
-    if array.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
+    if not array.is_valid(buffer):
         raise DocumentError(
             "it holds bytes other than 0 and 1; a bool is one of them",
             where=where,
