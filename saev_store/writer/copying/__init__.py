@@ -107,7 +107,7 @@ def copy_store(
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
         replace: Delete a copy of an earlier recording with the same metadata, and copy again; False refuses that. Recordings
-            are told apart by the digests of the source.
+            are told apart by the digests of the source, and where it has none by the values of its token arrays.
         max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
         max_requests_per_s: No more requests than so many in a second, to both places together.
         progress: A bar on standard error; None shows it on a terminal.
