@@ -123,16 +123,21 @@ class Selection:
     def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
         """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
 
+        For more than a million rows of a far store the size of its first shard is requested, unless it is known.
+
         Args:
             rows: As in `rows`.
             prices: Instead of `saev_store.store.estimate.PRICES`.
 
         Raises:
             SelectionError: a row is out of range.
+            CorruptShardError: that size is not what the documents say.
         """
         from saev_store.store.estimate import PlanCount
 
         picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
+        self.reader.check_wide()
+        self.reader.check_large(length(picked) * self.space.vectors_per_row)
         count.add(self._plan(picked))
         return count.estimate(length(picked) * self.space.row_nbytes, prices)
 

@@ -228,7 +228,7 @@ class ShardStore(TextReading):
             dtype: Instead of the store's: what the same read would cost of a copy in that dtype.
 
         Raises:
-            SelectionError, ArgumentError: the key does not fit the tensor, or there is no such dtype.
+            SelectionError, ArgumentError, CorruptShardError: see `saev_store.store.estimate.estimate_read`.
 
         >>> from saev_store import ShardStore
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
