@@ -16,7 +16,7 @@ from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, options_class
 from saev_store.loaders.ordered import OrderedLoader
-from saev_store.loaders.paired import OrderedPairLoader, ShuffledPairLoader
+from saev_store.loaders.paired import OrderedPairLoader, PairBatches, PairLoader, ShuffledPairLoader
 from saev_store.loaders.quality import BatchEntropy, ShuffleQuality, batch_entropy, shuffle_quality
 from saev_store.loaders.shuffled import WINDOW_BYTES, ShuffledLoader
 from saev_store.loaders.staging import open_for_training, stage, stage_in_background
@@ -52,6 +52,8 @@ __all__ += [
     "BufferPool",
     "Loader",
     "Medium",
+    "PairBatches",
+    "PairLoader",
     "ReadArguments",
     "RowNumbers",
     "ScatteredReads",

@@ -21,7 +21,7 @@ class ConfigError(ArgumentError):
     """Options of a loader that make no sense; the message lists every one of them."""
 
 
-_config = options_class(ConfigError, kw_only=False)
+config_class = options_class(ConfigError, kw_only=False)
 
 
 def _tokens(value: object) -> object:
@@ -29,7 +29,7 @@ def _tokens(value: object) -> object:
     return _OLD_TOKENS.get(value, value) if isinstance(value, str) else value
 
 
-def _url(value: object) -> object:
+def text_of_path(value: object) -> object:
     """A path as text."""
     return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
@@ -52,7 +52,7 @@ def _values(value: object) -> object:
     return value
 
 
-Shards = Annotated[str, BeforeValidator(_url), Field(validation_alias=AliasChoices("shards", "shard_root"))]
+Shards = Annotated[str, BeforeValidator(text_of_path), Field(validation_alias=AliasChoices("shards", "shard_root"))]
 WhichTokens = Annotated[Tokens, BeforeValidator(_tokens), Field(validation_alias=AliasChoices("tokens", "patches"))]
 Layer = LayerKey | tuple[LayerKey, ...] | Literal["all"]
 Examples = Annotated[tuple[int, ...] | slice, BeforeValidator(_examples)]
@@ -79,7 +79,7 @@ class _OldNames:
         return old[self.tokens]
 
 
-@_config
+@config_class
 class IndexedConfig(_OldNames):
     """Which rows an `IndexedDataset` has.
 
@@ -112,7 +112,7 @@ class IndexedConfig(_OldNames):
     where: Conditions | None = None
 
 
-@_config
+@config_class
 class _LoaderConfig(_OldNames):
     """What both loaders need to know besides how rows are read; described in `OrderedConfig`."""
 
@@ -137,7 +137,7 @@ class _LoaderConfig(_OldNames):
     where: Conditions | None = None
 
 
-@_config
+@config_class
 class OrderedConfig(_LoaderConfig, ReadOptions):
     """How an `OrderedDataLoader` loads: the fields of `saev_store.loaders.ReadOptions`, and these.
 
@@ -158,7 +158,7 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
     """
 
 
-@_config
+@config_class
 class ShuffledConfig(_LoaderConfig, ShuffleOptions):
     """How a `ShuffledDataLoader` loads: as `OrderedConfig`, with the fields of `saev_store.loaders.ShuffleOptions`, and these.
 
