@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, storage_options, table
+from saev_store.core.layout import layer_name
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Lists, Transport, open_transport
@@ -56,7 +57,7 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
         rows.append((
             entry.name,
             " x ".join(str(n) for n in layout.shape),
-            ",".join(map(str, layout.layers)),
+            ",".join(layer_name(key) for key in layout.layer_keys),
             human_bytes(layout.nbytes),
             entry.metadata.protocol,
             entry.metadata.ckpt,
@@ -115,6 +116,7 @@ def describe(entry: StoreEntry, state: str, note: str) -> dict[str, object]:
             "ckpt": entry.metadata.ckpt,
             "shape": list(layout.shape),
             "layers": list(layout.layers),
+            **({} if layout.hook_points is None else {"hook_points": list(layout.hook_points)}),
             "nbytes": layout.nbytes,
         }
     return found

@@ -83,6 +83,7 @@ def describe(store: ShardStore) -> dict[str, object]:
         "shape": list(store.shape),
         "dtype": metadata.dtype,
         "layers": list(store.layers),
+        **({} if layout.hook_points is None else {"hook_points": list(layout.hook_points)}),
         "content_tokens_per_example": layout.content_tokens_per_example,
         "cls_token": layout.cls_token,
         "n_shards": layout.n_shards,

@@ -6,7 +6,7 @@ bfloat16 is a dtype of the package `ml_dtypes`, which is imported when a store o
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,29 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
 
 
+def dtype_name(asked: object) -> str | None:
+    """The name of a dtype: the text itself, or that of a NumPy, `ml_dtypes` or torch dtype; None if it is none of these.
+
+    >>> dtype_name("bfloat16"), dtype_name(np.int32), dtype_name(np.dtype(">f4")), dtype_name(7)
+    ('bfloat16', 'int32', 'float32', None)
+    """
+    if isinstance(asked, str):
+        return asked
+    if type(asked).__module__ == "torch":  # which is not imported for it; its dtypes print as `torch.bfloat16`
+        return str(asked).removeprefix("torch.")
+    if asked is None:  # float64 to NumPy
+        return None
+    try:
+        return np.dtype(cast("npt.DTypeLike", asked)).name
+    except (TypeError, ValueError):
+        return None
+
+
 def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
     """The NumPy dtype that a reader asks for.
 
     Args:
-        asked: A name, `"stored"`, or a NumPy dtype of one of these names.
+        asked: A name, `"stored"`, or a NumPy or torch dtype of one of these names.
         stored: The name of the store's dtype.
 
     Raises:
@@ -60,15 +78,8 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
     >>> read_dtype("stored", "float16"), read_dtype("float32", "float16")
     (dtype('float16'), dtype('float32'))
     """
-    name: object = asked
-    if not isinstance(asked, (str, type(None))):  # NumPy takes None for float64
-        try:
-            name = np.dtype(asked).name
-        except (TypeError, ValueError):
-            name = None
-    if name == "stored":
-        name = stored
-    if not isinstance(name, str) or name not in _READABLE:
+    name = stored if (name := dtype_name(asked)) == "stored" else name
+    if name not in _READABLE:
         choices = ", ".join(repr(choice) for choice in get_args(get_args(ReadDtype)[0]))
         raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {choices}", where="dtype")
     return numpy_dtype(name)

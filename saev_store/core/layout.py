@@ -14,15 +14,13 @@ from typing import SupportsIndex, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.arguments import BOOLEANS
 from saev_store.core.dtypes import ITEMSIZES
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError, brief
 
 MAX_INT64 = 2**63 - 1
 #: Names of the axes, in storage order.
 DIMS = ("example", "layer", "token", "d_model")
-
-#: `True` is an integer to Python, but no label.
-_BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
 
 #: The hook point of a layer axis without hook points: the residual stream behind the block.
 RESID_POST = "resid_post"
@@ -38,6 +36,15 @@ def is_layer_pair(layer: object) -> bool:
         return False
     pair = cast("tuple[object, ...]", layer)
     return len(pair) == 2 and isinstance(pair[1], str)
+
+
+def layer_name(key: LayerKey) -> str:
+    """An entry of the layer axis as text.
+
+    >>> layer_name(5), layer_name((5, "attn_out"))
+    ('5', '5:attn_out')
+    """
+    return str(key) if isinstance(key, int) else f"{key[0]}:{key[1]}"
 
 
 def shard_name(shard_idx: int) -> str:
@@ -127,7 +134,7 @@ class Layout:
             value: object = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
                 raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from 1 to 2^63 - 1", where=name)
-        if self.dtype not in ITEMSIZES:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZES:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise ArgumentError(
                 f"dtype is {brief(self.dtype)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype"
             )
@@ -231,7 +238,7 @@ class Layout:
         label, hook_point = pair if len(pair) == 2 and isinstance(pair[1], str) else (layer, None)
         found: list[int] = []
         hooks = self.hook_points or (RESID_POST,) * self.n_layers
-        if not isinstance(label, _BOOLEANS):
+        if not isinstance(label, BOOLEANS):
             try:
                 wanted = operator.index(cast("SupportsIndex", label))
             except TypeError:

@@ -82,6 +82,14 @@ class TokenArray:
         dtype = np.dtype(self.dtype)
         return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
 
+    def is_valid(self, values: bytes | bytearray | memoryview) -> bool:
+        """Whether bytes of its file can be its values: those of a bool are 0 and 1, those of other dtypes are any.
+
+        >>> TokenArray("mask", "bool").is_valid(bytes([0, 1, 2]))
+        False
+        """
+        return self.dtype != "bool" or int(np.frombuffer(values, dtype=np.uint8).max(initial=0)) <= 1
+
     def nbytes(self, layout: Layout) -> int:
         """The exact size of its file."""
         return layout.n_examples * self.example_nbytes(layout)

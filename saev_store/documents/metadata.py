@@ -12,7 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
-from saev_store.core.dtypes import StoredDtype
+import numpy as np
+
+from saev_store.core.dtypes import StoredDtype, dtype_name
 from saev_store.core.layout import RESID_POST, IntArray, Layout
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents._parse import Findings, parse_json, shown
@@ -265,9 +267,9 @@ def new_metadata(
     data: Mapping[str, object] | str | None = None,
     dataset: str | os.PathLike[str] | None = None,
     pixel_agg: str | None = None,
-    dtype: StoredDtype = "float32",
+    dtype: StoredDtype | np.dtype[np.generic] | type[np.generic] = "float32",
     hook_points: Sequence[str] | None = None,
-    token_arrays: Mapping[str, str] | None = None,
+    token_arrays: Mapping[str, type[np.generic | bool] | str | np.dtype[np.generic]] | None = None,
     text: Mapping[str, object] | None = None,
     extra: Mapping[str, object] | None = None,
 ) -> Metadata:
@@ -290,11 +292,11 @@ def new_metadata(
         dataset: Where the data set is, a string or path; "" by default. Not in 1.0.0.
         pixel_agg: How pixel labels became token labels. "majority" by default in 2.1, left out of 2.0 unless given, not
             in 1.0.0.
-        dtype: "float32", or with protocol 3.0 "bfloat16" or "float16".
+        dtype: "float32", or with protocol 3.0 "bfloat16" or "float16"; or such a dtype of NumPy, `ml_dtypes` or torch.
         hook_points: Protocol 3.0: where in its layer each of `layers` is taken, such as "resid_mid"; a layer may then occur
             with several. None is "resid_post" for all.
         token_arrays: Protocol 3.0: what is recorded for each content token, name to dtype, such as {"token_ids": "int32",
-            "mask": "bool"}; see `saev_store.core.token_arrays`.
+            "mask": "bool"}, or dtypes of NumPy or torch; see `saev_store.core.token_arrays`.
         text: Protocol 3.0: how texts were cut into examples: {"layout": "window" or "stream", "tokenizer": …, "bos": …}.
         extra: Further keys, appended after those of the protocol. They count in the hash.
 
@@ -325,7 +327,9 @@ def new_metadata(
             are_default = [*hook_points] == [RESID_POST] * len(layers)
             ours["hook_points"] = None if are_default else [*hook_points]  # said by leaving them out
     if isinstance(token_arrays, Mapping):
-        ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in token_arrays.items()] or None
+        kinds = {name: dtype_name(kind) or kind for name, kind in token_arrays.items()}
+        ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in kinds.items()] or None
+    dtype = cast("StoredDtype", dtype_name(dtype) or dtype)
     if protocol is None:
         is_ours = dtype != "float32" or any(value is not None for value in ours.values())
         protocol = "3.0" if is_ours else "2.0"

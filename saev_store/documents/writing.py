@@ -176,6 +176,13 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
     Raises:
         ArgumentError: something in it has no JSON form.
     """
+    for name, value in document.items():
+        try:
+            json.dumps(value, allow_nan=allow_nan)
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise ArgumentError(
+                f"{name} has no JSON form ({exc})", where="metadata", remedy="Use plain values."
+            ) from None
     try:
         text = json.dumps(document, indent=4, allow_nan=allow_nan)
         if version.style == "indent-4-ascii":

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from saev_store.loaders._base import Loader
-from saev_store.loaders._columns import NO_LABEL, TokenColumns
+from saev_store.loaders._columns import NO_LABEL, TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import stored_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
@@ -16,7 +16,7 @@ from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, options_class
 from saev_store.loaders.ordered import OrderedLoader
-from saev_store.loaders.paired import OrderedPairLoader, ShuffledPairLoader
+from saev_store.loaders.paired import OrderedPairLoader, PairBatches, PairLoader, ShuffledPairLoader
 from saev_store.loaders.quality import BatchEntropy, ShuffleQuality, batch_entropy, shuffle_quality
 from saev_store.loaders.shuffled import WINDOW_BYTES, ShuffledLoader
 from saev_store.loaders.staging import open_for_training, stage, stage_in_background
@@ -52,11 +52,14 @@ __all__ += [
     "BufferPool",
     "Loader",
     "Medium",
+    "PairBatches",
+    "PairLoader",
     "ReadArguments",
     "RowNumbers",
     "ScatteredReads",
     "ShuffleArguments",
     "TokenColumns",
+    "layer_columns",
     "medium_of",
     "open_for_training",
     "options_class",

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.threads import n_cores
-from saev_store.core.layout import IntArray
+from saev_store.core.layout import IntArray, LayerKey
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
-from saev_store.loaders._columns import TokenColumns
+from saev_store.loaders._columns import TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
@@ -64,6 +64,7 @@ class Loader(ABC):
         drop_last: Whether a last batch that is not full is left out.
         d_model: Numbers of a vector.
         n_samples: Rows of the selection, over all ranks.
+        layer_keys: The chosen layers: labels, or with hook points pairs, in which `layer_key_idx` of a batch counts.
     """
 
     kind: ClassVar[str] = ""
@@ -84,6 +85,7 @@ class Loader(ABC):
             self._columns = TokenColumns(rows, options.token_arrays, labels)
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self.d_model, self.n_samples = layout.d_model, space.n_rows
+        self.layer_keys: tuple[LayerKey, ...] = rows.layer_keys
         self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
         self._reader.check_wide()
         self._medium = medium_of(self._reader.transport, layout, options.medium)
@@ -398,7 +400,7 @@ def _batches(
         token = where.token - layout.n_special_tokens
         batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
         if space.rows_per_token > 1:
-            batch["layer"] = np.asarray(layout.layers, dtype=np.int64)[where.layer]
+            batch.update(layer_columns(space, where.layer))
         if columns is not None:
             batch.update(columns.at(where.example, token))
         # The consumer alone decides how long a batch lives.

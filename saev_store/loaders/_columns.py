@@ -1,4 +1,4 @@
-"""Token arrays as columns of batches: labels, token ids and what else is recorded for each content token."""
+"""Columns of batches beside the vectors: layers, and labels, token ids and what else is recorded for each content token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.core.rows import Labels
+from saev_store.core.rows import Labels, RowSpace
 from saev_store.core.token_arrays import NONE, shown_names
 from saev_store.errors import ArgumentError, brief
 from saev_store.store.selection import Selection
@@ -18,8 +18,25 @@ NO_LABEL = 255
 _LABELS = "token_labels"
 #: Other keys of a batch or of an example, today's and older ones.
 _TAKEN = frozenset({
-    "act", "act_a", "act_b", "example_idx", "image_i", "layer", "patch_i", "token_idx", "token_label", _LABELS,
+    "act", "act_a", "act_b", "example_idx", "image_i", "layer", "layer_key_idx", "patch_i", "token_idx", "token_label", _LABELS,
 })  # fmt: skip
+
+
+def layer_columns(space: RowSpace, layer_idx: IntArray) -> dict[str, npt.NDArray[np.int64]]:
+    """Which layers rows are of, fresh arrays (n,): `layer`, their labels, and in stores with hook points `layer_key_idx`.
+
+    Args:
+        space: The rows; they are of several layers, which are not stacked.
+        layer_idx: The layer of each row, by position on the layer axis.
+    """
+    layout = space.layout
+    found = {"layer": np.asarray(layout.layers, dtype=np.int64)[layer_idx]}
+    if layout.hook_points is not None:
+        # Counted among the chosen layers, so that a copy of these layers alone gives the same batches.
+        place = np.empty(layout.n_layers, dtype=np.int64)
+        place[list(space.layer_idx)] = np.arange(len(space.layer_idx))
+        found["layer_key_idx"] = place[layer_idx]
+    return found
 
 
 class TokenColumns:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from saev_store._runtime.threads import ForkSafeLock
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import ArgumentError, DeadlineError
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
@@ -65,7 +66,7 @@ class CachedTransport:
     def __init__(self, inner: Transport, folder: str | os.PathLike[str], max_bytes: int, key: bytes = b"") -> None:
         if not hasattr(os, "pwrite"):
             raise ArgumentError("a cache folder needs file locks, which Linux and macOS have", where="cache_dir")
-        self._inner, self._max_bytes = inner, max_bytes
+        self._inner, self._max_bytes = inner, check_count(max_bytes, name="cache_bytes", least=0)
         self._arguments = (inner, os.path.abspath(folder), max_bytes, key)
         digest = hashlib.sha256(inner.url.encode() + b"\0" + key).hexdigest()[:16]
         self._folder = os.path.join(os.path.abspath(folder), digest)

@@ -15,8 +15,9 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import cast
 
-from saev_store.core.layout import LayerKey, is_layer_pair
-from saev_store.core.rows import Layers, Tokens
+from saev_store.core.arguments import check_number
+from saev_store.core.layout import LayerKey
+from saev_store.core.rows import Layers, Tokens, are_several
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
 from saev_store.loaders.cache import CachedTransport
 from saev_store.names import METADATA_NAME
@@ -145,10 +146,10 @@ def stage(
     """
     from saev_store.writer.copying import copy_store, target_of
 
+    timeout_s = check_number(timeout_s, name="timeout_s", zero_ok=True)
     wanted: list[LayerKey] | None = None
     if not isinstance(layers, str):
-        is_one = isinstance(layers, int) or is_layer_pair(layers)
-        wanted = [cast("LayerKey", layers)] if is_one else list(cast("Sequence[LayerKey]", layers))
+        wanted = list(cast("Sequence[LayerKey]", layers)) if are_several(layers) else [cast("LayerKey", layers)]
     folder: str = os.path.expandvars(os.fspath(to))
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)

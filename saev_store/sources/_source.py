@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, SelectionError, brief
 
 if TYPE_CHECKING:
@@ -163,22 +164,6 @@ def check_positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntA
         raise SelectionError(f"{what}s from {int(found.min())} to {int(found.max())} of {n} do not exist", where=what)
     found = found.astype(np.int64)
     return np.where(found < 0, found + n, found)
-
-
-def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 - 1) -> int:
-    """An integer argument within its bounds.
-
-    Raises:
-        ArgumentError: it is no integer (booleans are none), or outside.
-    """
-    if not isinstance(value, bool):
-        try:
-            number = operator.index(cast("SupportsIndex", value))
-        except TypeError:
-            number = least - 1
-        if least <= number <= most:
-            return number
-    raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from {least} to {most}", where=name)
 
 
 def steps(n: int, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import xxhash
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
-from saev_store.sources._source import Source, check_count, steps
+from saev_store.sources._source import Source, steps
 from saev_store.sources.address import Url
 from saev_store.sources.energon._fetch import RawSample
 from saev_store.sources.energon.field_map import FieldPath, resolve

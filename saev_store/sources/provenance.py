@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar, cast
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
-from saev_store.sources._source import DigestScope, check_count, check_index
+from saev_store.sources._source import DigestScope, check_index
 from saev_store.sources.sniff import reopen
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def source_of(
         NotFoundError: it is no longer at its address; pass `url`.
         CorruptShardError: the data at the address are not those that were described.
     """
+    outside_ok = check_flag(outside_ok, name="outside_ok")
     description = cast("Mapping[str, object]", _described(metadata)["source"])
     address = description.get("url")
     scheme = address.partition("://")[0] if isinstance(address, str) and "://" in address else "file"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from saev_store.core.layout import Layout
+from saev_store.core.layout import Layout, layer_name
 from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.errors import ArgumentError
 from saev_store.stats._moments import Counts, Floats, Moments, of_none_as_nan
@@ -138,7 +138,7 @@ class Stats:
     def __str__(self) -> str:
         header = ("layer", *STATISTICS)
         columns = self.per_layer()
-        labels = [str(key) if isinstance(key, int) else f"{key[0]}:{key[1]}" for key in self.layout.layer_keys]
+        labels = [layer_name(key) for key in self.layout.layer_keys]
         rows = [(label, *(_short(columns[name][row]) for name in STATISTICS)) for row, label in enumerate(labels)]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from saev_store.core.arguments import check_flag, check_flag_or_none
 from saev_store.core.layout import IntArray
 from saev_store.errors import (
     AccessError,
@@ -75,7 +76,7 @@ def store_stats(
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: the sample is not a positive integer, or the client is asynchronous.
+        ArgumentError: the sample is not a positive integer, an option is no boolean, or the client is asynchronous.
         CorruptShardError: a shard is missing, short, or differs from its digests.
         MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: no scheduler answers.
@@ -83,6 +84,8 @@ def store_stats(
     Warns:
         SaevStoreWarning: the kept statistics are broken or belong to another store; they are replaced.
     """
+    refresh, save = check_flag(refresh, name="refresh"), check_flag(save, name="save")
+    progress = check_flag_or_none(progress, name="progress")
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
     if kept is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from saev_store.core.layout import RESID_POST, LayerKey, Layout
+from saev_store.core.layout import RESID_POST, Layout, layer_name
 from saev_store.core.token_arrays import LABELS
 from saev_store.documents import WRITABLE_VERSIONS, Metadata
 from saev_store.problems import Problem
@@ -30,10 +30,6 @@ def human_bytes(nbytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.1f} {unit}"
-
-
-def _layer_name(key: LayerKey) -> str:
-    return str(key) if isinstance(key, int) else f"{key[0]} {key[1]}"
 
 
 def _as_reference(metadata: Metadata) -> str:
@@ -73,7 +69,7 @@ def card_rows(
         ("where", transport.url),
         ("model", f"{metadata.family} {metadata.ckpt}"),
         ("shape", f"example {example:,} x layer {layer} x token {token}{special} x d_model {d_model}"),
-        ("layers", ", ".join(_layer_name(key) for key in layout.layer_keys)),
+        ("layers", ", ".join(layer_name(key) for key in layout.layer_keys)),
         ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype} ({_in_other_dtypes(layout)})"),
         ("shards", f"{layout.n_shards:,} of {layout.examples_per_shard:,} examples{tail}"),
         ("tokens", tokens or "none") if metadata.declares_token_arrays else ("labels", labels),

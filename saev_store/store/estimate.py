@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from saev_store.core.dtypes import StoredDtype
-from saev_store.core.indexing import Key, parse_key
-from saev_store.core.layout import IntArray
+from saev_store.core.indexing import Block, Key, length, parse_key
+from saev_store.core.layout import IntArray, Layout
 from saev_store.core.plan import Part, Runs
 from saev_store.errors import ArgumentError
 from saev_store.store.reader import Reader
@@ -111,12 +111,27 @@ def estimate_read(
     Raises:
         SelectionError: the key does not fit the tensor.
         ArgumentError: there is no such dtype.
+        CorruptShardError: more than a million ranges of a far store would be planned, and the size of its first shard, which is then
+            requested, is not what the documents say.
     """
+    reader.check_wide()
+    request = parse_key(key, reader.layout.shape)
+    if isinstance(request, Block):
+        reader.check_large(_n_ranges(request, reader.layout))
     if dtype is not None and dtype != reader.layout.dtype:
         reader = reader.of_dtype(dtype)
-    request, count = parse_key(key, reader.layout.shape), PlanCount(reader)
+    count = PlanCount(reader)
     count.add(reader.plan(request))
     return count.estimate(math.prod(request.shape) * reader.layout.itemsize, prices)
+
+
+def _n_ranges(block: Block, layout: Layout) -> int:
+    """At most so many ranges of a shard are a block, before neighbours are merged."""
+    examples, layers, tokens, _ = map(length, block.axes)
+    n_examples = min(examples, layout.examples_per_shard)
+    if tokens < layout.tokens_per_example:
+        return n_examples * layers * tokens
+    return n_examples if layers == layout.n_layers else n_examples * layers
 
 
 class PlanCount:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast, overload
 
+from saev_store.core.layout import layer_name
 from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
@@ -45,8 +46,9 @@ class StoreEntry:
             return f"{self.name}  {self.state}: {self.note}"
         layout = self.metadata.layout
         shape = " x ".join(str(n) for n in layout.shape)
+        layers = ", ".join(layer_name(key) for key in layout.layer_keys)
         state = "" if self.state == "complete" else f"  {self.state}: {self.note}"
-        return f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers {list(layout.layers)}  {self.metadata.ckpt}{state}"
+        return f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers [{layers}]  {self.metadata.ckpt}{state}"
 
 
 class StoreList(Sequence[StoreEntry]):

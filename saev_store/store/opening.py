@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import DIMS, Layout, shard_name
 from saev_store.core.rows import Labels
@@ -210,6 +211,7 @@ def open_store(
     Warns:
         SaevStoreWarning: the folder has another name than its content implies.
     """
+    damaged_ok = check_flag(damaged_ok, name="damaged_ok")
     if isinstance(url, Transport):
         transport = url
     else:
@@ -309,8 +311,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
         return DocumentError(
             f"{shown}{more}",
             where=url,
-            remedy="Copy the file again, or open with damaged_ok=True to read the vectors; store.repair().restore_array(...) writes "
-            "a token array anew.",
+            remedy="Open with damaged_ok=True to read the vectors, and to write token arrays anew.",
             problems=errors,
         )
     gone = any(problem.kind == "missing_shard" for problem in errors)

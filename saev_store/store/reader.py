@@ -26,7 +26,8 @@ FloatArray = npt.NDArray[np.float32]
 #: Numbers of any dtype that a store may hold or a reader may ask for.
 NumberArray = npt.NDArray[np.generic]
 
-#: More vectors in an example than this, and a shard is looked at before memory is taken for tables of them.
+#: More vectors in an example, or in what is planned at once, than this, and a shard is looked at before memory is taken for tables
+#: of them.
 _WIDE = 1 << 20
 #: Rows that are placed one by one pass through a piece of memory that stays in the CPU's cache.
 SCRATCH_BYTES = 512 << 10
@@ -189,6 +190,18 @@ class Reader:
             CorruptShardError: as `check_size`.
         """
         if self.layout.vectors_per_example > _WIDE and self.is_unchecked(0):
+            self.check_size(0)
+
+    def check_large(self, n_planned: int) -> None:
+        """Compare the size of the first shard with the layout, now, where the tables of a plan would be large.
+
+        Args:
+            n_planned: Ranges that are planned, at most; those of one shard are planned at once.
+
+        Raises:
+            CorruptShardError: as `check_size`.
+        """
+        if n_planned > _WIDE and self.is_unchecked(0):
             self.check_size(0)
 
     def check_size(self, shard_idx: int) -> None:

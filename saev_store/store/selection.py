@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from xxhash import xxh3_128
 
+from saev_store.core.arguments import check_flag, check_flag_or_none
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis, too_many
-from saev_store.core.layout import Layout
+from saev_store.core.layout import LayerKey, Layout
 from saev_store.core.plan import Part
 from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, row_space
 from saev_store.errors import ArgumentError, SelectionError, brief
@@ -80,6 +81,11 @@ class Selection:
         """Labels of the chosen layers, in the order of the rows, or of the vectors of a stacked row."""
         return tuple(self.space.layout.layers[position] for position in self.space.layer_idx)
 
+    @property
+    def layer_keys(self) -> tuple[LayerKey, ...]:
+        """The same layers as `layers`, in stores with hook points as pairs (label, hook point)."""
+        return tuple(self.space.layout.layer_keys[position] for position in self.space.layer_idx)
+
     def coordinates(self, rows: object = slice(None)) -> Coordinates:
         """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations.
 
@@ -125,16 +131,21 @@ class Selection:
     def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
         """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
 
+        For more than a million rows of a far store the size of its first shard is requested, unless it is known.
+
         Args:
             rows: As in `rows`.
             prices: Instead of `saev_store.store.estimate.PRICES`.
 
         Raises:
             SelectionError: a row is out of range.
+            CorruptShardError: that size is not what the documents say.
         """
         from saev_store.store.estimate import PlanCount
 
         picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
+        self.reader.check_wide()
+        self.reader.check_large(length(picked) * self.space.vectors_per_row)
         count.add(self._plan(picked))
         return count.estimate(length(picked) * self.space.row_nbytes, prices)
 
@@ -166,6 +177,7 @@ class Selection:
         Raises:
             ArgumentError: `copy=False`, but the rows are not contiguous in one mapped shard.
         """
+        copy = check_flag_or_none(copy, name="copy")
         if copy is not True:
             view = self._view()
             if view is not None:
@@ -255,7 +267,9 @@ def chosen_rows(
 
     Raises:
         SelectionError: there is no such array, or a value is not one of its dtype.
+        ArgumentError: `masked` or `stack_layers` is no boolean.
     """
+    masked, stack_layers = check_flag(masked, name="masked"), check_flag(stack_layers, name="stack_layers")
     ignored, condition, labels = ignore_labels, b"", None
     hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
     if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types

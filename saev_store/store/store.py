@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
+from saev_store.core.arguments import check_flag_or_none
 from saev_store.core.dtypes import ReadDtype, StoredDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens
@@ -227,7 +228,7 @@ class ShardStore(TextReading):
             dtype: Instead of the store's: what the same read would cost of a copy in that dtype.
 
         Raises:
-            SelectionError, ArgumentError: the key does not fit the tensor, or there is no such dtype.
+            SelectionError, ArgumentError, CorruptShardError: see `saev_store.store.estimate.estimate_read`.
 
         >>> from saev_store import ShardStore
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
@@ -277,6 +278,7 @@ class ShardStore(TextReading):
         Raises:
             ArgumentError: `copy=False`, but the key spans shards, uses lists, or the store is not mapped.
         """
+        copy = check_flag_or_none(copy, name="copy")
         if copy is not True:
             request = parse_key(key, self.layout.shape)
             view = self._reader.view(request) if isinstance(request, Block) else None

@@ -10,6 +10,7 @@ from typing import SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import ReadDtype, read_dtype
 from saev_store.core.indexing import parse_axis
 from saev_store.core.layout import IntArray
@@ -133,9 +134,10 @@ class TextReading(OpenedStore):
         Raises:
             SelectionError: the store has no `document_ids`, or no token of that document.
             LayerNotFoundError: a layer was not recorded.
+            ArgumentError: `masked` is no boolean, or there is no such dtype.
         """
         arrays, layout = self.token_arrays, self.layout
-        document_id = _integer(document_id, "document_id")
+        document_id, masked = _integer(document_id, "document_id"), check_flag(masked, name="masked")
         # Negative ids mean no document; larger ones than 64 bits hold are none either.
         numbers = self._document_runs().tokens_of(document_id) if 0 <= document_id < 2**63 else np.empty(0, np.int64)
         if not len(numbers):

@@ -17,7 +17,7 @@ from saev_store.transport.fetch import map_check
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
-    from saev_store.transport import Transport
+    from saev_store.transport import Buffer, Transport
 
 #: The token array whose false values hide tokens.
 MASK = "mask"
@@ -139,14 +139,32 @@ def read_token_array(transport: Transport, layout: Layout, array: TokenArray, *,
         )
     (buffer,) = transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(layout)])
     values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(layout.n_examples, -1)
-    if array.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
-        raise DocumentError(
-            "it holds bytes other than 0 and 1; a bool is one of them",
-            where=where,
-            remedy=f"It is of another store, or damaged: copy it again, or {rewriting(array.name)}.",
-        )
+    check_values(array, buffer, where=where)
     values.flags.writeable = False
     return values
+
+
+def check_values(array: TokenArray, values: Buffer, *, where: str, start: int = 0) -> None:
+    """Check bytes of the file of a token array.
+
+    Args:
+        array: What the document says of it.
+        values: The bytes.
+        where: The file.
+        start: Their place in it.
+
+    Raises:
+        DocumentError: they are those of no bool.
+    """
+    if array.is_valid(values):
+        return
+    found = np.frombuffer(values, dtype=np.uint8)
+    first = int(np.argmax(found > 1))
+    raise DocumentError(
+        f"it holds bytes other than 0 and 1, the first is {found[first]} at byte {start + first:,}; a bool is one of them",
+        where=where,
+        remedy=f"It is of another store, or damaged: copy it again, or {rewriting(array.name)}.",
+    )
 
 
 def kept_tokens(

@@ -7,10 +7,12 @@ A training script written for an older generation of loaders runs after changing
 
 from __future__ import annotations
 
+from saev_store.torch._epochs import BatchDataset
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import ConfigError, IndexedConfig, OrderedConfig, ShuffledConfig
 from saev_store.torch.indexed import IndexedDataset
-from saev_store.torch.loaders import BatchDataset, OrderedDataLoader, ShuffledDataLoader
+from saev_store.torch.loaders import OrderedDataLoader, ShuffledDataLoader
+from saev_store.torch.pairs import OrderedPairConfig, OrderedPairDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
 
 #: The specification's name of `IndexedDataset`.
 Dataset = IndexedDataset
@@ -24,7 +26,11 @@ __all__ = [
     "IndexedDataset",
     "OrderedConfig",
     "OrderedDataLoader",
+    "OrderedPairConfig",
+    "OrderedPairDataLoader",
     "ShuffledConfig",
     "ShuffledDataLoader",
+    "ShuffledPairConfig",
+    "ShuffledPairDataLoader",
     "tensors",
 ]

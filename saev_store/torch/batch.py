@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import overload
+from typing import cast, overload
 
 import numpy as np
 import torch
 
-Value = torch.Tensor | float
+Value = torch.Tensor | float | np.generic
 
 #: What keys were called in version 1 of the protocol.
 _OLD_KEYS = {"image_i": "example_idx", "patch_i": "token_idx"}
+
+#: What is an integer of Python in an example.
+_INTEGERS = frozenset({"example_idx", "layer", "layer_key_idx", "token_idx", "token_labels"})
 
 
 class ExampleBatch(dict[str, Value]):
@@ -87,11 +90,18 @@ class Examples(Sequence[ExampleBatch]):
 
 
 def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
-    """One example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; a token without a label has none."""
+    """One example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; a token without a label has none.
+
+    Positions and labels are Python's integers. Numbers of token arrays are NumPy's, of the array's dtype, which PyTorch's own
+    `collate_fn` keeps.
+    """
     found = ExampleBatch()
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            found[name] = value[number] if name == "act" else value[number].item()
+            one = value[number]
+            found[name] = (
+                one if name == "act" else one.item() if name in _INTEGERS else cast("np.generic", one.numpy()[()])
+            )
     label = found.pop("token_labels", None)
     if label is not None and isinstance(token := found["token_idx"], int) and token >= 0:
         found["token_label"] = label

@@ -6,6 +6,7 @@ import os
 from typing import Annotated, Literal, cast
 
 import numpy as np
+import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from saev_store.core.layout import LayerKey
@@ -20,7 +21,7 @@ class ConfigError(ArgumentError):
     """Options of a loader that make no sense; the message lists every one of them."""
 
 
-_config = options_class(ConfigError, kw_only=False)
+config_class = options_class(ConfigError, kw_only=False)
 
 
 def _tokens(value: object) -> object:
@@ -28,7 +29,7 @@ def _tokens(value: object) -> object:
     return _OLD_TOKENS.get(value, value) if isinstance(value, str) else value
 
 
-def _url(value: object) -> object:
+def text_of_path(value: object) -> object:
     """A path as text."""
     return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
@@ -38,13 +39,26 @@ def _examples(value: object) -> object:
     if value is None or isinstance(value, slice):
         return cast("object", value)
     found = np.asarray(value)
+    if found.ndim == 0:  # one position, or nothing that pydantic lets through
+        return (found.item(),) if found.dtype.kind in "iu" else value
     return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
 
 
-Shards = Annotated[str, BeforeValidator(_url), Field(validation_alias=AliasChoices("shards", "shard_root"))]
+def _values(value: object) -> object:
+    """Arrays and lists of values as tuples, NumPy's numbers as Python's."""
+    if isinstance(value, (list, tuple, range, np.ndarray, np.generic)):
+        found = np.asarray(value)
+        return cast("object", tuple(found.tolist()) if found.ndim else found.item())
+    return value
+
+
+Shards = Annotated[str, BeforeValidator(text_of_path), Field(validation_alias=AliasChoices("shards", "shard_root"))]
 WhichTokens = Annotated[Tokens, BeforeValidator(_tokens), Field(validation_alias=AliasChoices("tokens", "patches"))]
 Layer = LayerKey | tuple[LayerKey, ...] | Literal["all"]
 Examples = Annotated[tuple[int, ...] | slice, BeforeValidator(_examples)]
+_Value = pydantic.StrictBool | pydantic.StrictInt | pydantic.StrictFloat
+#: Name of a token array to the value, or to the values, that a token may have.
+Conditions = dict[str, Annotated[tuple[_Value, ...] | _Value, BeforeValidator(_values)]]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -65,7 +79,7 @@ class _OldNames:
         return old[self.tokens]
 
 
-@_config
+@config_class
 class IndexedConfig(_OldNames):
     """Which rows an `IndexedDataset` has.
 
@@ -81,6 +95,7 @@ class IndexedConfig(_OldNames):
         token_arrays: Names of token arrays of the store to have in examples and batches, such as `("token_ids",)`.
         stack_layers: A row holds the vectors of all chosen layers of one token: (layers, d_model).
         storage_options: What fsspec hands to the file system.
+        where: Only content tokens whose token arrays have these values, such as `{"document_ids": (3, 7)}`.
     """
 
     shards: Shards = "./shards"
@@ -94,9 +109,10 @@ class IndexedConfig(_OldNames):
     token_arrays: tuple[str, ...] = ()
     stack_layers: bool = False
     storage_options: dict[str, object] | None = None
+    where: Conditions | None = None
 
 
-@_config
+@config_class
 class _LoaderConfig(_OldNames):
     """What both loaders need to know besides how rows are read; described in `OrderedConfig`."""
 
@@ -118,16 +134,17 @@ class _LoaderConfig(_OldNames):
     cache_dir: str | None = None
     cache_bytes: Count = 64 << 30
     device: str = "cpu"
+    where: Conditions | None = None
 
 
-@_config
+@config_class
 class OrderedConfig(_LoaderConfig, ReadOptions):
     """How an `OrderedDataLoader` loads: the fields of `saev_store.loaders.ReadOptions`, and these.
 
     Attributes:
         prefetch_batches: Default: by `buffer_size` and `buffer_bytes`.
         scale_norm: `True` takes the statistics beside the store, and makes them of a sample where there are none.
-        shards, tokens, layer, ignore_labels, masked, dtype, stack_layers, storage_options: As in `IndexedConfig`.
+        shards, tokens, layer, ignore_labels, where, masked, dtype, stack_layers, storage_options: As in `IndexedConfig`.
         examples: Which examples: positions, a slice, or a mask over all of them; default: all.
         damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.
@@ -141,7 +158,7 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
     """
 
 
-@_config
+@config_class
 class ShuffledConfig(_LoaderConfig, ShuffleOptions):
     """How a `ShuffledDataLoader` loads: as `OrderedConfig`, with the fields of `saev_store.loaders.ShuffleOptions`, and these.
 

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportUnknownVariableType]  # of any lists
 
 from saev_store._runtime.threads import n_cores
+from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, medium_of
+from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, layer_columns, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
 from saev_store.torch.config import IndexedConfig
@@ -34,10 +35,11 @@ class IndexedDataset(Dataset[ExampleBatch]):
     """The rows of a selection by number: `dataset[i]` for one, `dataset.batch(numbers)` for many at once.
 
     An example is a dict: `act` float32 (d_model,), `example_idx`, `token_idx` (-1 for the special token), with several
-    layers `layer`, the token arrays that `cfg` names, and `token_label` where the store has labels and the token is
+    layers `layer`, with hook points `layer_key_idx` (its position in `layer_keys`), the token arrays that `cfg` names, and `token_label` where the store has labels and the token is
     content. With `stack_layers` `act` is (layers, d_model), and there is no `layer`. May be used with
     `DataLoader(dataset, batch_size=…, collate_fn=IndexedDataset.collate)`: each batch is then gathered at once, which is
-    much faster than example by example. Can be pickled and inherited by workers.
+    much faster than example by example. Without `collate_fn` batches have the same values and dtypes, except that they have
+    `token_label`. Can be pickled and inherited by workers.
 
     Args:
         cfg: Which rows.
@@ -56,6 +58,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             layer=cfg.layer,
             tokens=cfg.tokens,
             ignore_labels=cfg.ignore_labels or None,
+            where=cfg.where,
             masked=cfg.masked,
             dtype=cfg.dtype,
             stack_layers=cfg.stack_layers,
@@ -92,6 +95,11 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """The same as `d_model`, under its older name."""
         return self.store.layout.d_model
 
+    @property
+    def layer_keys(self) -> tuple[LayerKey, ...]:
+        """The chosen layers: labels, or with hook points pairs, in which `layer_key_idx` of a batch counts."""
+        return self.rows.layer_keys
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -118,11 +126,13 @@ class IndexedDataset(Dataset[ExampleBatch]):
             )
         act = self._memory(len(picked))
         self._gather(picked, act)
-        where = self.rows.coordinates(picked)
-        found: dict[str, np.ndarray] = {"act": act, "example_idx": where.example_idx, "token_idx": where.token_idx}
+        space = self.rows.space
+        example, layer_idx, token = space.locate(picked)
+        token -= space.layout.n_special_tokens
+        found: dict[str, np.ndarray] = {"act": act, "example_idx": example, "token_idx": token}
         if self._several:
-            found["layer"] = where.layer
-        found.update(self._columns.at(where.example_idx, where.token_idx))
+            found.update(layer_columns(space, layer_idx))
+        found.update(self._columns.at(example, token))
         return tensors(found)
 
     def _memory(self, n: int) -> npt.NDArray[np.generic]:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Protocol, Self, TypeVar, cast
 
-from saev_store.errors import ArgumentError
+from saev_store.core.arguments import check_number
 from saev_store.transport.base import (
     Buffer,
     CleansUploads,
@@ -44,8 +44,8 @@ class Rate:
 
     def __init__(self, bytes_per_s: float | None = None, requests_per_s: float | None = None) -> None:
         for name, limit in (("bytes_per_s", bytes_per_s), ("requests_per_s", requests_per_s)):
-            if limit is not None and not limit > 0:
-                raise ArgumentError(f"{limit} is not a limit: it must be more than 0", where=name)
+            if limit is not None:
+                check_number(limit, name=name)
         self._limits = (bytes_per_s, requests_per_s)
         self._s_per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
         self._s_per_request = 1 / requests_per_s if requests_per_s else 0.0

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.documents import Metadata, ShardsIndex, match_hash
+from saev_store.documents import Metadata, ShardsIndex, match_hash, rewriting
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.names import WORK_FOLDER
 from saev_store.problems import Problem, Severity
@@ -267,7 +267,7 @@ def _check_token_array(layout: Layout, array: TokenArray, found: Found, *, is_de
     name, what = array.file_name, token_array_kind(array)
     if found == MISSING:
         if is_declared:  # labels of older stores are optional
-            message = f"{name} is missing. Vectors are readable, {array.name} are not"
+            message = f"{name} is missing. Vectors are readable, {array.name} are not. Copy the file again, or {rewriting(array.name)}"
             yield Problem(f"missing_{what}", message, where=name)
         return
     if found.size is None:
@@ -281,7 +281,8 @@ def _check_token_array(layout: Layout, array: TokenArray, found: Found, *, is_de
         yield Problem(
             f"{what}_size",
             f"{name} has {found.size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} "
-            f"content tokens{each} take {expected:,}. Vectors are readable, {array.name} are not",
+            f"content tokens{each} take {expected:,}. Vectors are readable, {array.name} are not. "
+            f"Copy the file again, or {rewriting(array.name)}",
             where=name,
         )
 

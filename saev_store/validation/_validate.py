@@ -18,9 +18,10 @@ from xxhash import xxh3_128
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
+from saev_store.core.arguments import check_flag, check_flag_or_none
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.documents import Metadata, ShardsIndex
+from saev_store.documents import Metadata, ShardsIndex, rewriting
 from saev_store.errors import DocumentError, SaevStoreError
 from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem, Severity
@@ -62,8 +63,10 @@ def validate(
         The report. Damage is part of it and never raised; call `raise_if_bad` to raise it.
 
     Raises:
+        ArgumentError: `deep` or `progress` is no boolean.
         SaevStoreError: the folder cannot be accessed.
     """
+    deep, progress = check_flag(deep, name="deep"), check_flag_or_none(progress, name="progress")
     started = time.perf_counter()
     seen = survey_store(transport, metadata, index)
     problems = check_survey(seen, metadata, index, dirname=dirname)
@@ -111,7 +114,10 @@ def _read_everything(
             checked_bytes += array.nbytes(layout)
             problems += _check_token_array(transport, layout, array, digests)
         elif found is None and not metadata.declares_token_arrays and array.file_name in digests.files:
-            message = "labels.bin is not there, but digests.json has its digests; vectors are readable, labels are lost"
+            message = (
+                "labels.bin is not there, but digests.json has its digests; vectors are readable, labels are lost. "
+                f"Copy the file again, or {rewriting(array.name)}"
+            )
             problems.append(Problem("missing_labels", message, where=array.file_name))
     return problems, checked_bytes
 
@@ -127,9 +133,18 @@ def _check_token_array(transport: Transport, layout: Layout, array: TokenArray, 
     n_wrong = sum(a.digest != b for a, b in zip(blocks, promised, strict=True)) if promised is not None else 0
     if n_wrong:
         message = (
-            f"{n_wrong} of the {len(blocks)} blocks of {name} are not what was written; {array.name} cannot be trusted"
+            f"{n_wrong} of the {len(blocks)} blocks of {name} are not what was written; {array.name} cannot be trusted. "
+            f"Copy the file again, or {rewriting(array.name)}"
         )
         yield Problem(f"{what}_digest_mismatch", message, where=name)
+    elif array.dtype == "bool":
+        spans = [(job.start, job.end) for job in _blocks(-1, name, 0, array.nbytes(layout), digests.block_bytes)]
+        if not all(array.is_valid(transport.get_ranges(name, starts=[start], ends=[end])[0]) for start, end in spans):
+            message = (
+                f"{name} holds bytes other than 0 and 1, which are no bools. Vectors are readable, {array.name} are not. "
+                f"Copy the file again, or {rewriting(array.name)}"
+            )
+            yield Problem(f"{what}_values", message, where=name)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

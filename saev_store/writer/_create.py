@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from saev_store.core.arguments import BOOLEANS, check_flag, check_flag_or_none
 from saev_store.core.layout import Layout
 from saev_store.errors import (
     ArgumentError,
@@ -90,7 +91,10 @@ def create_store(
         ArgumentError: an option breaks its rule.
         ReadOnlyError: the transport cannot write.
     """
-    rank, world = _checked_part(part, resume, on_nonfinite, on_overflow, block_bytes, checkpoint_bytes, verify)
+    rank, world = _checked_part(part, on_nonfinite, on_overflow, block_bytes, checkpoint_bytes, verify)
+    resume = _checked_resume(resume)
+    exist_ok, pad = check_flag(exist_ok, name="exist_ok"), check_flag_or_none(pad, name="pad")
+    progress = check_flag_or_none(progress, name="progress")
     folder = Folder(root_transport, metadata.hash)
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
@@ -160,9 +164,17 @@ def create_store(
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
+def _checked_resume(resume: object) -> bool | Literal["auto"]:
+    """How to go on, a boolean as Python's."""
+    if isinstance(resume, str) and resume == "auto":
+        return "auto"
+    if isinstance(resume, BOOLEANS):
+        return bool(resume)
+    raise ArgumentError(f'resume is {brief(resume)}; it must be True, False or "auto"', where="resume")
+
+
 def _checked_part(
     part: tuple[object, object] | None,
-    resume: object,
     on_nonfinite: object,
     on_overflow: object,
     block_bytes: object,
@@ -171,12 +183,11 @@ def _checked_part(
 ) -> tuple[int, int]:
     """The rank of the part and the number of parts, after a check of all options."""
     for name, value, allowed in (
-        ("resume", resume, (True, False, "auto")),
         ("on_nonfinite", on_nonfinite, NONFINITE_POLICIES),
         ("on_overflow", on_overflow, get_args(OverflowPolicy)),
         ("verify", verify, get_args(Verify)),
     ):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ArgumentError(f"{name} is {brief(value)}; it must be one of {allowed}", where=name)
     for name, value, most in (
         ("block_bytes", block_bytes, _MAX_BLOCK_BYTES),

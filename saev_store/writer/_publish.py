@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import numpy as np
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_flag, check_flag_or_none
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     IncompleteStoreError,
     SaevStoreError,
     StoreExistsError,
     WriterConflictError,
+    brief,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
@@ -89,7 +92,11 @@ def finalize_store(
         WriterConflictError: another publisher is at work, or was faster.
         CorruptShardError: a shard is not what its receipt says.
         ResumeError: the parts there were written for other metadata.
+        ArgumentError: an option breaks its rule.
     """
+    if not isinstance(verify, str) or verify not in get_args(Verify):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"verify is {brief(verify)}; it must be one of {get_args(Verify)}", where="verify")
+    takeover, progress = check_flag(takeover, name="takeover"), check_flag_or_none(progress, name="progress")
     folder = Folder(root_transport, metadata.hash)
     if published_already(folder, metadata):
         return False

@@ -23,7 +23,16 @@ from saev_store.errors import (
 )
 from saev_store.names import DIGESTS_NAME
 from saev_store.transport import Sink
-from saev_store.writer._digests import Digests, FileDigests, block_ranges, digest, load_digests, n_blocks, parse_digests
+from saev_store.writer._digests import (
+    BLOCK_BYTES,
+    Digests,
+    FileDigests,
+    block_ranges,
+    digest,
+    load_digests,
+    n_blocks,
+    parse_digests,
+)
 from saev_store.writer.folder import JOURNAL, REPAIR, Folder
 
 if TYPE_CHECKING:
@@ -173,7 +182,8 @@ def _array_state(folder: Folder, metadata: Metadata, array: TokenArray, digests:
     if size != expected:
         return "lost"
     if digests is None or promised is None or promised.nbytes != expected:
-        return "whole"
+        pieces = block_ranges(expected, BLOCK_BYTES) if array.dtype == "bool" else ()
+        return "whole" if all(array.is_valid(folder.get_range(name, *piece)) for piece in pieces) else "lost"
     return "whole" if folder.is_as_written(name, promised, digests.block_bytes) else "lost"
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ABANDONED
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.writer._inputs import (
     NonfinitePolicy,
@@ -55,7 +56,6 @@ class ShardWriter:
         layout: The geometry of the store.
         n_examples: How many examples the whole store promises.
         example_range: The half-open range of examples that this writer's part consists of; all of them without parts.
-        max_reorder_bytes: How many bytes `write` may hold of examples that wait for an earlier one; 1 GiB, and may be changed.
         verify: What is checked before publishing: `"sizes"`, or `"digests"`, which reads every shard again.
         complete: Whether nothing is left to do: the part is durable, and without parts the store is published.
     """
@@ -90,7 +90,7 @@ class ShardWriter:
         self._receipts, self._n_finished = list(kept.receipts), 0
         self._finished: SimpleQueue[Receipt | None] = SimpleQueue()  # the receipts of shards that were completed here
         self._torn = self._abandoned = False
-        self.max_reorder_bytes = MAX_REORDER_BYTES
+        self._max_reorder_bytes = MAX_REORDER_BYTES
         #: What `write` holds, from its first call on.
         self._reorder: ReorderBuffer | None = None
         self._buffer: npt.NDArray[np.uint8] | None = None
@@ -129,6 +129,15 @@ class ShardWriter:
     def n_written(self) -> int:
         """How many examples of this part were accepted, those of earlier, resumed attempts included."""
         return self.next_example - self.example_range[0]
+
+    @property
+    def max_reorder_bytes(self) -> int:
+        """How many bytes `write` may hold of examples that wait for an earlier one; 1 GiB, and may be changed."""
+        return self._max_reorder_bytes
+
+    @max_reorder_bytes.setter
+    def max_reorder_bytes(self, nbytes: int) -> None:
+        self._max_reorder_bytes = check_count(nbytes, name="max_reorder_bytes", least=0)
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "closed" if self._closed else "open"
@@ -188,7 +197,7 @@ class ShardWriter:
         if len(batch) != 1:
             raise ArgumentError(f"acts holds {len(batch)} examples; `write` takes one", where="acts")
         if position > self.next_example:
-            reorder.hold(position, batch, rows, next_example=self.next_example, max_nbytes=self.max_reorder_bytes)
+            reorder.hold(position, batch, rows, next_example=self.next_example, max_nbytes=self._max_reorder_bytes)
             return
         self._accept(batch, rows)
         while (held := reorder.take(self.next_example)) is not None:

@@ -21,6 +21,7 @@ from saev_store._runtime.threads import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, converted, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, brief
+from saev_store.store.token_arrays import check_values
 from saev_store.transport import Buffer as Bytes
 from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch_ranges
@@ -104,7 +105,7 @@ class ZarrView(Store):
     """The tensor of a store, its coordinates and token arrays as a Zarr v3 group; made by `store.as_zarr()`.
 
     Values are verified by length when they are read: a shard that is missing or short raises `CorruptShardError`, and
-    never reads as fill values. Picklable; may be shared between threads, and with forked children where the transport may.
+    never reads as fill values. Those of bool token arrays must be 0 or 1, else `DocumentError` is raised. Picklable; may be shared between threads, and with forked children where the transport may.
 
     Args:
         transport: Where the shards are.
@@ -117,6 +118,8 @@ class ZarrView(Store):
         self._transport = transport
         self._keys = keys
         self._readable = dict(readable or {})
+        #: Of the files of token arrays those whose bytes are not all valid.
+        self._bools = {array.file_name: array for array in keys.token_arrays.values() if array.dtype == "bool"}
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
 
     @property
@@ -133,6 +136,7 @@ class ZarrView(Store):
 
         Raises:
             CorruptShardError: the file is missing, ends before the value does, or is known to be damaged there.
+            DocumentError: the file of a bool token array holds bytes other than 0 and 1.
             ValueError: `byte_range` is no byte request.
         """
         if self._is_mapped:
@@ -245,6 +249,10 @@ class ZarrView(Store):
                     where=f"{self._transport.url}/{value.path}",
                     remedy=_REMEDY,
                 ) from error
+        array = self._bools.get(value.path)
+        if array is not None:
+            for part, start in zip(found, starts, strict=True):
+                check_values(array, part, where=f"{self._transport.url}/{value.path}", start=start)
         return [
             part if stop <= in_file else self._completed(value, part, start, stop)
             for part, (start, stop) in zip(found, parts, strict=True)

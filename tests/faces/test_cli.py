@@ -661,6 +661,24 @@ def test_layers_are_named_with_their_hook_points(run, hooked, tmp_path):
     assert np.array_equal(copied[...], acts[:, 1:])
 
 
+def test_lists_of_stores_name_hook_points(run, hooked):
+    """Labels alone would say `5,5,-2`."""
+    path, _ = hooked
+    names = ["5:resid_mid", "5:attn_out", "-2:resid_post"]
+    _, out, _ = run("ls", path.parent)
+    assert out.splitlines()[1].split()[8] == ",".join(names)
+    assert f"layers [{', '.join(names)}]" in str(ShardStore.list(path.parent)[0])
+    (listed,) = json.loads(run("ls", path.parent, "--json")[1])["stores"]
+    for found in (listed, json.loads(run("info", path, "--json")[1])):
+        assert (found["layers"], found["hook_points"]) == ([5, 5, -2], ["resid_mid", "attn_out", "resid_post"])
+
+
+def test_lists_of_stores_without_hook_points_say_nothing_of_them(run, store):
+    (listed,) = json.loads(run("ls", store.path.parent, "--json")[1])["stores"]
+    assert "hook_points" not in listed
+    assert "layers [2, 5, 11]" in str(ShardStore.list(store.path.parent)[0])
+
+
 @pytest.mark.parametrize("command", ["head", "copy"])
 def test_a_label_of_several_hook_points_is_refused_with_what_to_write(run, hooked, tmp_path, command):
     arguments = ("--layer", "5") if command == "head" else ("--layers", "5", tmp_path / "copies")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -200,9 +201,9 @@ def test_random_access(made):
         example = dataset[number]
         for name, key in KEYS.items():
             at = np.array([example["example_idx"]]), np.array([example["token_idx"]])
-            truth = made.column(name, *at)[0].item()
+            truth = made.column(name, *at)[0]
             assert type(example[key]) is type(truth)
-            assert np.array_equal(example[key], truth, equal_nan=isinstance(truth, float))
+            assert np.array_equal(example[key], truth, equal_nan=truth.dtype.kind == "f")
     loaded = torch.utils.data.DataLoader(dataset, batch_size=32, collate_fn=IndexedDataset.collate)
     assert checked_as_arrays(loaded, made) == len(dataset)
     assert set(IndexedDataset(config(IndexedConfig, made, tokens="special"))[0]) == {
@@ -212,3 +213,73 @@ def test_random_access(made):
         IndexedDataset(config(IndexedConfig, made, token_arrays=["text"]))
     with pytest.raises(ConfigError, match="token_arrays"):
         config(IndexedConfig, made, token_arrays="text")
+
+
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_a_data_loader_without_collate_keeps_dtypes(made, batch_size):
+    """PyTorch makes int64 of Python's integers and float64 of its floats."""
+    data = pytest.importorskip("torch.utils.data")
+    from saev_store.torch import IndexedConfig, IndexedDataset
+
+    names = tuple(name for name in ALL if name != "labels")
+    dataset = IndexedDataset(IndexedConfig(shards=made.path, layer=5, token_arrays=names))
+    first = next(iter(data.DataLoader(dataset, batch_size=batch_size)))
+    whole = dataset.batch(range(batch_size or 1))
+    for name in names:
+        expected, found = whole[KEYS[name]].numpy(), np.asarray(first[KEYS[name]])
+        assert found.dtype == expected.dtype == made.arrays[name].dtype
+        assert np.array_equal(found.reshape(-1), expected, equal_nan=found.dtype.kind == "f")
+    dataset.close()
+
+
+@pytest.mark.parametrize("use_tmpdir", [False, True])
+def test_configs_choose_tokens_by_their_values(made, use_tmpdir, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from saev_store import torch as ours
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    wanted = made.arrays["labels"][:2].reshape(-1)
+    chosen = np.isin(made.arrays["labels"], wanted) & ~made.arrays["example"]
+    options = {
+        "shards": made.path, "layer": 5, "masked": True, "token_arrays": ("labels", "score"),
+        "where": {"labels": wanted, "example": False},
+    }  # fmt: skip
+    expected = [tuple(place) for place in np.argwhere(chosen).tolist()]
+
+    def places(batches) -> list[tuple[int, int]]:
+        return [
+            (e, t)
+            for one in batches
+            for e, t in zip(one["example_idx"].tolist(), one["token_idx"].tolist(), strict=True)
+        ]
+
+    indexed = ours.IndexedDataset(ours.IndexedConfig(**options))
+    assert places([indexed.batch(range(len(indexed)))]) == expected
+    for cls, config_of in (
+        (ours.OrderedDataLoader, ours.OrderedConfig),
+        (ours.ShuffledDataLoader, ours.ShuffledConfig),
+    ):
+        cfg = config_of(**options, batch_size=4, use_tmpdir=use_tmpdir)
+        with cls(cfg) as loader:
+            assert sorted(places(loader)) == expected
+            batches = iter(loader)
+            next(batches)
+            state = json.loads(json.dumps(loader.state_dict()))
+            rest = places(batches)
+            assert rest
+        with pickle.loads(pickle.dumps(cls(cfg))) as again:
+            again.load_state_dict(state)
+            assert places(again) == rest
+        other = config_of(**{**options, "where": {"labels": wanted[:1]}}, batch_size=4)
+        with cls(other) as loader, pytest.raises(ArgumentError, match="state"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("where", ["labels", {"labels": "x"}, {"labels": [[1], [2, 3]]}, {1: 2}, {"labels": None}])
+def test_a_config_refuses_what_is_no_condition(where):
+    pytest.importorskip("torch")
+    from saev_store.torch import ConfigError, IndexedConfig, OrderedConfig, ShuffledConfig
+
+    for config_of in (IndexedConfig, OrderedConfig, ShuffledConfig):
+        with pytest.raises(ConfigError, match="where"):
+            config_of(where=where)

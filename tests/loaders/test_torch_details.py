@@ -11,13 +11,14 @@ import pytest
 from plain_stores import plain_store
 from waiting import HANG_S
 
-from saev_store import ShardStore
+from saev_store import ShardStore, new_metadata
 from saev_store.errors import CorruptShardError
 
 pytest.importorskip("torch")
 
 from saev_store.loaders import OrderedLoader  # after the check that torch is there
 from saev_store.torch import (
+    ConfigError,
     IndexedConfig,
     IndexedDataset,
     OrderedConfig,
@@ -122,3 +123,47 @@ def test_a_forked_child_gathers_with_threads_of_its_own(tmp_path):
 def _gather(dataset: IndexedDataset, picked: np.ndarray, expected: np.ndarray) -> None:
     signal.alarm(30)  # ends a child that waits for threads which do not exist
     np.testing.assert_array_equal(dataset.batch(picked)["act"].numpy(), expected)
+
+
+def test_one_example_of_a_config_is_the_example_of_that_number():
+    assert OrderedConfig(examples=3).examples == OrderedConfig(examples=np.int64(3)).examples == (3,)
+    for junk in (1.5, object(), ..., float("nan")):
+        with pytest.raises(ConfigError, match="examples"):
+            OrderedConfig(examples=junk)
+
+
+def test_stored_half_precision_keeps_the_bits_of_every_nan(tmp_path):
+    """PyTorch, which converts float16 where it is imported, sets the quiet bit of signalling NaNs; `stored` converts nothing."""
+    bits = np.arange(1 << 16, dtype="<u2").reshape(1024, 1, 4, 16)
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[5], content_tokens_per_example=4, cls_token=False, d_model=16, n_examples=1024,
+        max_tokens_per_shard=1000, dtype="float16",
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, on_nonfinite="allow", progress=False) as writer:
+        writer.append(bits.view("<f2"))
+    path, rows = tmp_path / metadata.hash, bits.reshape(-1, 16)
+    store = ShardStore.open(path)
+    options = {"shards": path, "layer": 5, "dtype": "stored"}
+    read = [store.read(dtype="stored").reshape(-1, 16), store.sel(dtype="stored").rows(slice(None))]
+    indexed = IndexedDataset(IndexedConfig(**options))
+    read.append(indexed.batch(range(len(rows)))["act"].numpy())
+    for cls, config, more in (
+        (OrderedDataLoader, OrderedConfig, {}),
+        (ShuffledDataLoader, ShuffledConfig, {}),
+        (ShuffledDataLoader, ShuffledConfig, {"window_device": "cpu"}),
+    ):
+        with cls(config(**options, batch_size=512, **more)) as loader:
+            found = np.empty_like(rows)
+            for batch in loader:
+                found[batch["example_idx"].numpy() * 4 + batch["token_idx"].numpy()] = batch["act"].numpy().view("<u2")
+        read.append(found)
+    for found in read:
+        assert np.array_equal(found.view("<u2"), rows)
+    # Converted, every number is exact, and every NaN is a NaN of the same sign and payload, but for the quiet bit.
+    wide, numbers = store.read().reshape(-1), bits.reshape(-1)
+    is_nan = (numbers & 0x7FFF) > 0x7C00
+    assert np.array_equal(wide[~is_nan], numbers[~is_nan].view("<f2").astype(np.float32))
+    expected = (
+        ((numbers[is_nan] & 0x8000).astype("<u4") << 16) | 0x7F800000 | ((numbers[is_nan] & 0x3FF).astype("<u4") << 13)
+    )
+    assert np.array_equal(wide[is_nan].view("<u4") | 0x400000, expected | 0x400000)

@@ -306,7 +306,7 @@ def test_as_a_dataset_of_batches(plain, kind, monkeypatch):
     assert len(dataset) == len(whole)
     assert same(acts(DataLoader(dataset, batch_size=None)), whole)
     dataset.loader.set_epoch(0)
-    monkeypatch.setattr("saev_store.torch.loaders.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr("saev_store.torch._epochs.get_worker_info", lambda: SimpleNamespace(num_workers=2))
     with pytest.raises(ArgumentError, match="num_workers is 2"):
         iter(dataset)
 

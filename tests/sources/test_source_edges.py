@@ -10,9 +10,9 @@ import pytest
 from token_files import mmididx_bytes
 
 from saev_store import ShardStore, new_metadata
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError
 from saev_store.sources import PatchPlace, _files, convert, open_source, provenance, recorded_from, reopen
-from saev_store.sources._source import check_count
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents

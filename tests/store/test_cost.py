@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from strategies import component, layouts
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
-from saev_store.errors import ArgumentError, SelectionError
+from saev_store.errors import ArgumentError, CorruptShardError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.store.estimate import PRICES, Price, price_of
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
@@ -166,6 +167,36 @@ def test_nothing_is_read_for_an_estimate_and_no_memory_is_taken():
     assert found.request_dollars == pytest.approx(100.001 * 0.0004)
     assert "100,001 requests, 80,691.200 MB: $0.0400, and $7.2622" in str(found)
     assert store.transport.counters == before
+
+
+@pytest.mark.parametrize("n_shards", [1, 4096])
+def test_what_documents_claim_is_compared_with_a_file_before_an_estimate_takes_memory(n_shards: int):
+    """One example in the file, 2^50 in the documents."""
+    layout = Layout(
+        n_examples=2**50, layers=(3, 7), content_tokens_per_example=4, cls_token=False, d_model=1,
+        examples_per_shard=2**50 // n_shards,
+    )  # fmt: skip
+    files = {**documents(layout), "acts000000.bin": bytes(layout.example_nbytes)}
+    store = opened(Far(files, ReadCost(1 << 16, 16 << 20, 8 << 20)))
+    calls = {
+        "all": store.estimate,
+        "a layer": lambda: store.estimate(np.s_[:, 1]),
+        "in steps": lambda: store.estimate(np.s_[::-2, 1, 3]),
+        "few examples, all of their vectors": lambda: store.estimate(np.s_[: 1 << 20, :, ::2]),
+        "in another dtype": lambda: store.estimate(dtype="bfloat16"),
+        "rows": store.sel(layer=3).estimate,
+        "stacked rows": store.sel(stack_layers=True).estimate,
+    }
+    tracemalloc.start()
+    try:
+        for name, call in calls.items():
+            with pytest.raises(CorruptShardError, match="acts000000.bin.*has 32 bytes and needs"):
+                call()
+                pytest.fail(name)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert store.estimate(np.s_[:3]).requests == store.sel().estimate([0, 2]).requests == 2
 
 
 def test_long_ranges_are_several_requests():

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
-from saev_store.loaders import ShuffledLoader
+from saev_store.errors import ArgumentError, IncompleteStoreError
+from saev_store.loaders import CachedTransport, ShuffledLoader, stage
+from saev_store.sources.provenance import source_of
+from saev_store.transport import MemoryTransport
+from saev_store.writer import create_store, finalize_store
 from saev_store.writer.copying import copy_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
@@ -24,6 +28,13 @@ JUNK: dict[str, object] = {
     "words": np.array(["a"]), "slice": slice(None), "square": [[1, 2], [3, 4]], "date": np.datetime64("2020"), "call": print,
     "ellipsis": ..., "range": range(3), "set": {1, 2}, "0-d array": np.array(7), "2-d array": np.array([[7]]),
 }  # fmt: skip
+
+
+def write_early(max_reorder_bytes: object) -> None:
+    """An example that waits for an earlier one, with a limit of memory for it."""
+    with create_store(MemoryTransport(), new_metadata(**METADATA)) as writer:
+        writer.max_reorder_bytes = max_reorder_bytes
+        writer.write(3, np.zeros((2, 5, 8), np.float32))
 
 
 def append_mask(root: Path, mask: object) -> None:
@@ -78,6 +89,19 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "metadata layers with hook points": lambda junk: new_metadata(
             **{**METADATA, "layers": junk}, hook_points=["attn_out"]
         ),
+        "max_reorder_bytes": write_early,
+        "part of one number": lambda junk: ShardStore.create(root, METADATA, part=(junk, junk), resume="auto").close(),
+        "block_bytes": lambda junk: create_store(MemoryTransport(), new_metadata(**METADATA), block_bytes=junk).close(),
+        "max_mb_per_s": lambda junk: copy_store(SAMPLE, root / "copy", max_mb_per_s=junk, progress=False),
+        "max_requests_per_s": lambda junk: copy_store(SAMPLE, root / "copy", max_requests_per_s=junk, progress=False),
+        "copy dtype": lambda junk: copy_store(SAMPLE, root / "copied", dtype=junk, progress=False),
+        "copy protocol": lambda junk: copy_store(SAMPLE, root / "copied", protocol=junk, progress=False),
+        "copy dst": lambda junk: copy_store(SAMPLE, junk, progress=False),
+        "stage timeout_s": lambda junk: stage(SAMPLE, root / "staged", timeout_s=junk),
+        "stage layers": lambda junk: stage(SAMPLE, root / "staged", layers=junk),
+        "cache_bytes": lambda junk: CachedTransport(store.transport, root / "cache", junk),
+        "estimate dtype": lambda junk: store.estimate(dtype=junk),
+        "publication verify": lambda junk: finalize_store(MemoryTransport(), new_metadata(**METADATA), verify=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
     }
     for name in [
@@ -104,3 +128,72 @@ def test_junk_meets_our_errors_only(junk: object, tmp_path: Path, monkeypatch: p
             call(junk)  # what makes sense may work
         except SaevStoreError as error:
             assert str(error), name
+
+
+def flags(root: Path) -> dict[str, Callable[[object], object]]:
+    """Public booleans, by the name of the argument, whatever call has it."""
+    store = ShardStore.open(SAMPLE)
+    both = pair(store, store)
+
+    def create(**option: object) -> None:
+        ShardStore.create(root, METADATA, **{"resume": "auto", **option}).close()
+
+    return {
+        "masked": lambda flag: store.sel(masked=flag),
+        "stack_layers": lambda flag: store.sel(stack_layers=flag),
+        "masked of a pair": lambda flag: both.sel(layer_a=0, layer_b=0, masked=flag),
+        "masked of a document": lambda flag: store.document(0, masked=flag),
+        "damaged_ok": lambda flag: ShardStore.open(SAMPLE, damaged_ok=flag),
+        "copy": lambda flag: store.as_numpy(copy=flag),
+        "copy of rows": lambda flag: store.sel().as_numpy(copy=flag),
+        "deep": lambda flag: store.validate(deep=flag),
+        "refresh": lambda flag: store.stats(refresh=flag, save=False),
+        "save": lambda flag: store.stats(save=flag),
+        "outside_ok": lambda flag: source_of(store.metadata, outside_ok=flag),
+        "exist_ok": lambda flag: create(exist_ok=flag),
+        "pad": lambda flag: create(pad=flag),
+        "resume": lambda flag: create(resume=flag),
+        "progress": lambda flag: create(progress=flag),
+        "progress of validate": lambda flag: store.validate(progress=flag),
+        "takeover": lambda flag: finalize_store(MemoryTransport(), new_metadata(**METADATA), takeover=flag),
+        "resume of a copy": lambda flag: copy_store(SAMPLE, root / "copy", resume=flag, progress=False),
+        "replace": lambda flag: copy_store(SAMPLE, root / "copy", replace=flag, progress=False),
+    }
+
+
+@pytest.mark.parametrize("flag", ["no", "yes", 1, 0, [True], np.array([True, False])], ids=str)
+def test_what_is_no_boolean_is_refused_and_not_taken_for_true_or_false(flag: object, tmp_path: Path) -> None:
+    for name, call in flags(tmp_path / "root").items():
+        with pytest.raises(ArgumentError, match="must be True") as caught:
+            call(flag)
+        assert caught.value.where == name.split()[0], name
+    assert not (tmp_path / "root").exists()
+
+
+def test_booleans_of_numpy_are_booleans(tmp_path: Path) -> None:
+    store = ShardStore.open(SAMPLE)
+    assert store.sel(stack_layers=np.True_).shape == store.sel(stack_layers=True).shape
+    ShardStore.create(tmp_path, METADATA).close()
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.create(tmp_path, METADATA, resume=np.False_)
+    ShardStore.create(tmp_path, METADATA, resume=np.True_).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("max_reorder_bytes", lambda value, _: write_early(value)),
+        ("max_mb_per_s", lambda value, to: copy_store(SAMPLE, to, max_mb_per_s=value)),
+        ("max_requests_per_s", lambda value, to: copy_store(SAMPLE, to, max_requests_per_s=value)),
+        ("cache_bytes", lambda value, to: CachedTransport(MemoryTransport(), to, value)),
+        ("timeout_s", lambda value, to: stage(SAMPLE, to, timeout_s=value)),
+    ],
+)
+@pytest.mark.parametrize("value", ["1G", -1, float("nan"), True])
+def test_limits_are_numbers_and_the_error_names_them(
+    name: str, call: Callable[[object, Path], object], value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} is .*; it must be") as caught:
+        call(value, tmp_path / "to")
+    assert caught.value.where == name
+    assert not (tmp_path / "to").exists()

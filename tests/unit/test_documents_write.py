@@ -4,6 +4,7 @@ import json
 import pathlib
 from types import MappingProxyType
 
+import ml_dtypes
 import numpy as np
 import orjson
 import pytest
@@ -235,3 +236,61 @@ def test_replace_of_an_unknown_minor_version_stays_one():
         meta = parse_metadata(raw, where="m")
     with pytest.warns(SaevStoreWarning):
         assert meta.replace(n_examples=1).protocol == "2.9"
+
+
+# -- dtypes as NumPy, ml_dtypes and torch have them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        ("float32", [np.float32, np.dtype("<f4")]),
+        ("bfloat16", [ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]),
+        ("float16", [np.float16, np.dtype("float16")]),
+    ],
+)
+def test_dtypes_of_numpy_describe_the_same_store_as_their_names(name: str, dtypes: list[object]):
+    expected = new_metadata(**GOOD | {"dtype": name})
+    assert [new_metadata(**GOOD | {"dtype": dtype}).raw for dtype in dtypes] == [expected.raw] * len(dtypes)
+
+
+def test_dtypes_of_torch_describe_the_same_store_as_their_names():
+    torch = pytest.importorskip("torch")
+    arrays = {"mask": "bool", "labels": "uint8", "token_ids": "int32", "document_ids": "int64", "score": "float32"}
+    for name in ("float32", "bfloat16", "float16"):
+        expected = new_metadata(**GOOD | {"dtype": name, "token_arrays": arrays})
+        of_torch = {array: getattr(torch, dtype) for array, dtype in arrays.items()}
+        found = new_metadata(**GOOD | {"dtype": getattr(torch, name), "token_arrays": of_torch})
+        assert found.raw == expected.raw
+
+
+def test_token_arrays_take_dtypes_as_well_as_names():
+    names = {"mask": "bool", "labels": "uint8", "token_ids": "int32", "document_ids": "int64", "score": "float32"}
+    expected = new_metadata(**GOOD | {"token_arrays": names}).raw
+    of_numpy = {
+        "mask": bool,
+        "labels": np.uint8,
+        "token_ids": np.int32,
+        "document_ids": np.dtype("int64"),
+        "score": np.float32,
+    }
+    assert new_metadata(**GOOD | {"token_arrays": of_numpy}).raw == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"dtype": np.int8}, 'metadata: dtype is \'int8\'.*holds "float32", "bfloat16", "float16" only'),
+        ({"dtype": ml_dtypes.float8_e4m3fn}, "dtype is 'float8_e4m3fn'"),
+        ({"dtype": {1, 2}}, "metadata: dtype has no JSON form"),
+        ({"token_arrays": {"x": np.float64}}, "token array x has dtype 'float64'; it must be one of"),
+        ({"token_arrays": {"mask": np.uint8}}, "token array mask has dtype uint8; arrays of that name are bool"),
+        ({"token_arrays": {"x": object()}}, "metadata: token_arrays has no JSON form"),
+        ({"family": object()}, "metadata: family has no JSON form"),
+        ({"text": {"layout": object()}}, "metadata: text has no JSON form"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::saev_store.errors.BreakingProtocolWarning")
+def test_what_is_no_such_dtype_is_refused_under_its_name(changes: dict[str, object], match: str):
+    with pytest.raises(ArgumentError, match=match):
+        new_metadata(**GOOD | changes)

@@ -137,3 +137,12 @@ def test_torch_widens_float16_where_it_may(monkeypatch: pytest.MonkeyPatch):
         with np.errstate(all="ignore"):
             assert converted(source, np.dtype(dtype)).tobytes() == source.astype(dtype).tobytes()
     assert Tensor.n_copies == 1
+
+
+def test_dtypes_of_torch_are_understood():
+    torch = pytest.importorskip("torch")
+    assert read_dtype(torch.bfloat16, "float32") == BFLOAT16
+    assert read_dtype(torch.float64, "float32") == np.float64
+    for asked in (torch.int32, torch.float8_e4m3fn, torch.device("cpu"), torch.zeros(1)):
+        with pytest.raises(ArgumentError, match="must be one of 'float32'"):
+            read_dtype(asked, "float32")

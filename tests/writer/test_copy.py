@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from kill_copies import killed_copies
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
+from token_stores import token_store
 
 from saev_store import SaevStoreError, ShardStore
 from saev_store.errors import (
@@ -627,3 +629,32 @@ def test_an_interrupted_rewriting_continues(store, tmp_path, monkeypatch):
     url = copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False)
     assert np.array_equal(ShardStore.open(url)[...], store.acts)
     assert not (folder / ".saev_store").exists()
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layers": [5]}, {"tokens": "special"}, {"dtype": "float16"}, {"dtype": "bfloat16", "layers": [2]}],
+    ids=str,
+)
+def test_a_finished_copy_is_not_accepted_after_token_arrays_changed(tmp_path, options, digests):
+    """Without digests nothing tells of it but the arrays themselves."""
+    made = token_store(tmp_path / "src", dtype="bfloat16", arrays={"token_ids": "int32", "mask": "bool"})
+    options = {"on_overflow": "saturate", "progress": False, **options}
+    if digests:
+        made = replace(made, path=Path(copy_store(made.path, tmp_path / "digested", progress=False)))
+    url = copy_store(made.path, tmp_path / "dst", **options)
+    before = (Path(url) / "mask.bin").read_bytes()
+    assert copy_store(made.path, tmp_path / "dst", **options) == url
+    if digests:
+        return
+    data = bytearray((made.path / "mask.bin").read_bytes())
+    data[6] ^= 1  # the first content token of the second example: also one of a copy of special tokens
+    (made.path / "mask.bin").write_bytes(data)
+    with pytest.raises(StoreExistsError, match="copy of another recording"):
+        copy_store(made.path, tmp_path / "dst", **options)
+    assert (Path(url) / "mask.bin").read_bytes() == before
+    assert copy_store(made.path, tmp_path / "dst", **options, replace=True) == url
+    mask = np.frombuffer(bytes(data), bool).reshape(11, 6)
+    assert np.array_equal(ShardStore.open(url).token_arrays["mask"], mask[:, :1] if "tokens" in options else mask)
+    assert copy_store(made.path, tmp_path / "dst", **options) == url

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kill_harness_disk import Disk, PowerCut
 from kill_harness_oracle import Case, case
 
-from saev_store.documents import parse_metadata
+from saev_store.documents import new_metadata, parse_metadata
 from saev_store.errors import (
     ArgumentError,
     DocumentError,
@@ -533,3 +533,38 @@ def test_a_report_of_other_files_is_refused(tmp_path: Path) -> None:
         damaged.repair("report")
     assert ShardStore.open(damaged_path)[...].tobytes() == this.acts.tobytes()
     assert ShardStore.open(whole_path)[...].tobytes() == this.acts.tobytes()
+
+
+@pytest.mark.parametrize("digested", [True, False])
+@pytest.mark.parametrize(
+    ("name", "values"), [("mask", np.ones((7, 4), bool)), ("token_ids", np.arange(28).reshape(7, 4))]
+)
+def test_a_damaged_token_array_is_reported_with_the_call_that_repairs_it(tmp_path, name, values, digested):
+    """Without digests only a bool shows that it was changed: a byte of it is 0 or 1."""
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[2], content_tokens_per_example=4, cls_token=False, d_model=2, n_examples=7,
+        max_tokens_per_shard=12, token_arrays={"mask": "bool", "token_ids": "int32"},
+    )  # fmt: skip
+    acts = np.arange(56, dtype=np.float32).reshape(7, 1, 4, 2)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts, mask=np.ones((7, 4), bool), token_ids=np.arange(28).reshape(7, 4))
+    path = tmp_path / metadata.hash
+    file = path / f"{name}.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:9] + bytes([whole[9] ^ 6]) + whole[10:])
+    if not digested:
+        (path / "digests.json").unlink()
+    store = ShardStore.open(path)
+    report = store.validate(deep=True, progress=False)
+    if not digested and name == "token_ids":
+        assert report.ok  # any number may have been recorded
+        return
+    (problem,) = report.errors
+    assert problem.kind == ("token_array_digest_mismatch" if digested else "token_array_values")
+    assert f'store.repair().restore_array("{name}", ...)' in problem.message
+    assert report.lost == ()
+    with store.repair(report) as writer:
+        assert (writer.lost_arrays, writer.missing) == ([name], [])
+        writer.restore_array(name, values)
+    assert file.read_bytes() == whole
+    assert ShardStore.open(path).validate(deep=True, progress=False).ok

@@ -18,10 +18,11 @@ from strategies import legal_shapes
 from test_export import FORMATS, NEEDS, make_export, read_elsewhere
 from token_stores import ARRAYS, TokenStore, token_store
 from waiting import HANG_S
+from zarr.abc.store import RangeByteRequest
 from zarr.core.sync import sync
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError
 from saev_store.export import array_names
 from saev_store.transport import MemoryTransport
 from saev_store.zarr import _keys
@@ -245,3 +246,34 @@ def test_a_store_in_memory_has_them(made):
     group = zarr.open_group(store.as_zarr(), mode="r")
     for name, truth in made.arrays.items():
         same(group[SHOWN[name]][...], truth)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+def test_a_byte_that_is_no_bool_is_no_value_of_any_view(made, engine):
+    """NumPy would show a byte of 2 as true, and compare it unequal to true."""
+    xarray = pytest.importorskip("xarray")
+    pytest.importorskip("dask")
+    file = made.path / "mask.bin"
+    data = bytearray(file.read_bytes())
+    data[27] = 2
+    file.write_bytes(data)
+    told = "mask.bin.*the first is 2 at byte 27; a bool is one of them.*copy it again"
+    store = ShardStore.open(made.path, engine=engine)
+    view, dataset = store.as_zarr(), store.as_xarray(chunks={"example": 3})
+    reads = {
+        "native": lambda: store.token_arrays["mask"],
+        "zarr": lambda: zarr.open_group(view, mode="r")["mask"][...],
+        "one key": lambda: view.get_sync("mask/c/1/0"),
+        "part of a key": lambda: view.get_sync("mask/c/1/0", byte_range=RangeByteRequest(2, 5)),
+        "xarray": lambda: store.as_xarray(chunks=None)["mask"].values,
+        "xarray over zarr": lambda: xarray.open_zarr(view, consolidated=False)["mask"].values,
+        "dask": lambda: dataset["mask"].data.compute(scheduler="sync"),
+    }
+    for name, read in reads.items():
+        with pytest.raises(DocumentError, match=told):
+            read()
+            pytest.fail(name)
+    group = zarr.open_group(view, mode="r")
+    same(group["mask"][:4], made.arrays["mask"][:4])  # another chunk
+    same(group["token_ids"][...], made.arrays["token_ids"])
+    assert view.get_sync("mask/c/1/0", byte_range=RangeByteRequest(0, 3)).to_bytes() == bytes(data[24:27])

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 
 import numpy as np
 
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, ResumeError, brief
 from saev_store.sources._files import digest_files
-from saev_store.sources._source import check_count
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import BLOCK_ORDER, epoch_batches
 from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray, as_tensor

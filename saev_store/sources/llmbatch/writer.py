@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
-from saev_store.sources._source import check_count
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.order import RecordOrder

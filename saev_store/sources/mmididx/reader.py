@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
 from saev_store.sources._files import CHUNK_BYTES, chunks, describe_digest, file_identity, is_resident
-from saev_store.sources._source import DigestScope, Source, check_count, check_index, check_positions, steps, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions, steps, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
 from saev_store.transport.fetch import fetch_ranges

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources._files import ALGORITHM
-from saev_store.sources._source import DigestScope, Source, check_count, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
 
 if TYPE_CHECKING:

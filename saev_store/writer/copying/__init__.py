@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self, get_args
 
+from saev_store.core.arguments import check_flag, check_flag_or_none, check_number
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import LayerKey
@@ -106,7 +107,7 @@ def copy_store(
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
         replace: Delete a copy of an earlier recording with the same metadata, and copy again; False refuses that. Recordings
-            are told apart by the digests of the source.
+            are told apart by the digests of the source, and where it has none by the values of its token arrays.
         max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
         max_requests_per_s: No more requests than so many in a second, to both places together.
         progress: A bar on standard error; None shows it on a terminal.
@@ -122,10 +123,16 @@ def copy_store(
             it cannot hold a number and `on_overflow` is "raise".
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
+    resume, replace = check_flag(resume, name="resume"), check_flag(replace, name="replace")
+    progress = check_flag_or_none(progress, name="progress")
     if on_overflow not in get_args(OverflowPolicy):
         raise ArgumentError(
             f"on_overflow is {brief(on_overflow)}; it must be one of {get_args(OverflowPolicy)}", where="on_overflow"
         )
+    if max_mb_per_s is not None:
+        max_mb_per_s = check_number(max_mb_per_s, name="max_mb_per_s")
+    if max_requests_per_s is not None:
+        max_requests_per_s = check_number(max_requests_per_s, name="max_requests_per_s")
     rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
@@ -181,7 +188,15 @@ def target_of(
     protocol: str | None = None,
     dtype: str | None = None,
 ) -> Target:
-    """Where `copy_store` copies to when it is called like this, and what."""
+    """Where `copy_store` copies to when it is called like this, and what.
+
+    Raises:
+        ArgumentError, LayerNotFoundError, SelectionError: see `copy_store`.
+    """
+    if not isinstance(dst, (str, os.PathLike)):
+        raise ArgumentError(f"dst is {brief(dst)}; it must be a path or a URL", where="dst")
+    if protocol is not None and not isinstance(protocol, str):
+        raise ArgumentError(f"protocol is {brief(protocol)}; it must be a version such as '2.0'", where="protocol")
     chosen, kept = tuple(range(len(store.layers))), kept_tokens(store, tokens)
     if layers is not None:
         if not isinstance(layers, Sequence) or isinstance(layers, str):

@@ -12,7 +12,7 @@ from typing import cast, get_args
 import numpy as np
 
 from saev_store.core.indexing import Progression
-from saev_store.core.layout import RESID_POST, shard_name
+from saev_store.core.layout import RESID_POST, Layout, shard_name
 from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
 from saev_store.errors import IncompleteStoreError, NotFoundError, ResumeError, StoreExistsError
@@ -25,7 +25,13 @@ from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
 from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
-from saev_store.writer.copying._whole import PROVENANCE_NAME, check_space, delete_copy, other_recording
+from saev_store.writer.copying._whole import (
+    PROVENANCE_NAME,
+    check_space,
+    delete_copy,
+    has_token_arrays_of,
+    other_recording,
+)
 from saev_store.writer.folder import Folder, check_no_foreigner
 
 #: How much is read, and kept in memory, at a time.
@@ -57,7 +63,7 @@ def copy_layers(
     """
     layout, converts = metadata.layout, metadata.dtype != store.metadata.dtype
     folder = Folder(root, metadata.hash)
-    if replace and _is_of_other_recording(folder, store):
+    if replace and _is_of_other_recording(folder, store, layout):
         with folder.lock("copy"):
             delete_copy(folder)
             folder.delete(WORK_FOLDER)
@@ -73,7 +79,7 @@ def copy_layers(
     )
     if writer.complete:
         ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
-        if _is_of_other_recording(folder, store):
+        if _is_of_other_recording(folder, store, layout):
             raise other_recording(folder)
         return _published_report(folder, store) if converts else None
     writer.verify = "digests"  # what is published has been read again
@@ -175,7 +181,7 @@ def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None
     folder.put(_MARK, mark)  # nothing of what is there was too large
 
 
-def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
+def _is_of_other_recording(folder: Folder, store: ShardStore, layout: Layout) -> bool:
     """Whether a copy, finished or not, was made of another recording than this one, as far as both tell."""
     if not folder.exists(METADATA_NAME):
         mark, identity = folder.read(_MARK), _identity(store)
@@ -183,6 +189,8 @@ def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
             _mark(identity, policy) for policy in (None, *get_args(OverflowPolicy))
         ]
     raw, digests = folder.read(PROVENANCE_NAME), load_digests(store.transport)
+    if digests is None and not has_token_arrays_of(folder, store, layout):
+        return True
     try:
         was = json.loads(raw)["source_digests"] if raw is not None else None
     except (ValueError, KeyError, TypeError, RecursionError):

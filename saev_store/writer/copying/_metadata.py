@@ -62,7 +62,7 @@ def in_dtype(metadata: Metadata, dtype: str, *, protocol: str | None, token_arra
     Raises:
         ArgumentError: there is no such dtype, or the version cannot hold it.
     """
-    if dtype not in ITEMSIZES:
+    if not isinstance(dtype, str) or dtype not in ITEMSIZES:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"dtype is {brief(dtype)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype")
     is_plain = set(metadata.hook_points or [RESID_POST]) == {RESID_POST} and metadata.text is None
     if dtype == "float32" and protocol != "3.0" and is_plain and token_arrays == _LABELS_ONLY:

@@ -9,9 +9,11 @@ import shutil
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
+
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
-from saev_store.core.layout import shard_name
+from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
     CorruptShardError,
@@ -167,11 +169,41 @@ def _is_published(folder: Folder, store: ShardStore, metadata: Metadata, *, resu
 
 
 def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
-    """Whether digests.json of a copy and of its source differ: equal metadata does not make equal vectors."""
+    """Whether digests.json of a copy and of its source differ: equal metadata does not make equal vectors.
+
+    Of a source without one the token arrays are compared, which are small.
+    """
     ours, theirs = load_digests(store.transport), load_digests(folder.transport.at(folder.name))
-    if ours is None or theirs is None or ours.block_bytes != theirs.block_bytes:
+    if ours is None:
+        return folder.exists(METADATA_NAME) and not has_token_arrays_of(folder, store, store.layout)
+    if theirs is None or ours.block_bytes != theirs.block_bytes:
         return False
     return any(ours.files[name] != theirs.files[name] for name in ours.files.keys() & theirs.files.keys())
+
+
+def has_token_arrays_of(folder: Folder, store: ShardStore, layout: Layout) -> bool:
+    """Whether a finished copy has the values of a store's token arrays; they are read in both places.
+
+    Args:
+        folder: The copy.
+        store: The source.
+        layout: Of the copy, which may have fewer content tokens.
+    """
+    source = Folder(store.transport, "")
+    for array in store.token_arrays.described():
+        widths = [array.example_nbytes(of) for of in (store.layout, layout)]
+        if folder.size(array.file_name) != array.nbytes(layout):
+            return False
+        step = max(1, BLOCK_BYTES // widths[0])
+        for start in range(0, layout.n_examples, step):
+            end = min(start + step, layout.n_examples)
+            here, there = (
+                np.frombuffer(place.get_range(array.file_name, start * width, end * width), np.uint8).reshape(-1, width)
+                for place, width in zip((source, folder), widths, strict=True)
+            )
+            if not np.array_equal(here[:, : widths[1]], there):
+                return False
+    return True
 
 
 def other_recording(folder: Folder) -> StoreExistsError:

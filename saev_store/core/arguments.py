@@ -1,0 +1,74 @@
+"""Checks of arguments that every room has: booleans, counts and other numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import SupportsFloat, SupportsIndex, cast
+
+import numpy as np
+
+from saev_store.errors import ArgumentError, brief
+
+#: Python's boolean and NumPy's, which is another type and means the same.
+BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
+_NUMBERS: tuple[type[object], ...] = (int, float, np.integer, np.floating)
+
+
+def check_flag(value: object, *, name: str) -> bool:
+    """A boolean argument, Python's or NumPy's, as Python's.
+
+    Raises:
+        ArgumentError: it is neither, such as the text "no", which would count as true.
+
+    >>> check_flag(np.True_, name="masked")
+    True
+    """
+    if isinstance(value, BOOLEANS):
+        return bool(value)
+    raise ArgumentError(f"{name} is {brief(value)}; it must be True or False", where=name)
+
+
+def check_flag_or_none(value: object, *, name: str) -> bool | None:
+    """A boolean argument that None leaves to the callee.
+
+    Raises:
+        ArgumentError: it is no boolean and not None.
+    """
+    if value is None or isinstance(value, BOOLEANS):
+        return None if value is None else bool(value)
+    raise ArgumentError(f"{name} is {brief(value)}; it must be True, False or None", where=name)
+
+
+def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 - 1) -> int:
+    """An integer argument within its bounds.
+
+    Raises:
+        ArgumentError: it is no integer (booleans are none), or outside.
+    """
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(cast("SupportsIndex", value))
+        except TypeError:
+            number = least - 1
+        if least <= number <= most:
+            return number
+    raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from {least} to {most}", where=name)
+
+
+def check_number(value: object, *, name: str, zero_ok: bool = False) -> float:
+    """A number of more than 0, such as a limit or a time; infinity is one.
+
+    Raises:
+        ArgumentError: it is no real number (booleans are none), not more than 0, or NaN.
+
+    >>> check_number(3, name="timeout_s")
+    3.0
+    """
+    if isinstance(value, _NUMBERS) and not isinstance(value, BOOLEANS):
+        with contextlib.suppress(OverflowError):  # an integer of a thousand digits
+            number = float(cast("SupportsFloat", value))
+            if number > 0 or (zero_ok and number == 0):
+                return number
+    rule = "of at least 0" if zero_ok else "of more than 0"
+    raise ArgumentError(f"{name} is {brief(value)}; it must be a number {rule}", where=name)

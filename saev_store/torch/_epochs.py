@@ -1,0 +1,220 @@
+"""What all loaders of batches for PyTorch share: epochs, states, batches on their way to a device."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from multiprocessing.context import get_spawning_popen
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from saev_store.errors import ArgumentError
+from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, ReadOptions
+from saev_store.torch._device import Copies, moved
+from saev_store.torch.batch import ExampleBatch, tensors
+
+AnyConfig = TypeVar("AnyConfig", bound=ReadOptions)
+Options = TypeVar("Options", bound=ReadOptions)
+Inner = TypeVar("Inner", bound=Loader | PairLoader)
+
+
+def options_of(cfg: ReadOptions, options: type[Options]) -> Options:
+    """The options that a config has, without what only the config has."""
+    return options(**{field.name: getattr(cfg, field.name) for field in fields(options)})
+
+
+class EpochLoader(ABC, Generic[AnyConfig, Inner]):
+    """A loader of batches of tensors around one of NumPy batches, made by a config.
+
+    Args:
+        cfg: What and how.
+        loader: The loader of NumPy batches.
+        copies: How to get to the device; None where batches are there.
+    """
+
+    ExampleBatch = ExampleBatch
+
+    def __init__(self, cfg: AnyConfig, loader: Inner, copies: Copies | None) -> None:
+        self.cfg = cfg
+        self._copies = copies
+        self._loader = loader
+        #: Epoch and number of the batch that comes next, where the loader below is ahead of what was handed out.
+        self._at: tuple[int, int] | None = None
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def n_batches(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._loader)
+
+    @property
+    def n_samples(self) -> int:
+        """Rows of an epoch, over all ranks."""
+        return self._loader.n_samples
+
+    @property
+    def batch_size(self) -> int:
+        return self.cfg.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.cfg.drop_last
+
+    # -- iterating -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        """The epoch's batches; after `load_state_dict`, those that had not been handed out."""
+        if self._at is not None and self._at[0] != self._loader.epoch:
+            # Its last batch was copied ahead of time, but not handed out.
+            self._loader.set_epoch(self._at[0])
+        epoch = self._loader.epoch
+        batches = iter(self._loader)
+        self._at = None
+        return _Batches(batches, self._copies, (epoch, self._loader.next_batch), len(self._loader), self._advance)
+
+    def _advance(self, at: tuple[int, int]) -> None:
+        """Note the epoch and the number of the batch that comes next."""
+        self._at = at
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration gives; it advances when the last batch of an epoch is handed out."""
+        return self._loader.epoch if self._at is None else self._at[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, from its beginning."""
+        self._loader.set_epoch(epoch)
+        self._at = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the loader stands: JSON, below 2 kB. Counts batches that were handed out, not those made ahead."""
+        state = self._loader.state_dict()
+        if self._at is not None:
+            self._put_place(state, *self._at)
+        return state
+
+    def _put_place(self, state: dict[str, object], epoch: int, batch: int) -> None:
+        """Write into a state which batch comes next."""
+        state["epoch"], state["batch"] = epoch, batch
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was taken; see `saev_store.loaders`.
+
+        Raises:
+            ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
+        """
+        self._loader.load_state_dict(state)
+        self._at = None
+
+    def as_iterable_dataset(self) -> BatchDataset[AnyConfig, Inner]:
+        """A dataset of whole batches, for `DataLoader(dataset, batch_size=None)` and for torchdata's stateful one."""
+        return BatchDataset(self)
+
+    def close(self) -> None:
+        """End the current iteration and its threads, and give back all memory. The loader can be used again."""
+        self._loader.close()
+
+    def shutdown(self) -> None:
+        """The same as `close`: the name that older training scripts call."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        cfg = self.cfg
+        if get_spawning_popen() is not None and self._loader.world > 1:
+            # For a worker of PyTorch's DataLoader, where torch.distributed is not initialised.
+            cfg = replace(cfg, rank=self._loader.rank, world=self._loader.world)
+        return (type(self), (cfg,), {"state": self.state_dict()})
+
+    def __setstate__(self, state: Mapping[str, Mapping[str, object]]) -> None:
+        self.load_state_dict(state["state"])
+
+
+class _Batches(Iterator[ExampleBatch]):
+    """The consumer's end of an epoch.
+
+    No generator: one that is collected as garbage runs to its end there, wherever that is, and what ends threads takes locks.
+
+    Args:
+        batches: Of NumPy arrays.
+        copies: How to get to the device; None where batches are there.
+        at: Epoch and number of the first batch.
+        n_batches: Batches of an epoch.
+        advance: Called with each batch that is handed out: epoch and number of the one that comes next.
+    """
+
+    def __init__(
+        self,
+        batches: BatchIterator | PairBatches,
+        copies: Copies | None,
+        at: tuple[int, int],
+        n_batches: int,
+        advance: Callable[[tuple[int, int]], None],
+    ) -> None:
+        self._batches, self._at, self._n_batches, self._advance = batches, at, n_batches, advance
+        found = map(tensors, batches)
+        self._found: Iterator[ExampleBatch] = found if copies is None else moved(found, copies)
+        self._has_ended = False
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> ExampleBatch:
+        if self._has_ended:
+            raise StopIteration
+        try:
+            batch = next(self._found)
+        except BaseException:
+            self.close()
+            raise
+        epoch, number = self._at
+        self._at = (epoch, number + 1) if number + 1 < self._n_batches else (epoch + 1, 0)
+        self._advance(self._at)
+        return batch
+
+    def close(self) -> None:
+        """End the iteration; there are no more batches."""
+        self._has_ended = True
+        self._batches.close()
+
+
+class BatchDataset(IterableDataset[ExampleBatch], Generic[AnyConfig, Inner]):
+    """Whole batches of a loader as a dataset: `DataLoader(dataset, batch_size=None, num_workers=0 or 1)`."""
+
+    def __init__(self, loader: EpochLoader[AnyConfig, Inner]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ArgumentError(
+                f"num_workers is {worker.num_workers}: each worker would hand out every batch",
+                where="DataLoader",
+                remedy="Use num_workers=0 (the loader has threads of its own) or 1.",
+            )
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, object]:
+        """The loader's."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """The loader's."""
+        self.loader.load_state_dict(state)
