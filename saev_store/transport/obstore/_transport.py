@@ -8,12 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._remote import Pins, RemoteTransport, task_group
 from saev_store.transport.base import Buffer, Entry, Transport, far_cost
-from saev_store.transport.checks import Run, check_ranges, joined_runs, run_end, too_big, too_short
+from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop, status_of
 from saev_store.transport.obstore._options import only_obstore_understands
@@ -144,7 +142,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         if len(parts) == 1 and len(parts[0]) == end - start:
             return memoryview(parts[0]).toreadonly()
         whole = memoryview(bytearray(end - start))
-        filled = _fill([whole], parts)
+        filled = copy_into([whole], parts)
         await self._fill_all(below, _pieces([(start + filled, [whole[filled:]])]))
         return whole.toreadonly()
 
@@ -216,7 +214,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         async def fill(number: int) -> None:
             parts = await self._piece(below, pieces[number][0], run_end(pieces[number]))
             if pieces:
-                _fill(pieces[number][1], parts)
+                copy_into(pieces[number][1], parts)
 
         async with task_group() as group:
             for number in range(len(pieces)):
@@ -392,31 +390,4 @@ def _reopen(client: ObstoreClient, folder: str, pins: Pins) -> ObstoreTransport:
 
 def _pieces(runs: Sequence[Run]) -> list[Run]:
     """The same runs, cut into pieces of at most `PIECE_BYTES`."""
-    pieces: list[Run] = []
-    for begin, views in runs:
-        start, room = begin, 0
-        for view in views:
-            rest = view
-            while len(rest):
-                if room == 0:
-                    pieces.append((start, []))
-                    room = PIECE_BYTES
-                part = rest[:room]
-                pieces[-1][1].append(part)
-                start, room, rest = start + len(part), room - len(part), rest[len(part) :]
-    return pieces
-
-
-def _fill(targets: Sequence[memoryview], parts: Sequence[Buffer]) -> int:
-    """Copy parts one after the other into consecutive pieces of memory; the number of bytes."""
-    number = at = n_bytes = 0
-    for part in parts:
-        source, taken = np.frombuffer(part, np.uint8), 0  # NumPy releases the interpreter's lock while it copies
-        while taken < len(source):
-            target = np.frombuffer(targets[number], np.uint8)[at : at + len(source) - taken]
-            np.copyto(target, source[taken : taken + len(target)])
-            taken, at = taken + len(target), at + len(target)
-            if at == len(targets[number]):
-                number, at = number + 1, 0
-        n_bytes += len(source)
-    return n_bytes
+    return [piece for run in runs for part in cut_runs([run], PIECE_BYTES) for piece in part]
