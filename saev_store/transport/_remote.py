@@ -115,6 +115,7 @@ class RemoteTransport(Generic[C]):
 
     Attributes:
         client: Makes the requests.
+        pins: The versions of the files that were read.
     """
 
     pads = False
@@ -124,13 +125,13 @@ class RemoteTransport(Generic[C]):
 
     def __init__(self, client: C, pins: Pins | None = None) -> None:
         self.client = client
-        self._pins = Pins() if pins is None else pins
+        self.pins = Pins() if pins is None else pins
         self._folder = ""
 
     @property
     def url(self) -> str:
         """The root, without credentials and query."""
-        return self._where(self._folder)
+        return self.where(self._folder)
 
     @property
     def counters(self) -> Counters:
@@ -148,15 +149,19 @@ class RemoteTransport(Generic[C]):
 
     def close(self) -> None:
         """Unpin all files; connections stay open for other transports."""
-        self._pins.clear()
+        self.pins.clear()
+
+    def key(self, below: str) -> str:
+        """The client's name of a file below its address."""
+        raise NotImplementedError
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes."""
+        """The size of a file in bytes, asked anew each time."""
         raise NotImplementedError
 
     def version(self, path: str) -> str | None:
         """The pinned ETag, generation or time, with the size, as text; None if no range of the file was read yet."""
-        version = self._pins.get(self.below(path))
+        version = self.pins.get(self.below(path))
         return None if version is None else repr(version)
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
@@ -174,9 +179,9 @@ class RemoteTransport(Generic[C]):
         with contextlib.suppress(NotFoundError):
             self.size(path)
             raise StoreExistsError(
-                "the file already exists", where=self._where(self.below(path)), remedy="Resume, or delete it first."
+                "the file already exists", where=self.where(self.below(path)), remedy="Resume, or delete it first."
             )
 
-    def _where(self, below: str) -> str:
+    def where(self, below: str) -> str:
         """The name of a file for messages."""
         return f"{self.client.safe_url}/{below}" if below else self.client.safe_url

@@ -124,7 +124,7 @@ class FsspecClient:
                 inner = cast("Mapping[str, object]", options.get(protocol) or {})
                 if found := tuned(protocol, inner):
                     options[protocol] = found
-        with self.errors("open"):
+        with self.errors("open", self.safe_url):
             try:
                 found = core.url_to_fs(self.url, **options)
             except ImportError as error:
@@ -181,7 +181,7 @@ class FsspecClient:
         return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
 
     @contextlib.contextmanager
-    def errors(self, doing: str, path: str = "") -> Generator[None]:
+    def errors(self, doing: str, where: str) -> Generator[None]:
         """A block whose errors become ours."""
         try:
             yield
@@ -195,9 +195,7 @@ class FsspecClient:
             is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
             is_harmless &= not isinstance(error, RecursionError)
             cause = error if is_harmless else None
-            raise self._translate(
-                error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url
-            ) from cause
+            raise self._translate(error, doing=doing, where=where) from cause
 
     def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         reason = error.__cause__

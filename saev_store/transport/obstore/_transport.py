@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._remote import Pins, RemoteTransport, task_group
+from saev_store.transport._remote import RemoteTransport, task_group
 from saev_store.transport.base import Buffer, Entry, Transport, far_cost
 from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
@@ -66,8 +66,8 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self.client.check()
         self._in_child: FsspecTransport | None = None
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.client, self._folder, self._pins)
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_in_child": None}
 
     @property
     def name(self) -> str:
@@ -91,11 +91,11 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         async def get() -> bytes:
             answer = await obstore.get_async(self.client.store, self.key(below))
             if max_bytes is not None and answer.meta["size"] > max_bytes:
-                raise too_big(self._where(below), size=answer.meta["size"], max_bytes=max_bytes)
+                raise too_big(self.where(below), size=answer.meta["size"], max_bytes=max_bytes)
             return bytes(await answer.bytes_async())
 
         client = self.client
-        data = client.call("read", self._where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
+        data = client.call("read", self.where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
         client.requests.add("read", read=len(data))
         return data
 
@@ -104,7 +104,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         below = self.below(path)
         if is_forked():
             return self._forked().size(path)
-        return self.client.call("look at it", self._where(below), lambda: self._size(below))
+        return self.client.call("look at it", self.where(below), lambda: self._size(below))
 
     async def _size(self, below: str) -> int:
         import obstore
@@ -121,7 +121,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             TransportError: the file is not the one that was read before, or the server sent something else.
         """
         below = self.below(path)
-        check_ranges(self._where(below), starts, ends)
+        check_ranges(self.where(below), starts, ends)
         if is_forked():
             return self._forked().get_ranges(path, starts=starts, ends=ends)
         wanted = list(zip(starts, ends, strict=True))
@@ -133,7 +133,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             return [next(found).result() if end > start else b"" for start, end in wanted]
 
         nbytes = sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0
-        return self.client.call("read", self._where(below), fetch, nbytes=nbytes)
+        return self.client.call("read", self.where(below), fetch, nbytes=nbytes)
 
     async def _range(self, below: str, start: int, end: int) -> Buffer:
         """One range, in one request or in several."""
@@ -155,7 +155,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         """
         import obstore
 
-        client, where, needed = self.client, self._where(below), max(end, needed)
+        client, where, needed = self.client, self.where(below), max(end, needed)
 
         async def get() -> list[Buffer]:
             began = time.monotonic()
@@ -188,14 +188,14 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
     def _check(self, below: str, meta: ObjectMeta, *, needed: int) -> None:
         """That an answer is of the object that was read before, and that it is long enough."""
         version = meta.get("e_tag") or str(meta.get("last_modified"))
-        self._pins.check(below, (version, meta["size"]), where=self._where(below))
+        self.pins.check(below, (version, meta["size"]), where=self.where(below))
         if meta["size"] < needed:
-            raise too_short(self._where(below), size=meta["size"], needed=needed)
+            raise too_short(self.where(below), size=meta["size"], needed=needed)
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fetch the ranges in pieces, side by side, and copy each into its place as it arrives."""
         below = self.below(path)
-        where = self._where(below)
+        where = self.where(below)
         pieces = _pieces(joined_runs(where, starts, buffers))
         if is_forked():
             self._forked().readinto(path, starts=starts, buffers=buffers)
@@ -235,7 +235,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client.requests.add("list")
         found = client.call(
             "list",
-            self._where(below),
+            self.where(below),
             lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
         )
         base = f"{path}/" if path else ""
@@ -246,7 +246,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             if meta["path"] != key:  # a placeholder for the folder itself
                 entries.setdefault(name, Entry(name, False, meta["size"], meta["last_modified"].timestamp()))
         if not entries and key:
-            raise NotFoundError("there is no such folder", where=self._where(below))
+            raise NotFoundError("there is no such folder", where=self.where(below))
         return [entries[name] for name in sorted(entries)]
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client, below, content = self.client, self.below(path), bytes(data)
         client.call(
             "write",
-            self._where(below),
+            self.where(below),
             lambda: client.slot(
                 lambda: obstore.put_async(
                     client.store, self.key(below), content, use_multipart=len(content) > _MOST_PUT_AT_ONCE
@@ -267,7 +267,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             nbytes=len(content),
         )
         client.requests.add("put", written=len(content))
-        self._pins.forget(below)
+        self.pins.forget(below)
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken: the service decides between writers that race.
@@ -292,10 +292,10 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                     return
 
         try:
-            client.call("create", self._where(below), lambda: client.slot(attempt), nbytes=len(content))
+            client.call("create", self.where(below), lambda: client.slot(attempt), nbytes=len(content))
         except StoreExistsError:
-            raise StoreExistsError("the file already exists", where=self._where(below)) from None
-        self._pins.forget(below)
+            raise StoreExistsError("the file already exists", where=self.where(below)) from None
+        self.pins.forget(below)
 
     def delete(self, path: str) -> None:
         """Delete a file, or everything below a folder."""
@@ -315,23 +315,15 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                 await obstore.delete_async(client.store, found)
 
         client.requests.add("delete")
-        client.call("delete", self._where(below), delete)
-        self._pins.forget(below)
+        client.call("delete", self.where(below), delete)
+        self.pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
         """An upload that runs while it is written, and appears when it is committed; `resume` then replaces the old file."""
-        below = self.below(path)
         running_loop()  # or a ForkError, before anything is written
         if not resume:
             self._check_absent(path)
-        return ObstoreSink(
-            self.client,
-            self._where(below),
-            self.key(below),
-            used_nbytes=used_nbytes,
-            file_nbytes=file_nbytes,
-            committed=lambda: self._pins.forget(below),
-        )
+        return ObstoreSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         """Let the service copy a file; False from another bucket, for large objects, or with other options."""
@@ -346,18 +338,17 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             return False
         import obstore
 
-        self._pins.forget(below)
+        self.pins.forget(below)
         ours.requests.add("copy_within")
         ours.call(
             "copy",
-            self._where(below),
+            self.where(below),
             lambda: ours.slot(lambda: obstore.copy_async(ours.store, from_key, self.key(below))),
             nbytes=size // 16,
         )
         return True
 
     def key(self, below: str) -> str:
-        """The name in the bucket of a file below the client's address."""
         prefix = self.client.place.prefix
         return f"{prefix}/{below}" if prefix and below else prefix or below
 
@@ -372,7 +363,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client = self.client
         if self._in_child is None:
             # Only for S3 do both clients name versions alike.
-            pins = self._pins if client.place.kind == "s3" else None
+            pins = self.pins if client.place.kind == "s3" else None
             try:
                 if names := only_obstore_understands(client.place, client.options.all):
                     raise ArgumentError(f"only obstore understands {', '.join(names)}", where="storage_options")
@@ -380,12 +371,6 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             except SaevStoreError as error:
                 raise fork_error(f", and fsspec cannot read instead: {error}") from error
         return self._in_child.at(self._folder)
-
-
-def _reopen(client: ObstoreClient, folder: str, pins: Pins) -> ObstoreTransport:
-    transport = object.__new__(ObstoreTransport)
-    transport.__dict__.update(client=client, _pins=pins, _folder=folder, _in_child=None)
-    return transport
 
 
 def _pieces(runs: Sequence[Run]) -> list[Run]:
