@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
@@ -19,7 +19,9 @@ SLOWEST_BYTES_PER_S = 1 << 20
 #: Longest time until a Ctrl-C that the system delivers to another thread is noticed.
 _SLICE_S = 0.2
 #: A loop that is this late is stuck.
-_STUCK_S = 10.0
+STUCK_S = 10.0
+#: Time-outs of connections, and of answers of which nothing comes any more.
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 10
 
 
 def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
@@ -38,7 +40,7 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
 
     future = asyncio.run_coroutine_threadsafe(within(), loop)
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
-    deadline = time.monotonic() + limit_s + _STUCK_S
+    deadline = time.monotonic() + limit_s + STUCK_S
     try:
         while not future.done():
             left = deadline - time.monotonic()
@@ -50,6 +52,18 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
     finally:
         if not future.done():
             future.cancel()
+
+
+async def again(work: Callable[[], Awaitable[T]], waits_s: Sequence[float], passes: Callable[[Exception], bool]) -> T:
+    """What `work()` gives; an error that `passes` is tried again after each of the waits."""
+    for wait_s in waits_s:
+        try:
+            return await work()
+        except Exception as error:
+            if not passes(error):
+                raise
+        await asyncio.sleep(wait_s)
+    return await work()
 
 
 @contextlib.asynccontextmanager

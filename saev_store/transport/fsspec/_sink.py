@@ -54,8 +54,7 @@ class SpooledSink(FdSink, UploadSink[FsspecClient]):
         client = self._client
         with client.errors("upload", self._where):
             fs = client.fs()
-            if not client.is_async:
-                fs.makedirs(self._key.rpartition("/")[0] or "/", exist_ok=True)
+            client.make_parent(self._key)
             client.requests.add("sink.write", written=self._file_nbytes)
             options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
             client.ask("put_file", f"/dev/fd/{fd}", self._key, nbytes=self._file_nbytes, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them

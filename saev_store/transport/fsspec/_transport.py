@@ -59,16 +59,9 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     ) -> None:
         super().__init__(FsspecClient(url, StorageOptions(storage_options or {}), timeout_s), pins)
         self.client.fs()
-
-    @property
-    def name(self) -> str:
-        """`fsspec:` and the protocols of the URL."""
-        return f"fsspec:{'::'.join(self.client.protocols)}"
-
-    @property
-    def cost(self) -> ReadCost:
-        """Few large requests for remote files; more, smaller ones for files of this machine."""
-        return _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
+        self.name = f"fsspec:{'::'.join(self.client.protocols)}"
+        # Few large requests for remote files; more, smaller ones for files of this machine.
+        self.cost = _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
@@ -92,7 +85,6 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return bytes(data)
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes, asked anew each time."""
         below = self.below(path)
         with self.client.errors("look at it", self.where(below)):
             self.client.requests.add("size")
@@ -130,7 +122,6 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return parts
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fetch the ranges and copy them into the buffers."""
         readinto_by_ranges(self, path, starts, buffers, where=self.where(self.below(path)))
 
     def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
@@ -206,7 +197,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
         below = self.below(path)
         with self.client.errors("write", self.where(below)):
-            self._make_parent(below)
+            self.client.make_parent(self.key(below))
             self.client.requests.add("put", written=len(data))
             self.pins.forget(below)
             self.client.ask("pipe_file", self.key(below), bytes(data), nbytes=len(data))
@@ -225,7 +216,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             _CREATE_LOCK if not self.client.is_async else contextlib.nullcontext(),
         ):
             fs = self.client.fs()
-            self._make_parent(below)
+            self.client.make_parent(self.key(below))
             self.client.requests.add("create", written=len(data))
             self.pins.forget(below)
             if not self.client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
@@ -240,7 +231,6 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 raise
 
     def delete(self, path: str) -> None:
-        """Delete a file, or everything below a folder."""
         below = self.below(path)
         with contextlib.suppress(NotFoundError), self.client.errors("delete", self.where(below)):
             fs = self.client.fs()
@@ -267,7 +257,6 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             return list_uploads(self.client, bucket, prefix, folder=self.key(self._folder).strip("/"))
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
-        """Abort an unfinished multipart upload on S3."""
         below = self.below(upload.path)
         with contextlib.suppress(NotFoundError), self.client.errors("abort an unfinished upload", self.where(below)):
             self.client.requests.add("uploads")
@@ -293,10 +282,6 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     def _speaks(self, protocols: set[str]) -> bool:
         """Whether the client speaks one of these protocols, with nothing in front of it."""
         return self.client.is_async and len(self.client.protocols) == 1 and self.client.protocols[0] in protocols
-
-    def _make_parent(self, below: str) -> None:
-        if not self.client.is_async:
-            self.client.fs().makedirs(self.key(below).rpartition("/")[0] or "/", exist_ok=True)
 
     def key(self, below: str) -> str:
         root, question, query = self.client.root.partition("?")

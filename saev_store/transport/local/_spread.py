@@ -44,13 +44,10 @@ class SpreadReader:
             OSError: the system cannot read.
             CorruptShardError: the file ends before `end`.
         """
-        n = n_threads(nbytes, part_bytes=WORTH_BYTES)
-        if n < 2:
-            left = list(runs)
-        elif self._n_unasked > 0:
+        n, left = n_threads(nbytes, part_bytes=WORTH_BYTES), list(runs)
+        if n > 1 and self._n_unasked > 0:
             self._n_unasked -= 1
-            left = list(runs)
-        else:
+        elif n > 1:
             if self._n_waited:
                 left = _read_cached(fd, runs, where=where, end=end)
             else:
@@ -76,9 +73,8 @@ def _share_out(fd: int, runs: Sequence[Run], n: int, *, where: str, end: int) ->
     return _joined(left)
 
 
-def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end: int) -> None:
+def preadv_all(fd: int, views: list[memoryview], position: int, *, where: str, end: int) -> None:
     """Fill `views` in this thread, however short the system's answers are."""
-    position = start
     while views:
         n_read = positions.preadv(fd, views[:IOV_MAX], position)
         if n_read == 0:

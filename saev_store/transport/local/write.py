@@ -195,7 +195,6 @@ class LocalSink(FdSink):
         return prefix
 
     def read_back(self, start: int, end: int) -> bytes:
-        """What the file holds in that range."""
         check_ranges(self._where, (start,), (end,))
         end, parts = min(end, self._used), list[bytes]()
         with os_errors(self._where, "read"):

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._remote import RemoteTransport, task_group
+from saev_store.transport._remote import RemoteTransport, again, task_group
 from saev_store.transport.base import Buffer, Entry, Transport, far_cost
 from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
@@ -63,16 +64,11 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
     ) -> None:
         super().__init__(ObstoreClient(url, StorageOptions(storage_options or {}), timeout_s))
-        self.client.check()
+        self.name = f"obstore:{self.client.place.kind}"
         self._in_child: FsspecTransport | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_in_child": None}
-
-    @property
-    def name(self) -> str:
-        """`obstore:` and the kind of store."""
-        return f"obstore:{self.client.place.kind}"
 
     def close(self) -> None:
         """Unpin all files and free unused memory; connections stay open for other transports."""
@@ -100,7 +96,6 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         return data
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes, asked anew each time."""
         below = self.below(path)
         if is_forked():
             return self._forked().size(path)
@@ -221,11 +216,9 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                 group.create_task(fill(number))
 
     def version(self, path: str) -> str | None:
-        """The pinned ETag or time, with the size."""
         return self._forked().version(path) if is_forked() else super().version(path)
 
     def list(self, path: str = "") -> Sequence[Entry]:
-        """The names in a folder, sorted."""
         below = self.below(path) if path else self._folder
         if is_forked():
             return self._forked().list(path)
@@ -252,17 +245,15 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: Buffer) -> None:
-        """Create or replace a file, atomically."""
         import obstore
 
         client, below, content = self.client, self.below(path), bytes(data)
+        in_parts = len(content) > _MOST_PUT_AT_ONCE
         client.call(
             "write",
             self.where(below),
             lambda: client.slot(
-                lambda: obstore.put_async(
-                    client.store, self.key(below), content, use_multipart=len(content) > _MOST_PUT_AT_ONCE
-                )
+                lambda: obstore.put_async(client.store, self.key(below), content, use_multipart=in_parts)
             ),
             nbytes=len(content),
         )
@@ -280,25 +271,18 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client, below, content = self.client, self.below(path), bytes(data)
 
         async def attempt() -> None:
-            for wait_s in (*_BUSY_WAITS_S, None):
-                client.requests.add("create", written=len(content))
-                try:
-                    await obstore.put_async(client.store, self.key(below), content, mode="create")
-                except Exception as error:
-                    if wait_s is None or status_of(error) != 409:  # 409: nothing is decided yet
-                        raise
-                    await asyncio.sleep(wait_s)
-                else:
-                    return
+            client.requests.add("create", written=len(content))
+            await obstore.put_async(client.store, self.key(below), content, mode="create")
 
+        # 409: nothing is decided yet
+        attempts = partial(again, attempt, _BUSY_WAITS_S, lambda error: status_of(error) == 409)
         try:
-            client.call("create", self.where(below), lambda: client.slot(attempt), nbytes=len(content))
+            client.call("create", self.where(below), lambda: client.slot(attempts), nbytes=len(content))
         except StoreExistsError:
             raise StoreExistsError("the file already exists", where=self.where(below)) from None
         self.pins.forget(below)
 
     def delete(self, path: str) -> None:
-        """Delete a file, or everything below a folder."""
         import obstore
 
         client, below = self.client, self.below(path)
