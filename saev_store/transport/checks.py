@@ -28,7 +28,15 @@ from saev_store.transport.base import Buffer, Counters, Transport
 #: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
 Run: TypeAlias = tuple[int, list[memoryview]]
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+#: What to do, by the number of the error.
+_REMEDIES = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT), "Free space (or raise the quota) and resume: everything written so far is kept."
+    ),
+    errno.EFBIG: "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
+    "write with pad=False.",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit on open files (`ulimit -n`)."),
+}
 _TRANSIENT = {
     errno.EAGAIN,
     errno.ECONNABORTED,
@@ -217,17 +225,7 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
         return StoreExistsError(message, where=where)
     if code == errno.ETIMEDOUT or isinstance(error, TimeoutError):
         return DeadlineError(message, where=where, transient=True)
-    remedy = None
-    if code in _NO_SPACE:
-        remedy = "Free space (or raise the quota) and resume: everything written so far is kept."
-    elif code == errno.EFBIG:
-        remedy = (
-            "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
-            "write with pad=False."
-        )
-    elif code in {errno.EMFILE, errno.ENFILE}:
-        remedy = "Raise the limit on open files (`ulimit -n`)."
-    return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)
+    return TransportError(message, where=where, remedy=_REMEDIES.get(code or 0), transient=code in _TRANSIENT)
 
 
 @contextlib.contextmanager

@@ -68,12 +68,8 @@ class FileSystem(Protocol):
 class FsspecClient:
     """The file system behind a URL, shared by all transports below it; thread-safe.
 
-    It is opened by the first call of `fs`, so a pickle opens also where credentials are missing.
-
-    Args:
-        url: Any fsspec URL, chained ones (`simplecache::s3://…`) included.
-        options: fsspec's `storage_options`; never shown.
-        timeout_s: Time-out of one operation, plus one second per MiB that it moves.
+    It is opened by the first call of `fs`, so a pickle opens also where credentials are missing. `FsspecTransport` says what
+    the arguments are.
     """
 
     def __init__(self, url: str, options: StorageOptions, timeout_s: float) -> None:

@@ -70,14 +70,7 @@ class SpooledSink(FdSink, UploadSink[FsspecClient]):
 
 
 def list_uploads(client: FsspecClient, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
-    """The unfinished uploads of a bucket whose keys are in the folder `prefix`, from all pages of the listing.
-
-    Args:
-        client: A client of an `s3://` address.
-        bucket: The bucket's name.
-        prefix: A folder in it, `""` for all of it.
-        folder: Bucket and folder that the paths of the answer are relative to.
-    """
+    """The unfinished uploads below the folder `prefix` of a bucket, from all pages, with paths relative to `folder`."""
     found: list[UnfinishedUpload] = []
     markers: dict[str, object] = {}
     while True:

@@ -128,12 +128,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
 class ObstoreClient:
     """The store behind an address, shared by all transports below it; thread-safe.
 
-    Making one reads no option, so a pickle opens also where credentials are missing; each request does.
-
-    Args:
-        url: An address that `place_of` supports.
-        options: Of that address; never shown.
-        timeout_s: Time-out of one operation, retries included, plus one second per MiB that it moves.
+    Making one reads no option, so a pickle opens also where credentials are missing; each request does. `ObstoreTransport`
+    says what the arguments are.
     """
 
     def __init__(self, url: str, options: StorageOptions, timeout_s: float) -> None:
