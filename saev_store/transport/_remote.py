@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
@@ -19,7 +19,9 @@ SLOWEST_BYTES_PER_S = 1 << 20
 #: Longest time until a Ctrl-C that the system delivers to another thread is noticed.
 _SLICE_S = 0.2
 #: A loop that is this late is stuck.
-_STUCK_S = 10.0
+STUCK_S = 10.0
+#: Time-outs of connections, and of answers of which nothing comes any more.
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 10
 
 
 def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
@@ -38,7 +40,7 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
 
     future = asyncio.run_coroutine_threadsafe(within(), loop)
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
-    deadline = time.monotonic() + limit_s + _STUCK_S
+    deadline = time.monotonic() + limit_s + STUCK_S
     try:
         while not future.done():
             left = deadline - time.monotonic()
@@ -50,6 +52,18 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
     finally:
         if not future.done():
             future.cancel()
+
+
+async def again(work: Callable[[], Awaitable[T]], waits_s: Sequence[float], passes: Callable[[Exception], bool]) -> T:
+    """What `work()` gives; an error that `passes` is tried again after each of the waits."""
+    for wait_s in waits_s:
+        try:
+            return await work()
+        except Exception as error:
+            if not passes(error):
+                raise
+        await asyncio.sleep(wait_s)
+    return await work()
 
 
 @contextlib.asynccontextmanager
@@ -115,6 +129,7 @@ class RemoteTransport(Generic[C]):
 
     Attributes:
         client: Makes the requests.
+        pins: The versions of the files that were read.
     """
 
     pads = False
@@ -124,13 +139,13 @@ class RemoteTransport(Generic[C]):
 
     def __init__(self, client: C, pins: Pins | None = None) -> None:
         self.client = client
-        self._pins = Pins() if pins is None else pins
+        self.pins = Pins() if pins is None else pins
         self._folder = ""
 
     @property
     def url(self) -> str:
         """The root, without credentials and query."""
-        return self._where(self._folder)
+        return self.where(self._folder)
 
     @property
     def counters(self) -> Counters:
@@ -148,15 +163,19 @@ class RemoteTransport(Generic[C]):
 
     def close(self) -> None:
         """Unpin all files; connections stay open for other transports."""
-        self._pins.clear()
+        self.pins.clear()
+
+    def key(self, below: str) -> str:
+        """The client's name of a file below its address."""
+        raise NotImplementedError
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes."""
+        """The size of a file in bytes, asked anew each time."""
         raise NotImplementedError
 
     def version(self, path: str) -> str | None:
         """The pinned ETag, generation or time, with the size, as text; None if no range of the file was read yet."""
-        version = self._pins.get(self.below(path))
+        version = self.pins.get(self.below(path))
         return None if version is None else repr(version)
 
     def lock(self, path: str) -> contextlib.AbstractContextManager[None]:
@@ -174,9 +193,9 @@ class RemoteTransport(Generic[C]):
         with contextlib.suppress(NotFoundError):
             self.size(path)
             raise StoreExistsError(
-                "the file already exists", where=self._where(self.below(path)), remedy="Resume, or delete it first."
+                "the file already exists", where=self.where(self.below(path)), remedy="Resume, or delete it first."
             )
 
-    def _where(self, below: str) -> str:
+    def where(self, below: str) -> str:
         """The name of a file for messages."""
         return f"{self.client.safe_url}/{below}" if below else self.client.safe_url

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Generic
 
 from saev_store.errors import ArgumentError
+from saev_store.transport._remote import C, RemoteTransport
 from saev_store.transport.checks import byte_views
 
 
@@ -65,8 +67,15 @@ class BaseSink:
             )
 
 
-class UploadSink(BaseSink):
+class UploadSink(BaseSink, Generic[C]):
     """A file that appears when it is committed; nothing survives a crash before, so an upload starts over."""
+
+    def __init__(self, transport: RemoteTransport[C], path: str, *, used_nbytes: int, file_nbytes: int) -> None:
+        below = transport.below(path)
+        super().__init__(transport.where(below), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._client, self._key = transport.client, transport.key(below)
+        #: Called when the file is there.
+        self._committed = lambda: transport.pins.forget(below)
 
     def sync(self) -> int:
         """Always 0: nothing survives a crash before `commit`."""

@@ -23,12 +23,20 @@ from saev_store.errors import (
     TransportError,
     UnsafeContentError,
 )
-from saev_store.transport.base import Counters, Transport
+from saev_store.transport.base import Buffer, Counters, Transport
 
 #: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
 Run: TypeAlias = tuple[int, list[memoryview]]
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+#: What to do, by the number of the error.
+_REMEDIES = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT), "Free space (or raise the quota) and resume: everything written so far is kept."
+    ),
+    errno.EFBIG: "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
+    "write with pad=False.",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit on open files (`ulimit -n`)."),
+}
 _TRANSIENT = {
     errno.EAGAIN,
     errno.ECONNABORTED,
@@ -134,17 +142,52 @@ def run_end(run: Run) -> int:
     return run[0] + sum(view.nbytes for view in run[1])
 
 
+def cut_runs(runs: Sequence[Run], part_bytes: int) -> list[list[Run]]:
+    """The same runs cut and bundled into parts of `part_bytes`, the last one shorter."""
+    parts: list[list[Run]] = []
+    room = 0
+    for start, views in runs:
+        position, fresh = start, True
+        for view in views:
+            done = 0
+            while done < view.nbytes:
+                if room == 0:
+                    parts.append([])
+                    room, fresh = part_bytes, True
+                if fresh:
+                    parts[-1].append((position, []))
+                    fresh = False
+                piece = view[done : done + room]
+                parts[-1][-1][1].append(piece)
+                done += piece.nbytes
+                room -= piece.nbytes
+                position += piece.nbytes
+    return parts
+
+
 def readinto_by_ranges(
     transport: Transport, path: str, starts: Sequence[int], buffers: Sequence[memoryview], *, where: str
 ) -> None:
-    """`Transport.readinto` by `get_ranges` and a copy; NumPy releases the interpreter's lock meanwhile."""
+    """`Transport.readinto` by `get_ranges` and a copy."""
     runs = joined_runs(where, starts, buffers)
     found = transport.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
     for source, (_, targets) in zip(found, runs, strict=True):
-        data, at = np.frombuffer(source, np.uint8), 0
-        for target in targets:
-            np.copyto(np.frombuffer(target, np.uint8), data[at : at + len(target)])
-            at += len(target)
+        copy_into(targets, [source])
+
+
+def copy_into(targets: Sequence[memoryview], parts: Sequence[Buffer]) -> int:
+    """Copy parts one after the other into consecutive pieces of memory; the number of bytes."""
+    number = at = n_bytes = 0
+    for part in parts:
+        source, taken = np.frombuffer(part, np.uint8), 0  # NumPy releases the interpreter's lock while it copies
+        while taken < len(source):
+            target = np.frombuffer(targets[number], np.uint8)[at : at + len(source) - taken]
+            np.copyto(target, source[taken : taken + len(target)])
+            taken, at = taken + len(target), at + len(target)
+            if at == len(targets[number]):
+                number, at = number + 1, 0
+        n_bytes += len(source)
+    return n_bytes
 
 
 def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:
@@ -182,17 +225,7 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
         return StoreExistsError(message, where=where)
     if code == errno.ETIMEDOUT or isinstance(error, TimeoutError):
         return DeadlineError(message, where=where, transient=True)
-    remedy = None
-    if code in _NO_SPACE:
-        remedy = "Free space (or raise the quota) and resume: everything written so far is kept."
-    elif code == errno.EFBIG:
-        remedy = (
-            "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
-            "write with pad=False."
-        )
-    elif code in {errno.EMFILE, errno.ENFILE}:
-        remedy = "Raise the limit on open files (`ulimit -n`)."
-    return TransportError(message, where=where, remedy=remedy, transient=code in _TRANSIENT)
+    return TransportError(message, where=where, remedy=_REMEDIES.get(code or 0), transient=code in _TRANSIENT)
 
 
 @contextlib.contextmanager

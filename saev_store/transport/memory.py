@@ -225,7 +225,6 @@ class MemorySink(BaseSink):
         return self._prefix()
 
     def read_back(self, start: int, end: int) -> bytes:
-        """What the file holds in that range."""
         check_ranges(self._where, (start,), (end,))
         return bytes(self._buffer[start : min(end, self._used)])
 

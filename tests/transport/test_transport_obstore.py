@@ -291,6 +291,17 @@ def test_parts_leave_while_the_next_are_written(s3_bucket):
     assert transport.counters.bytes_written == len(truth) + 1000
 
 
+@pytest.mark.parametrize(("most", "n_parts"), [(9_000, 3), (2, 2)])
+def test_a_long_file_has_longer_parts_rather_than_more_than_a_service_takes(s3_bucket, monkeypatch, most, n_parts):
+    monkeypatch.setattr("saev_store.transport.obstore._sink._MOST_PARTS", most)
+    transport = open_s3(s3_bucket)
+    sink = transport.open_sink("big.bin", used_nbytes=20 << 20, file_nbytes=20 << 20)
+    sink.write(0, [memoryview(bytes(20 << 20))])
+    sink.commit()
+    assert transport.size("big.bin") == 20 << 20
+    assert transport.counters.operations["sink.write"] == n_parts
+
+
 @pytest.mark.parametrize("step", [8 << 20, 3 << 20, 20 << 20])
 def test_memory_may_be_used_again_when_a_write_returns(s3_bucket, step):
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(21 << 20)

@@ -15,6 +15,7 @@ from saev_store._runtime import threads as _threads
 from saev_store.errors import CorruptShardError, TransportError
 from saev_store.testing._reading import follow
 from saev_store.transport import MmapTransport
+from saev_store.transport.checks import cut_runs
 from saev_store.transport.local import _spread
 
 FILE = np.random.default_rng(5).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
@@ -48,7 +49,7 @@ def test_parts_are_the_same_bytes_in_order(drawn):
     runs = [(start, [memoryview(np.broadcast_to(np.uint8(0), size)) for size in sizes]) for start, sizes in drawn]
     wanted = [(start, sum(sizes)) for start, sizes in drawn if sizes]
     found, filled = [], []
-    for part in _spread._parts(runs):
+    for part in cut_runs(runs, _spread.PART_BYTES):
         filled.append(sum(view.nbytes for _, views in part for view in views))
         for start, views in part:
             nbytes = sum(view.nbytes for view in views)

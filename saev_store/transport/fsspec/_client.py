@@ -24,7 +24,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._remote import SLOWEST_BYTES_PER_S, run_in_loop
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, SLOWEST_BYTES_PER_S, run_in_loop
 from saev_store.transport._tls import authorities, context_of, read_authorities, refused_certificate
 from saev_store.transport.base import IN_FLIGHT
 from saev_store.transport.checks import RequestCounter, from_os_error
@@ -34,7 +34,6 @@ from saev_store.transport.credentials import StorageOptions
 _LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
 #: Protocols whose certificates are checked as `verify` says; the others follow the library that serves them.
 _TLS_PROTOCOLS = {"s3", "s3a", "http", "https"}
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 10
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -54,12 +53,10 @@ _INHERITED: list[object] = []
 T = TypeVar("T")
 
 
-class _HasLoop(Protocol):
-    loop: asyncio.AbstractEventLoop
-
-
 class FileSystem(Protocol):
-    """The part of fsspec's file systems that we call; fsspec itself has no types."""
+    """The part of fsspec's file systems that we call, `loop` of asynchronous ones; fsspec itself has no types."""
+
+    loop: asyncio.AbstractEventLoop
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes: ...
     def info(self, path: str, **options: object) -> Mapping[str, object]: ...
@@ -71,12 +68,8 @@ class FileSystem(Protocol):
 class FsspecClient:
     """The file system behind a URL, shared by all transports below it; thread-safe.
 
-    It is opened by the first call of `fs`, so a pickle opens also where credentials are missing.
-
-    Args:
-        url: Any fsspec URL, chained ones (`simplecache::s3://…`) included.
-        options: fsspec's `storage_options`; never shown.
-        timeout_s: Time-out of one operation, plus one second per MiB that it moves.
+    It is opened by the first call of `fs`, so a pickle opens also where credentials are missing. `FsspecTransport` says what
+    the arguments are.
     """
 
     def __init__(self, url: str, options: StorageOptions, timeout_s: float) -> None:
@@ -124,7 +117,7 @@ class FsspecClient:
                 inner = cast("Mapping[str, object]", options.get(protocol) or {})
                 if found := tuned(protocol, inner):
                     options[protocol] = found
-        with self.errors("open"):
+        with self.errors("open", self.safe_url):
             try:
                 found = core.url_to_fs(self.url, **options)
             except ImportError as error:
@@ -154,6 +147,11 @@ class FsspecClient:
         """A block in which files may be open."""
         return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN
 
+    def make_parent(self, key: str) -> None:
+        """Make the folder of a file where the file system has folders."""
+        if not self.is_async:
+            self.fs().makedirs(key.rpartition("/")[0] or "/", exist_ok=True)
+
     def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> object:
         """What an operation of the file system gives.
 
@@ -172,8 +170,7 @@ class FsspecClient:
         Raises:
             TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
         """
-        loop = cast("_HasLoop", self.fs()).loop
-        return run_in_loop(work, loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
+        return run_in_loop(work, self.fs().loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""
@@ -181,7 +178,7 @@ class FsspecClient:
         return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
 
     @contextlib.contextmanager
-    def errors(self, doing: str, path: str = "") -> Generator[None]:
+    def errors(self, doing: str, where: str) -> Generator[None]:
         """A block whose errors become ours."""
         try:
             yield
@@ -195,9 +192,7 @@ class FsspecClient:
             is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
             is_harmless &= not isinstance(error, RecursionError)
             cause = error if is_harmless else None
-            raise self._translate(
-                error, doing=doing, where=f"{self.safe_url}/{path}" if path else self.safe_url
-            ) from cause
+            raise self._translate(error, doing=doing, where=where) from cause
 
     def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         reason = error.__cause__
@@ -325,8 +320,8 @@ def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
         given = cast("Mapping[str, object]", options.get("config_kwargs") or {})
         found["config_kwargs"] = {
             "max_pool_connections": IN_FLIGHT,  # botocore's default is 10
-            "connect_timeout": _CONNECT_TIMEOUT_S,
-            "read_timeout": _READ_TIMEOUT_S,
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": READ_TIMEOUT_S,
             # s3fs retries too, and the two multiply. The one retry of botocore is for status 429, which s3fs does not retry.
             "retries": {"max_attempts": 1, "mode": "standard"},
             **given,
@@ -335,8 +330,13 @@ def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
         if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
             # Must be set before gcsfs is imported: it would request every bucket's type over gRPC, which no emulator serves.
             os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        if "requests_timeout" not in options:
-            found["requests_timeout"] = _quick_to_notice()
+        if "requests_timeout" not in options:  # gcsfs has none of its own
+            with contextlib.suppress(ImportError):
+                from aiohttp import ClientTimeout
+
+                found["requests_timeout"] = ClientTimeout(
+                    total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
+                )
     return found
 
 
@@ -353,12 +353,3 @@ def _trusting(protocol: str, verify: object, client_kwargs: object) -> dict[str,
     if protocol in {"s3", "s3a"}:  # botocore takes a path, and reads AWS_CA_BUNDLE but not SSL_CERT_FILE
         return {"client_kwargs": {**client, "verify": authority}}
     return {**found, "ssl": context_of(authority)}
-
-
-def _quick_to_notice() -> object:
-    """The time-outs of gcsfs, which has none of its own."""
-    try:
-        from aiohttp import ClientTimeout
-    except ImportError:
-        return None
-    return ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from saev_store.errors import TransportError
-from saev_store.transport._remote import Version, task_group
+from saev_store.transport._remote import Version, again, task_group
 from saev_store.transport.base import IN_FLIGHT
-
-T = TypeVar("T")
 
 #: Waits before a body that broke off is asked for again; what fails before the body, the file systems try again themselves.
 _WAITS_S = (0.1, 0.2, 0.4, 0.8)
@@ -77,7 +75,11 @@ async def ranges(
 
     async def one(start: int, end: int) -> Answer:
         async with slots:
-            return await _again(lambda: _checked(get, fs, path, start, end, where=where))
+            return await again(
+                lambda: _checked(get, fs, path, start, end, where=where),
+                _WAITS_S,
+                lambda error: type(error).__name__ in _PASSING,
+            )
 
     async with task_group() as group:
         tasks = [group.create_task(one(start, end)) for start, end in zip(starts, ends, strict=True)]
@@ -88,26 +90,10 @@ async def _checked(get: _Get, fs: _FileSystem, path: str, start: int, end: int, 
     data, headers = await get(fs, path, start, end)
     names = {name.lower(): value for name, value in headers.items()}
     said = _RANGE.fullmatch(names.get("content-range", ""))
-    if said is None:
-        size = None
-    else:
-        size = None if said[3] == "*" else int(said[3])
-        if (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
-            raise TransportError(
-                f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for",
-                where=where,
-                transient=True,
-            )
+    size = None if said is None or said[3] == "*" else int(said[3])
+    if said and (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
+        raise TransportError(
+            f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
+        )
     version = names.get("x-goog-generation") or names.get("etag") or names.get("last-modified")
     return data, (version, size)
-
-
-async def _again(work: Callable[[], Awaitable[T]]) -> T:
-    for wait_s in (*_WAITS_S, None):
-        try:
-            return await work()
-        except Exception as error:
-            if wait_s is None or type(error).__name__ not in _PASSING:
-                raise
-            await asyncio.sleep(wait_s)
-    raise AssertionError  # the last wait is None

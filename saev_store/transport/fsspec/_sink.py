@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import cast
 
 from saev_store.errors import TransportError
+from saev_store.transport._remote import RemoteTransport
 from saev_store.transport._sink import UploadSink
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.checks import os_errors
@@ -19,29 +20,16 @@ from saev_store.transport.local.write import FdSink, preallocate
 _CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}
 
 
-class SpooledSink(FdSink, UploadSink):
+class SpooledSink(FdSink, UploadSink[FsspecClient]):
     """A file under construction in `$TMPDIR`, where it needs `used_nbytes` of space until it is committed.
 
     Nothing survives a crash before `commit`: the file is written again from its start.
-
-    Args:
-        path: The name below the client's address, for messages.
-        full: The name for the file system.
-        committed: Called when the file is there.
     """
 
     def __init__(
-        self,
-        client: FsspecClient,
-        path: str,
-        full: str,
-        *,
-        used_nbytes: int,
-        file_nbytes: int,
-        committed: Callable[[], object] = lambda: None,
+        self, transport: RemoteTransport[FsspecClient], path: str, *, used_nbytes: int, file_nbytes: int
     ) -> None:
-        super().__init__(f"{client.safe_url}/{path}", used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        self._client, self._path, self._full, self._committed = client, path, full, committed
+        super().__init__(transport, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         with os_errors(tempfile.gettempdir(), f"reserve {used_nbytes:,} bytes to collect {self._where}"):
             # Without a name, so that a killed process leaves nothing behind.
             with tempfile.TemporaryFile() as spool:
@@ -64,18 +52,17 @@ class SpooledSink(FdSink, UploadSink):
         fd = self._descriptor()
         os.lseek(fd, 0, os.SEEK_SET)  # on some systems, opening /dev/fd/N shares the position
         client = self._client
-        with client.errors("upload", self._path):
+        with client.errors("upload", self._where):
             fs = client.fs()
-            if not client.is_async:
-                fs.makedirs(self._full.rpartition("/")[0] or "/", exist_ok=True)
+            client.make_parent(self._key)
             client.requests.add("sink.write", written=self._file_nbytes)
             options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
-            client.ask("put_file", f"/dev/fd/{fd}", self._full, nbytes=self._file_nbytes, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
-            fs.invalidate_cache(self._full)
+            client.ask("put_file", f"/dev/fd/{fd}", self._key, nbytes=self._file_nbytes, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+            fs.invalidate_cache(self._key)
             size: object = self._file_nbytes
             if check_size:
                 client.requests.add("size")
-                size = cast("Mapping[str, object]", client.ask("info", self._full)).get("size")
+                size = cast("Mapping[str, object]", client.ask("info", self._key)).get("size")
         self._committed()
         if size != self._file_nbytes:
             raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where, transient=True)
@@ -83,14 +70,7 @@ class SpooledSink(FdSink, UploadSink):
 
 
 def list_uploads(client: FsspecClient, bucket: str, prefix: str, *, folder: str) -> list[UnfinishedUpload]:
-    """The unfinished uploads of a bucket whose keys are in the folder `prefix`, from all pages of the listing.
-
-    Args:
-        client: A client of an `s3://` address.
-        bucket: The bucket's name.
-        prefix: A folder in it, `""` for all of it.
-        folder: Bucket and folder that the paths of the answer are relative to.
-    """
+    """The unfinished uploads below the folder `prefix` of a bucket, from all pages, with paths relative to `folder`."""
     found: list[UnfinishedUpload] = []
     markers: dict[str, object] = {}
     while True:

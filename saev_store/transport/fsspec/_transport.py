@@ -59,16 +59,9 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     ) -> None:
         super().__init__(FsspecClient(url, StorageOptions(storage_options or {}), timeout_s), pins)
         self.client.fs()
-
-    @property
-    def name(self) -> str:
-        """`fsspec:` and the protocols of the URL."""
-        return f"fsspec:{'::'.join(self.client.protocols)}"
-
-    @property
-    def cost(self) -> ReadCost:
-        """Few large requests for remote files; more, smaller ones for files of this machine."""
-        return _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
+        self.name = f"fsspec:{'::'.join(self.client.protocols)}"
+        # Few large requests for remote files; more, smaller ones for files of this machine.
+        self.cost = _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
@@ -76,8 +69,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         # A range, even one without an end, makes s3fs skip the request for the size.
         end = None if max_bytes is None else max_bytes + 1
         try:
-            with self.client.errors("read", below), self.client.turn():
-                data = cast("bytes", self.client.ask("cat_file", self.full(below), start=0, end=end, nbytes=end or 0))
+            with self.client.errors("read", self.where(below)), self.client.turn():
+                data = cast("bytes", self.client.ask("cat_file", self.key(below), start=0, end=end, nbytes=end or 0))
         except DeadlineError:
             raise
         except TransportError:
@@ -88,20 +81,19 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             raise
         self.client.requests.add("read", read=len(data))
         if max_bytes is not None and len(data) > max_bytes:
-            raise too_big(self._where(below), size=None, max_bytes=max_bytes)
+            raise too_big(self.where(below), size=None, max_bytes=max_bytes)
         return bytes(data)
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes, asked anew each time."""
         below = self.below(path)
-        with self.client.errors("look at it", below):
+        with self.client.errors("look at it", self.where(below)):
             self.client.requests.add("size")
-            info = cast("Mapping[str, object]", self.client.ask("info", self.full(below)))
+            info = cast("Mapping[str, object]", self.client.ask("info", self.key(below)))
         size = info.get("size")
         if info.get("type") == "directory":
-            raise TransportError("this is a folder, but a file is needed", where=self._where(below))
+            raise TransportError("this is a folder, but a file is needed", where=self.where(below))
         if not isinstance(size, int):
-            raise TransportError("the server does not tell the size of this file", where=self._where(below))
+            raise TransportError("the server does not tell the size of this file", where=self.where(below))
         return size
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
@@ -112,7 +104,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             TransportError: the server sent something else than the range.
         """
         below = self.below(path)
-        needed = check_ranges(self._where(below), starts, ends)
+        needed = check_ranges(self.where(below), starts, ends)
         wanted = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         parts: list[Buffer] = [b""] * len(starts)
         if wanted:
@@ -125,24 +117,23 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 raise
             for index, (part, version) in zip(wanted, found, strict=True):
                 if version is not None:
-                    self._pins.check(below, version, where=self._where(below))
+                    self.pins.check(below, version, where=self.where(below))
                 parts[index] = part
         return parts
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fetch the ranges and copy them into the buffers."""
-        readinto_by_ranges(self, path, starts, buffers, where=self._where(self.below(path)))
+        readinto_by_ranges(self, path, starts, buffers, where=self.where(self.below(path)))
 
     def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
         """Each range, with the version of the object that it is of where the file system can be made to tell."""
-        client, full = self.client, self.full(below)
+        client, full = self.client, self.key(below)
         nbytes = sum(ends) - sum(starts)
-        with client.errors("read", below):
+        with client.errors("read", self.where(below)):
             fs = client.fs()
             get = getter(client.protocols, fs)
             versions: list[Version | None] = [None] * len(starts)
             if get is not None:
-                where = self._where(below)
+                where = self.where(below)
                 answers = client.run(lambda: ranges(get, fs, full, starts, ends, where=where), nbytes=nbytes)
                 found = [data for data, _ in answers]
                 versions = [version for _, version in answers]
@@ -162,7 +153,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
                 got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
                 raise TransportError(
-                    f"{got} came for the range {start:,}:{end:,}", where=self._where(below), transient=True
+                    f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True
                 )
             client.requests.add("get_ranges", read=len(part))
         return list(zip(found, versions, strict=True))
@@ -178,8 +169,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names in a folder, sorted; never from a cache."""
         below = self.below(path) if path else self._folder
-        full = self.full(below)
-        with self.client.errors("list", below):
+        full = self.key(below)
+        with self.client.errors("list", self.where(below)):
             fs = self.client.fs()
             fs.invalidate_cache(full)
             self.client.requests.add("list")
@@ -205,11 +196,11 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
         below = self.below(path)
-        with self.client.errors("write", below):
-            self._make_parent(below)
+        with self.client.errors("write", self.where(below)):
+            self.client.make_parent(self.key(below))
             self.client.requests.add("put", written=len(data))
-            self._pins.forget(below)
-            self.client.ask("pipe_file", self.full(below), bytes(data), nbytes=len(data))
+            self.pins.forget(below)
+            self.client.ask("pipe_file", self.key(below), bytes(data), nbytes=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken.
@@ -219,15 +210,15 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         `StoreExistsError`: read the file back to know.
         """
         below = self.below(path)
-        full = self.full(below)
+        full = self.key(below)
         with (
-            self.client.errors("create", below),
+            self.client.errors("create", self.where(below)),
             _CREATE_LOCK if not self.client.is_async else contextlib.nullcontext(),
         ):
             fs = self.client.fs()
-            self._make_parent(below)
+            self.client.make_parent(self.key(below))
             self.client.requests.add("create", written=len(data))
-            self._pins.forget(below)
+            self.pins.forget(below)
             if not self.client.is_async or type(fs).__module__.startswith("obstore"):  # it ignores the mode
                 self._check_absent(path)
                 self.client.ask("pipe_file", full, bytes(data), nbytes=len(data))
@@ -236,50 +227,40 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 self.client.ask("pipe_file", full, bytes(data), mode="create", nbytes=len(data))
             except Exception as error:
                 if means_exists(error):
-                    raise StoreExistsError("the file already exists", where=self._where(below)) from None
+                    raise StoreExistsError("the file already exists", where=self.where(below)) from None
                 raise
 
     def delete(self, path: str) -> None:
-        """Delete a file, or everything below a folder."""
         below = self.below(path)
-        with contextlib.suppress(NotFoundError), self.client.errors("delete", below):
+        with contextlib.suppress(NotFoundError), self.client.errors("delete", self.where(below)):
             fs = self.client.fs()
-            fs.invalidate_cache(self.full(below))
+            fs.invalidate_cache(self.key(below))
             self.client.requests.add("delete")
-            self._pins.forget(below)
-            self.client.ask("rm", self.full(below), recursive=True)
+            self.pins.forget(below)
+            self.client.ask("rm", self.key(below), recursive=True)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
         """A file that is collected on this machine and uploaded when it is committed; `resume` then replaces the old one."""
-        below = self.below(path)
-        self._pins.forget(below)
+        self.pins.forget(self.below(path))
         if not resume:
             self._check_absent(path)
-        return SpooledSink(
-            self.client,
-            below,
-            self.full(below),
-            used_nbytes=used_nbytes,
-            file_nbytes=file_nbytes,
-            committed=lambda: self._pins.forget(below),
-        )
+        return SpooledSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
     def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
         """The unfinished multipart uploads below a folder of a bucket on S3; None for other services."""
         if not self._speaks(_LISTING_UPLOADS):
             return None
         below = self.below(path) if path else self._folder
-        with self.client.errors("list unfinished uploads", below):
+        with self.client.errors("list unfinished uploads", self.where(below)):
             self.client.requests.add("uploads")
-            bucket, _, prefix = self.full(below).strip("/").partition("/")
-            return list_uploads(self.client, bucket, prefix, folder=self.full(self._folder).strip("/"))
+            bucket, _, prefix = self.key(below).strip("/").partition("/")
+            return list_uploads(self.client, bucket, prefix, folder=self.key(self._folder).strip("/"))
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
-        """Abort an unfinished multipart upload on S3."""
         below = self.below(upload.path)
-        with contextlib.suppress(NotFoundError), self.client.errors("abort an unfinished upload", below):
+        with contextlib.suppress(NotFoundError), self.client.errors("abort an unfinished upload", self.where(below)):
             self.client.requests.add("uploads")
-            bucket, _, key = self.full(below).partition("/")
+            bucket, _, key = self.key(below).partition("/")
             self.client.ask("abort_mpu", bucket, key, upload.upload_id)
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
@@ -290,24 +271,19 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         theirs, from_below = source.client, source.below(source_path)
         if set(theirs.protocols) != set(ours.protocols) or theirs.options.all != ours.options.all:
             return False
-        self._pins.forget(below)
-        with ours.errors("copy", below):
+        self.pins.forget(below)
+        with ours.errors("copy", self.where(below)):
             ours.requests.add("copy_within")
             # Up to a minute for each GiB: services copy faster, but answer only when they have finished.
             nbytes = source.size(source_path) // 16
-            ours.ask("cp_file", source.full(from_below), self.full(below), nbytes=nbytes)
+            ours.ask("cp_file", source.key(from_below), self.key(below), nbytes=nbytes)
         return True
 
     def _speaks(self, protocols: set[str]) -> bool:
         """Whether the client speaks one of these protocols, with nothing in front of it."""
         return self.client.is_async and len(self.client.protocols) == 1 and self.client.protocols[0] in protocols
 
-    def _make_parent(self, below: str) -> None:
-        if not self.client.is_async:
-            self.client.fs().makedirs(self.full(below).rpartition("/")[0] or "/", exist_ok=True)
-
-    def full(self, below: str) -> str:
-        """The name for the file system of a file below the client's address."""
+    def key(self, below: str) -> str:
         root, question, query = self.client.root.partition("?")
         if not below:
             return self.client.root

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from saev_store._runtime.threads import n_threads, share
-from saev_store.transport.checks import Run, too_short
-from saev_store.transport.local.files import IOV_MAX, positions
+from saev_store.transport.checks import Run, cut_runs, too_short
+from saev_store.transport.local.files import IOV_MAX, behind, positions
 
 #: What a read must have for each thread.
 WORTH_BYTES = 3 << 20
@@ -26,11 +26,9 @@ _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 class SpreadReader:
     """Fills memory from files with several threads; shared by all threads that read through one transport."""
 
-    def __init__(self) -> None:
-        # Asking the page cache for nothing costs a cold scan some percent. The more reads in a row had to wait for the
-        # disk, the more are read without asking, up to 16. The counts are hints: threads may miss each other's.
-        self._n_waited = 0
-        self._n_unasked = 0
+    # Asking the page cache for nothing costs a cold scan some percent. The more reads in a row had to wait for the
+    # disk, the more are read without asking, up to 16. The counts are hints: threads may miss each other's.
+    _n_waited = _n_unasked = 0
 
     def fill(self, fd: int, runs: Sequence[Run], *, nbytes: int, where: str, end: int) -> None:
         """Fill memory from a file.
@@ -46,13 +44,10 @@ class SpreadReader:
             OSError: the system cannot read.
             CorruptShardError: the file ends before `end`.
         """
-        n = n_threads(nbytes, part_bytes=WORTH_BYTES)
-        if n < 2:
-            left = list(runs)
-        elif self._n_unasked > 0:
+        n, left = n_threads(nbytes, part_bytes=WORTH_BYTES), list(runs)
+        if n > 1 and self._n_unasked > 0:
             self._n_unasked -= 1
-            left = list(runs)
-        else:
+        elif n > 1:
             if self._n_waited:
                 left = _read_cached(fd, runs, where=where, end=end)
             else:
@@ -65,7 +60,7 @@ class SpreadReader:
 
 def _share_out(fd: int, runs: Sequence[Run], n: int, *, where: str, end: int) -> list[Run]:
     """Read with several threads what is in memory; gives what is left to read, in order."""
-    parts, left = deque(_parts(runs)), list[Run]()
+    parts, left = deque(cut_runs(runs, PART_BYTES)), list[Run]()
 
     def work(part: list[Run]) -> None:
         if rest := _read_cached(fd, part, where=where, end=end):
@@ -78,15 +73,14 @@ def _share_out(fd: int, runs: Sequence[Run], n: int, *, where: str, end: int) ->
     return _joined(left)
 
 
-def preadv_all(fd: int, views: list[memoryview], start: int, *, where: str, end: int) -> None:
+def preadv_all(fd: int, views: list[memoryview], position: int, *, where: str, end: int) -> None:
     """Fill `views` in this thread, however short the system's answers are."""
-    position = start
     while views:
         n_read = positions.preadv(fd, views[:IOV_MAX], position)
         if n_read == 0:
             raise too_short(where, size=position, needed=end)
         position += n_read
-        views = _behind(views, n_read)
+        views = behind(views, n_read)
 
 
 def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[Run]:
@@ -104,40 +98,8 @@ def _read_cached(fd: int, part: Sequence[Run], *, where: str, end: int) -> list[
             if n_read == 0:
                 return [(position, left), *part[number + 1 :]]
             position += n_read
-            left = _behind(left, n_read)
+            left = behind(left, n_read)
     return []
-
-
-def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """The memory behind the first `nbytes`."""
-    first = 0
-    while first < len(views) and nbytes >= views[first].nbytes:
-        nbytes -= views[first].nbytes
-        first += 1
-    return [views[first][nbytes:], *views[first + 1 :]] if nbytes else views[first:]
-
-
-def _parts(runs: Sequence[Run]) -> list[list[Run]]:
-    """The same runs cut and bundled into parts of `PART_BYTES`."""
-    parts: list[list[Run]] = []
-    room = 0
-    for start, views in runs:
-        position, fresh = start, True
-        for view in views:
-            done = 0
-            while done < view.nbytes:
-                if room == 0:
-                    parts.append([])
-                    room, fresh = PART_BYTES, True
-                if fresh:
-                    parts[-1].append((position, []))
-                    fresh = False
-                piece = view[done : done + room]
-                parts[-1][-1][1].append(piece)
-                done += piece.nbytes
-                room -= piece.nbytes
-                position += piece.nbytes
-    return parts
 
 
 def _joined(runs: list[Run]) -> list[Run]:

@@ -75,6 +75,15 @@ class _OnePosition:
 positions = os if hasattr(os, "preadv") else _OnePosition
 
 
+def behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The memory behind the first `nbytes`."""
+    first = 0
+    while first < len(views) and nbytes >= views[first].nbytes:
+        nbytes -= views[first].nbytes
+        first += 1
+    return [views[first][nbytes:], *views[first + 1 :]] if nbytes else views[first:]
+
+
 def check_regular(mode: int, *, where: str) -> None:
     """Refuse everything that is not a regular file.
 

@@ -24,7 +24,7 @@ from saev_store.errors import (
 from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import Buffer
 from saev_store.transport.checks import RequestCounter, check_ranges, os_errors
-from saev_store.transport.local.files import IOV_MAX, LIBC, check_regular
+from saev_store.transport.local.files import IOV_MAX, LIBC, behind, check_regular
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
@@ -39,15 +39,10 @@ _N_TRIES = 100
 
 def write_all(fd: int, views: list[memoryview], offset: int) -> None:
     """Write all buffers, one after the other, however short the system's writes are."""
-    first = 0
-    while first < len(views):
-        n_written = os.pwritev(fd, views[first : first + IOV_MAX], offset)
+    while views:
+        n_written = os.pwritev(fd, views[:IOV_MAX], offset)
         offset += n_written
-        while first < len(views) and n_written >= views[first].nbytes:
-            n_written -= views[first].nbytes
-            first += 1
-        if n_written:
-            views[first] = views[first][n_written:]
+        views = behind(views, n_written)
 
 
 def fsync_folder(folder: str) -> None:
@@ -200,7 +195,6 @@ class LocalSink(FdSink):
         return prefix
 
     def read_back(self, start: int, end: int) -> bytes:
-        """What the file holds in that range."""
         check_ranges(self._where, (start,), (end,))
         end, parts = min(end, self._used), list[bytes]()
         with os_errors(self._where, "read"):

@@ -29,7 +29,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._remote import SLOWEST_BYTES_PER_S, run_in_loop
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, SLOWEST_BYTES_PER_S, STUCK_S, run_in_loop
 from saev_store.transport._tls import read_authorities, refused_certificate
 from saev_store.transport.base import IN_FLIGHT
 from saev_store.transport.checks import RequestCounter
@@ -43,10 +43,7 @@ T = TypeVar("T")
 
 #: Parts of one upload that are under way at the same time: with the one being filled, all the memory a sink takes.
 PARTS_IN_FLIGHT = 8
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5.0, 10.0
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
-#: A loop that is this late is stuck.
-_STUCK_S = 10.0
 #: A first answer that takes longer may never come: the certificate is looked at.
 _QUICK_S = 0.05
 #: At exit: the longest wait for each of the loop and obstore's threads; what those take to see that a request is cancelled.
@@ -131,12 +128,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
 class ObstoreClient:
     """The store behind an address, shared by all transports below it; thread-safe.
 
-    Making one reads no option, so a pickle opens also where credentials are missing; `check` and each request do.
-
-    Args:
-        url: An address that `place_of` supports.
-        options: Of that address; never shown.
-        timeout_s: Time-out of one operation, retries included, plus one second per MiB that it moves.
+    Making one reads no option, so a pickle opens also where credentials are missing; each request does. `ObstoreTransport`
+    says what the arguments are.
     """
 
     def __init__(self, url: str, options: StorageOptions, timeout_s: float) -> None:
@@ -155,22 +148,20 @@ class ObstoreClient:
     def __reduce__(self) -> tuple[object, ...]:
         return ObstoreClient, (self.url, self.options, self.timeout_s)
 
-    def check(self) -> None:
-        """Refuse an address or options that obstore cannot serve.
+    @cached_property
+    def place(self) -> Place:
+        """The address and its options, as obstore takes them.
 
         Raises:
             ArgumentError: obstore has no equivalent for an option, or no store for the address.
             MissingDependencyError: obstore is not installed.
         """
-        if self.place and find_spec("obstore") is None:
+        place = place_of(self.url, self.options.all)
+        if find_spec("obstore") is None:
             raise MissingDependencyError(
                 "the engine obstore is not installed", where=self.safe_url, remedy="pip install 'saev_store[obstore]'"
             )
-
-    @cached_property
-    def place(self) -> Place:
-        """The address and its options, as obstore takes them."""
-        return place_of(self.url, self.options.all)
+        return place
 
     @property
     def store(self) -> ObjectStore:
@@ -244,7 +235,7 @@ class ObstoreClient:
         """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
         done = threading.Event()
         running_loop().call_soon_threadsafe(lambda: (step(), done.set()))
-        done.wait(_STUCK_S)
+        done.wait(STUCK_S)
 
     async def slot(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work()` gives, once fewer than `IN_FLIGHT` others are under way."""
@@ -294,8 +285,8 @@ def _open(place: Place, *, timeout_s: float, retries: int = _RETRIES) -> ObjectS
 
     client_options: dict[str, object] = {
         "allow_http": place.allow_http,
-        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT_S, timeout_s)),
-        "read_timeout": timedelta(seconds=min(_READ_TIMEOUT_S, timeout_s)),
+        "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
+        "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, timeout_s)),
         # For the whole request, body included: the deadline of `ObstoreClient.call` is what counts.
         "timeout": timedelta(seconds=timeout_s + (1 << 30) / SLOWEST_BYTES_PER_S),
         # A request that begins before the connection of the last one is back opens another; with room for them all, the
@@ -335,7 +326,7 @@ def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") ->
     request = urllib.request.Request(f"{endpoint}/{bucket}", method="HEAD")  # noqa: S310 - the scheme is ours
     with contextlib.suppress(OSError):
         try:
-            with urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S) as answer:  # noqa: S310  # the scheme is ours
+            with urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S) as answer:  # noqa: S310  # the scheme is ours
                 return answer.headers.get("x-amz-bucket-region")
         except urllib.error.HTTPError as error:  # 301, 403 and 404 tell it too
             return error.headers.get("x-amz-bucket-region")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from saev_store.errors import ArgumentError, SaevStoreError, TransportError
+from saev_store.transport._remote import RemoteTransport
 from saev_store.transport._sink import UploadSink
 from saev_store.transport.obstore._client import PARTS_IN_FLIGHT, ObstoreClient
 
@@ -26,40 +27,18 @@ _AHEAD_BYTES = 256 << 20
 _ABORT_TIMEOUT_S = 10
 
 
-def part_bytes_of(file_nbytes: int) -> int:
-    """Length of the parts of a file of this size.
-
-    >>> part_bytes_of(100 << 20) >> 20, part_bytes_of(90_000 << 20) >> 20
-    (8, 10)
-    """
-    return max(PART_BYTES, -(-file_nbytes // _MOST_PARTS))
-
-
-class ObstoreSink(UploadSink):
+class ObstoreSink(UploadSink[ObstoreClient]):
     """A multipart upload that appears under its name when it is committed, and never in part.
 
     Bytes that arrive in order are sent in parts of 8 MiB or more, eight at a time; bytes that are written ahead of a gap are
     held in memory until the gap is filled. Nothing survives a crash before `commit`: the file is sent again from its start.
-
-    Args:
-        where: The full address, for messages.
-        key: The name in the bucket.
-        committed: Called when the object is there.
     """
 
     def __init__(
-        self,
-        client: ObstoreClient,
-        where: str,
-        key: str,
-        *,
-        used_nbytes: int,
-        file_nbytes: int,
-        committed: Callable[[], object],
+        self, transport: RemoteTransport[ObstoreClient], path: str, *, used_nbytes: int, file_nbytes: int
     ) -> None:
-        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        self._client, self._key, self._committed = client, key, committed
-        self._part_bytes = part_bytes_of(file_nbytes)
+        super().__init__(transport, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._part_bytes = max(PART_BYTES, -(-file_nbytes // _MOST_PARTS))
         self._sent = 0  # bytes that were handed to obstore
         self._blocks: dict[int, bytearray] = {}  # parts that are not complete yet, by number from 0
         self._writer: AsyncWritableFile | None = None

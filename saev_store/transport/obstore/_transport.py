@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._remote import Pins, RemoteTransport, task_group
+from saev_store.transport._remote import RemoteTransport, again, task_group
 from saev_store.transport.base import Buffer, Entry, Transport, far_cost
-from saev_store.transport.checks import Run, check_ranges, joined_runs, run_end, too_big, too_short
+from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop, status_of
 from saev_store.transport.obstore._options import only_obstore_understands
@@ -65,16 +64,11 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
     ) -> None:
         super().__init__(ObstoreClient(url, StorageOptions(storage_options or {}), timeout_s))
-        self.client.check()
+        self.name = f"obstore:{self.client.place.kind}"
         self._in_child: FsspecTransport | None = None
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.client, self._folder, self._pins)
-
-    @property
-    def name(self) -> str:
-        """`obstore:` and the kind of store."""
-        return f"obstore:{self.client.place.kind}"
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_in_child": None}
 
     def close(self) -> None:
         """Unpin all files and free unused memory; connections stay open for other transports."""
@@ -93,20 +87,19 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         async def get() -> bytes:
             answer = await obstore.get_async(self.client.store, self.key(below))
             if max_bytes is not None and answer.meta["size"] > max_bytes:
-                raise too_big(self._where(below), size=answer.meta["size"], max_bytes=max_bytes)
+                raise too_big(self.where(below), size=answer.meta["size"], max_bytes=max_bytes)
             return bytes(await answer.bytes_async())
 
         client = self.client
-        data = client.call("read", self._where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
+        data = client.call("read", self.where(below), lambda: client.slot(get), nbytes=max_bytes or 0)
         client.requests.add("read", read=len(data))
         return data
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes, asked anew each time."""
         below = self.below(path)
         if is_forked():
             return self._forked().size(path)
-        return self.client.call("look at it", self._where(below), lambda: self._size(below))
+        return self.client.call("look at it", self.where(below), lambda: self._size(below))
 
     async def _size(self, below: str) -> int:
         import obstore
@@ -123,7 +116,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             TransportError: the file is not the one that was read before, or the server sent something else.
         """
         below = self.below(path)
-        check_ranges(self._where(below), starts, ends)
+        check_ranges(self.where(below), starts, ends)
         if is_forked():
             return self._forked().get_ranges(path, starts=starts, ends=ends)
         wanted = list(zip(starts, ends, strict=True))
@@ -135,7 +128,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             return [next(found).result() if end > start else b"" for start, end in wanted]
 
         nbytes = sum(ends) - sum(starts) if max(ends, default=0) < 1 << 50 else 0
-        return self.client.call("read", self._where(below), fetch, nbytes=nbytes)
+        return self.client.call("read", self.where(below), fetch, nbytes=nbytes)
 
     async def _range(self, below: str, start: int, end: int) -> Buffer:
         """One range, in one request or in several."""
@@ -144,7 +137,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         if len(parts) == 1 and len(parts[0]) == end - start:
             return memoryview(parts[0]).toreadonly()
         whole = memoryview(bytearray(end - start))
-        filled = _fill([whole], parts)
+        filled = copy_into([whole], parts)
         await self._fill_all(below, _pieces([(start + filled, [whole[filled:]])]))
         return whole.toreadonly()
 
@@ -157,7 +150,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         """
         import obstore
 
-        client, where, needed = self.client, self._where(below), max(end, needed)
+        client, where, needed = self.client, self.where(below), max(end, needed)
 
         async def get() -> list[Buffer]:
             began = time.monotonic()
@@ -190,14 +183,14 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
     def _check(self, below: str, meta: ObjectMeta, *, needed: int) -> None:
         """That an answer is of the object that was read before, and that it is long enough."""
         version = meta.get("e_tag") or str(meta.get("last_modified"))
-        self._pins.check(below, (version, meta["size"]), where=self._where(below))
+        self.pins.check(below, (version, meta["size"]), where=self.where(below))
         if meta["size"] < needed:
-            raise too_short(self._where(below), size=meta["size"], needed=needed)
+            raise too_short(self.where(below), size=meta["size"], needed=needed)
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fetch the ranges in pieces, side by side, and copy each into its place as it arrives."""
         below = self.below(path)
-        where = self._where(below)
+        where = self.where(below)
         pieces = _pieces(joined_runs(where, starts, buffers))
         if is_forked():
             self._forked().readinto(path, starts=starts, buffers=buffers)
@@ -216,18 +209,16 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         async def fill(number: int) -> None:
             parts = await self._piece(below, pieces[number][0], run_end(pieces[number]))
             if pieces:
-                _fill(pieces[number][1], parts)
+                copy_into(pieces[number][1], parts)
 
         async with task_group() as group:
             for number in range(len(pieces)):
                 group.create_task(fill(number))
 
     def version(self, path: str) -> str | None:
-        """The pinned ETag or time, with the size."""
         return self._forked().version(path) if is_forked() else super().version(path)
 
     def list(self, path: str = "") -> Sequence[Entry]:
-        """The names in a folder, sorted."""
         below = self.below(path) if path else self._folder
         if is_forked():
             return self._forked().list(path)
@@ -237,7 +228,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client.requests.add("list")
         found = client.call(
             "list",
-            self._where(below),
+            self.where(below),
             lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
         )
         base = f"{path}/" if path else ""
@@ -248,28 +239,26 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             if meta["path"] != key:  # a placeholder for the folder itself
                 entries.setdefault(name, Entry(name, False, meta["size"], meta["last_modified"].timestamp()))
         if not entries and key:
-            raise NotFoundError("there is no such folder", where=self._where(below))
+            raise NotFoundError("there is no such folder", where=self.where(below))
         return [entries[name] for name in sorted(entries)]
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: Buffer) -> None:
-        """Create or replace a file, atomically."""
         import obstore
 
         client, below, content = self.client, self.below(path), bytes(data)
+        in_parts = len(content) > _MOST_PUT_AT_ONCE
         client.call(
             "write",
-            self._where(below),
+            self.where(below),
             lambda: client.slot(
-                lambda: obstore.put_async(
-                    client.store, self.key(below), content, use_multipart=len(content) > _MOST_PUT_AT_ONCE
-                )
+                lambda: obstore.put_async(client.store, self.key(below), content, use_multipart=in_parts)
             ),
             nbytes=len(content),
         )
         client.requests.add("put", written=len(content))
-        self._pins.forget(below)
+        self.pins.forget(below)
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken: the service decides between writers that race.
@@ -282,25 +271,18 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client, below, content = self.client, self.below(path), bytes(data)
 
         async def attempt() -> None:
-            for wait_s in (*_BUSY_WAITS_S, None):
-                client.requests.add("create", written=len(content))
-                try:
-                    await obstore.put_async(client.store, self.key(below), content, mode="create")
-                except Exception as error:
-                    if wait_s is None or status_of(error) != 409:  # 409: nothing is decided yet
-                        raise
-                    await asyncio.sleep(wait_s)
-                else:
-                    return
+            client.requests.add("create", written=len(content))
+            await obstore.put_async(client.store, self.key(below), content, mode="create")
 
+        # 409: nothing is decided yet
+        attempts = partial(again, attempt, _BUSY_WAITS_S, lambda error: status_of(error) == 409)
         try:
-            client.call("create", self._where(below), lambda: client.slot(attempt), nbytes=len(content))
+            client.call("create", self.where(below), lambda: client.slot(attempts), nbytes=len(content))
         except StoreExistsError:
-            raise StoreExistsError("the file already exists", where=self._where(below)) from None
-        self._pins.forget(below)
+            raise StoreExistsError("the file already exists", where=self.where(below)) from None
+        self.pins.forget(below)
 
     def delete(self, path: str) -> None:
-        """Delete a file, or everything below a folder."""
         import obstore
 
         client, below = self.client, self.below(path)
@@ -317,23 +299,15 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                 await obstore.delete_async(client.store, found)
 
         client.requests.add("delete")
-        client.call("delete", self._where(below), delete)
-        self._pins.forget(below)
+        client.call("delete", self.where(below), delete)
+        self.pins.forget(below)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
         """An upload that runs while it is written, and appears when it is committed; `resume` then replaces the old file."""
-        below = self.below(path)
         running_loop()  # or a ForkError, before anything is written
         if not resume:
             self._check_absent(path)
-        return ObstoreSink(
-            self.client,
-            self._where(below),
-            self.key(below),
-            used_nbytes=used_nbytes,
-            file_nbytes=file_nbytes,
-            committed=lambda: self._pins.forget(below),
-        )
+        return ObstoreSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         """Let the service copy a file; False from another bucket, for large objects, or with other options."""
@@ -348,18 +322,17 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             return False
         import obstore
 
-        self._pins.forget(below)
+        self.pins.forget(below)
         ours.requests.add("copy_within")
         ours.call(
             "copy",
-            self._where(below),
+            self.where(below),
             lambda: ours.slot(lambda: obstore.copy_async(ours.store, from_key, self.key(below))),
             nbytes=size // 16,
         )
         return True
 
     def key(self, below: str) -> str:
-        """The name in the bucket of a file below the client's address."""
         prefix = self.client.place.prefix
         return f"{prefix}/{below}" if prefix and below else prefix or below
 
@@ -374,7 +347,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client = self.client
         if self._in_child is None:
             # Only for S3 do both clients name versions alike.
-            pins = self._pins if client.place.kind == "s3" else None
+            pins = self.pins if client.place.kind == "s3" else None
             try:
                 if names := only_obstore_understands(client.place, client.options.all):
                     raise ArgumentError(f"only obstore understands {', '.join(names)}", where="storage_options")
@@ -384,39 +357,6 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         return self._in_child.at(self._folder)
 
 
-def _reopen(client: ObstoreClient, folder: str, pins: Pins) -> ObstoreTransport:
-    transport = object.__new__(ObstoreTransport)
-    transport.__dict__.update(client=client, _pins=pins, _folder=folder, _in_child=None)
-    return transport
-
-
 def _pieces(runs: Sequence[Run]) -> list[Run]:
     """The same runs, cut into pieces of at most `PIECE_BYTES`."""
-    pieces: list[Run] = []
-    for begin, views in runs:
-        start, room = begin, 0
-        for view in views:
-            rest = view
-            while len(rest):
-                if room == 0:
-                    pieces.append((start, []))
-                    room = PIECE_BYTES
-                part = rest[:room]
-                pieces[-1][1].append(part)
-                start, room, rest = start + len(part), room - len(part), rest[len(part) :]
-    return pieces
-
-
-def _fill(targets: Sequence[memoryview], parts: Sequence[Buffer]) -> int:
-    """Copy parts one after the other into consecutive pieces of memory; the number of bytes."""
-    number = at = n_bytes = 0
-    for part in parts:
-        source, taken = np.frombuffer(part, np.uint8), 0  # NumPy releases the interpreter's lock while it copies
-        while taken < len(source):
-            target = np.frombuffer(targets[number], np.uint8)[at : at + len(source) - taken]
-            np.copyto(target, source[taken : taken + len(target)])
-            taken, at = taken + len(target), at + len(target)
-            if at == len(targets[number]):
-                number, at = number + 1, 0
-        n_bytes += len(source)
-    return n_bytes
+    return [piece for run in runs for part in cut_runs([run], PIECE_BYTES) for piece in part]
