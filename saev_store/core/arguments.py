@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import SupportsFloat, SupportsIndex, cast
+from typing import SupportsFloat, SupportsIndex, TypeVar, cast, overload
 
 import numpy as np
 
 from saev_store.errors import ArgumentError, brief
+
+T = TypeVar("T")
 
 #: Python's boolean and NumPy's, which is another type and means the same.
 BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
 _NUMBERS: tuple[type[object], ...] = (int, float, np.integer, np.floating)
 
 
-def check_flag(value: object, *, name: str) -> bool:
+@overload
+def check_flag(value: object, *, name: str) -> bool: ...
+@overload
+def check_flag(value: object, *, name: str, other: T) -> bool | T: ...
+def check_flag(value: object, *, name: str, other: object = ...) -> object:
     """A boolean argument, Python's or NumPy's, as Python's.
+
+    Args:
+        value: What the caller gave.
+        name: The argument.
+        other: One more value that is allowed, such as None; no array.
 
     Raises:
         ArgumentError: it is neither, such as the text "no", which would count as true.
 
-    >>> check_flag(np.True_, name="masked")
-    True
+    >>> check_flag(np.True_, name="masked"), check_flag(None, name="pad", other=None)
+    (True, None)
     """
     if isinstance(value, BOOLEANS):
         return bool(value)
-    raise ArgumentError(f"{name} is {brief(value)}; it must be True or False", where=name)
-
-
-def check_flag_or_none(value: object, *, name: str) -> bool | None:
-    """A boolean argument that None leaves to the callee.
-
-    Raises:
-        ArgumentError: it is no boolean and not None.
-    """
-    if value is None or isinstance(value, BOOLEANS):
-        return None if value is None else bool(value)
-    raise ArgumentError(f"{name} is {brief(value)}; it must be True, False or None", where=name)
+    if other is not ... and type(value) is type(other) and value == other:
+        return value
+    rule = "True or False" if other is ... else f"True, False or {other!r}"
+    raise ArgumentError(f"{name} is {brief(value)}; it must be {rule}", where=name)
 
 
 def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 - 1) -> int:

@@ -78,7 +78,9 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
     >>> read_dtype("stored", "float16"), read_dtype("float32", "float16")
     (dtype('float16'), dtype('float32'))
     """
-    name = stored if (name := dtype_name(asked)) == "stored" else name
+    name = asked if isinstance(asked, str) else dtype_name(asked)
+    if name == "stored":
+        name = stored
     if name not in _READABLE:
         choices = ", ".join(repr(choice) for choice in get_args(get_args(ReadDtype)[0]))
         raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {choices}", where="dtype")

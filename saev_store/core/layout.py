@@ -234,7 +234,8 @@ class Layout:
         Raises:
             LayerNotFoundError: it is not among the recorded ones, or a label stands for several hook points.
         """
-        pair = cast("tuple[object, ...]", layer) if isinstance(layer, tuple) else ()
+        given: object = layer
+        pair = cast("tuple[object, ...]", given) if isinstance(given, tuple) else ()
         label, hook_point = pair if len(pair) == 2 and isinstance(pair[1], str) else (layer, None)
         found: list[int] = []
         hooks = self.hook_points or (RESID_POST,) * self.n_layers

@@ -329,7 +329,8 @@ def new_metadata(
     if isinstance(token_arrays, Mapping):
         kinds = {name: dtype_name(kind) or kind for name, kind in token_arrays.items()}
         ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in kinds.items()] or None
-    dtype = cast("StoredDtype", dtype_name(dtype) or dtype)
+    if not isinstance(dtype, str):
+        dtype = cast("StoredDtype", dtype_name(dtype) or dtype)
     if protocol is None:
         is_ours = dtype != "float32" or any(value is not None for value in ours.values())
         protocol = "3.0" if is_ours else "2.0"

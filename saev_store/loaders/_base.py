@@ -64,7 +64,6 @@ class Loader(ABC):
         drop_last: Whether a last batch that is not full is left out.
         d_model: Numbers of a vector.
         n_samples: Rows of the selection, over all ranks.
-        layer_keys: The chosen layers: labels, or with hook points pairs, in which `layer_key_idx` of a batch counts.
     """
 
     kind: ClassVar[str] = ""
@@ -85,7 +84,6 @@ class Loader(ABC):
             self._columns = TokenColumns(rows, options.token_arrays, labels)
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self.d_model, self.n_samples = layout.d_model, space.n_rows
-        self.layer_keys: tuple[LayerKey, ...] = rows.layer_keys
         self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
         self._reader.check_wide()
         self._medium = medium_of(self._reader.transport, layout, options.medium)
@@ -152,6 +150,11 @@ class Loader(ABC):
         """How many ranks share the work, as it is now."""
         self._look_at_ranks()
         return self._world
+
+    @property
+    def layer_keys(self) -> tuple[LayerKey, ...]:
+        """The chosen layers: labels, or with hook points pairs, in which `layer_key_idx` of a batch counts."""
+        return self._rows.layer_keys
 
     @property
     def scale(self) -> float | None:

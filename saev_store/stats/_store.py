@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from saev_store.core.arguments import check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import (
     AccessError,
@@ -85,7 +85,7 @@ def store_stats(
         SaevStoreWarning: the kept statistics are broken or belong to another store; they are replaced.
     """
     refresh, save = check_flag(refresh, name="refresh"), check_flag(save, name="save")
-    progress = check_flag_or_none(progress, name="progress")
+    progress = check_flag(progress, name="progress", other=None)
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
     if kept is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from xxhash import xxh3_128
 
-from saev_store.core.arguments import check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis, too_many
 from saev_store.core.layout import LayerKey, Layout
@@ -177,7 +177,7 @@ class Selection:
         Raises:
             ArgumentError: `copy=False`, but the rows are not contiguous in one mapped shard.
         """
-        copy = check_flag_or_none(copy, name="copy")
+        copy = check_flag(copy, name="copy", other=None)
         if copy is not True:
             view = self._view()
             if view is not None:
@@ -269,7 +269,9 @@ def chosen_rows(
         SelectionError: there is no such array, or a value is not one of its dtype.
         ArgumentError: `masked` or `stack_layers` is no boolean.
     """
-    masked, stack_layers = check_flag(masked, name="masked"), check_flag(stack_layers, name="stack_layers")
+    for name, flag in (("masked", masked), ("stack_layers", stack_layers)):
+        if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            check_flag(flag, name=name)
     ignored, condition, labels = ignore_labels, b"", None
     hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
     if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
-from saev_store.core.arguments import check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import ReadDtype, StoredDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens
@@ -278,7 +278,7 @@ class ShardStore(TextReading):
         Raises:
             ArgumentError: `copy=False`, but the key spans shards, uses lists, or the store is not mapped.
         """
-        copy = check_flag_or_none(copy, name="copy")
+        copy = check_flag(copy, name="copy", other=None)
         if copy is not True:
             request = parse_key(key, self.layout.shape)
             view = self._reader.view(request) if isinstance(request, Block) else None

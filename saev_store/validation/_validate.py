@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
-from saev_store.core.arguments import check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents import Metadata, ShardsIndex, rewriting
@@ -66,7 +66,7 @@ def validate(
         ArgumentError: `deep` or `progress` is no boolean.
         SaevStoreError: the folder cannot be accessed.
     """
-    deep, progress = check_flag(deep, name="deep"), check_flag_or_none(progress, name="progress")
+    deep, progress = check_flag(deep, name="deep"), check_flag(progress, name="progress", other=None)
     started = time.perf_counter()
     seen = survey_store(transport, metadata, index)
     problems = check_survey(seen, metadata, index, dirname=dirname)

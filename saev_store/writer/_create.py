@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from saev_store.core.arguments import BOOLEANS, check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import Layout
 from saev_store.errors import (
     ArgumentError,
@@ -92,9 +92,9 @@ def create_store(
         ReadOnlyError: the transport cannot write.
     """
     rank, world = _checked_part(part, on_nonfinite, on_overflow, block_bytes, checkpoint_bytes, verify)
-    resume = _checked_resume(resume)
-    exist_ok, pad = check_flag(exist_ok, name="exist_ok"), check_flag_or_none(pad, name="pad")
-    progress = check_flag_or_none(progress, name="progress")
+    resume = check_flag(resume, name="resume", other="auto")
+    exist_ok, pad = check_flag(exist_ok, name="exist_ok"), check_flag(pad, name="pad", other=None)
+    progress = check_flag(progress, name="progress", other=None)
     folder = Folder(root_transport, metadata.hash)
     options = ShapingOptions(bool(folder.writes.pads if pad is None else pad), block_bytes, world)
     shards = part_shards(metadata.layout.n_shards, rank, world)
@@ -162,15 +162,6 @@ def create_store(
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _checked_resume(resume: object) -> bool | Literal["auto"]:
-    """How to go on, a boolean as Python's."""
-    if isinstance(resume, str) and resume == "auto":
-        return "auto"
-    if isinstance(resume, BOOLEANS):
-        return bool(resume)
-    raise ArgumentError(f'resume is {brief(resume)}; it must be True, False or "auto"', where="resume")
 
 
 def _checked_part(

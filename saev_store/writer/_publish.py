@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 import numpy as np
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
@@ -96,7 +96,7 @@ def finalize_store(
     """
     if not isinstance(verify, str) or verify not in get_args(Verify):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"verify is {brief(verify)}; it must be one of {get_args(Verify)}", where="verify")
-    takeover, progress = check_flag(takeover, name="takeover"), check_flag_or_none(progress, name="progress")
+    takeover, progress = check_flag(takeover, name="takeover"), check_flag(progress, name="progress", other=None)
     folder = Folder(root_transport, metadata.hash)
     if published_already(folder, metadata):
         return False

@@ -233,7 +233,7 @@ class Folder:
             self.transport.move(self.path(path), self.path(to))
 
     def lock(self, what: str) -> AbstractContextManager[object]:
-        return self.writes.lock(self.path(f"{WORK_FOLDER}/locks/{what}.lock"))
+        return self.writes.lock(f"{self._prefix}{WORK_FOLDER}/locks/{what}.lock")
 
     def lock_is_real(self, what: str) -> bool:
         """Whether a lock that is held now keeps others out: taking it once more must fail."""

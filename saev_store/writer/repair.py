@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_flag, check_flag_or_none
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
@@ -93,7 +93,7 @@ def open_repair(
         ArgumentError: `lost` does not fit the store.
         ReadOnlyError: the transport cannot write.
     """
-    deep, progress = check_flag(deep, name="deep"), check_flag_or_none(progress, name="progress")
+    deep, progress = check_flag(deep, name="deep"), check_flag(progress, name="progress", other=None)
     if on_nonfinite not in NONFINITE_POLICIES:
         raise ArgumentError(
             f"on_nonfinite is {on_nonfinite!r}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite"

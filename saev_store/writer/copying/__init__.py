@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self, get_args
 
-from saev_store.core.arguments import check_flag, check_flag_or_none, check_number
+from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import LayerKey
@@ -124,7 +124,7 @@ def copy_store(
         TransportError: bytes could not be moved, or did not arrive as they were sent.
     """
     resume, replace = check_flag(resume, name="resume"), check_flag(replace, name="replace")
-    progress = check_flag_or_none(progress, name="progress")
+    progress = check_flag(progress, name="progress", other=None)
     if on_overflow not in get_args(OverflowPolicy):
         raise ArgumentError(
             f"on_overflow is {brief(on_overflow)}; it must be one of {get_args(OverflowPolicy)}", where="on_overflow"
