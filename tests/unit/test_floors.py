@@ -65,6 +65,7 @@ LAZY_CYCLES = {
     ("store.store", "store.listing"),
     ("store.store", "writer"),
     ("store.store", "writer.copying"),
+    ("store.importing", "writer.importing"),
 }
 
 #: Heavy library -> beginnings of the names of the only files that may import it.
