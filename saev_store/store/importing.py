@@ -10,6 +10,8 @@ from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import IntArray
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from saev_store.store.store import ShardStore
 
 
@@ -37,6 +39,7 @@ class Importing:
         max_block_bytes: int = 256 << 20,
         resume: bool | Literal["auto"] = "auto",
         verify: bool = True,
+        client: Client | None = None,
         storage_options: Mapping[str, object] | None = None,
         pad: bool | None = None,
         on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
@@ -71,6 +74,8 @@ class Importing:
             resume: As in `ShardStore.create`; False also refuses a finished store.
             verify: Compare digests of the array with those of the files that were written, and read the files again, before publishing. An import
                 that is continued then reads all of the array.
+            client: A dask cluster whose workers write a dask array, each its own shards; they must reach `root`, and what the array is
+                computed from. None: this process writes.
             storage_options: What fsspec hands to the file system of `root`.
             pad: Write the last shard at full size, its tail zeros.
             on_nonfinite: What to do with NaN and infinity.
@@ -95,6 +100,6 @@ class Importing:
             array, root, family=family, ckpt=ckpt, layers=layers, cls_token=cls_token, dims=dims, dtype=dtype,
             token_arrays=token_arrays, hook_points=hook_points, text=text, data=data, dataset=dataset,
             max_tokens_per_shard=max_tokens_per_shard, max_block_bytes=max_block_bytes, resume=resume, verify=verify,
-            storage_options=storage_options, pad=pad, on_nonfinite=on_nonfinite, on_overflow=on_overflow,
+            client=client, storage_options=storage_options, pad=pad, on_nonfinite=on_nonfinite, on_overflow=on_overflow,
             progress=progress,
         )  # fmt: skip

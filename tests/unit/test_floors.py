@@ -73,7 +73,7 @@ HEAVY = {
     "aiohttp": ("transport/fsspec/",),
     "boto3": (),
     "botocore": ("transport/fsspec/",),
-    "dask": ("dask.py", "xarray.py", "zarr/", "testing/", "stats/"),
+    "dask": ("dask.py", "xarray.py", "zarr/", "testing/", "stats/", "writer/importing/_cluster.py"),
     "distributed": ("stats/",),
     "fastparquet": ("export/",),
     "fsspec": ("transport/fsspec/", "sources/energon/filesystem.py"),

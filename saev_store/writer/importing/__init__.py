@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import IntArray
@@ -20,8 +20,12 @@ from saev_store.writer.importing._arrays import (
     identity,
     stored_dtype,
 )
+from saev_store.writer.importing._cluster import import_on_cluster
 from saev_store.writer.importing._examples import MAX_BLOCK_BYTES, Block, Examples
 from saev_store.writer.importing._write import ImportOptions, import_examples
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 __all__ = ["MAX_BLOCK_BYTES", "Block", "Examples", "ImportOptions", "from_array", "import_examples"]
 
@@ -45,6 +49,7 @@ def from_array(
     max_block_bytes: int = MAX_BLOCK_BYTES,
     resume: bool | Literal["auto"] = "auto",
     verify: bool = True,
+    client: Client | None = None,
     storage_options: Mapping[str, object] | None = None,
     pad: bool | None = None,
     on_nonfinite: NonfinitePolicy = "raise",
@@ -71,7 +76,10 @@ def from_array(
     examples = ArrayExamples(axes, arrays, metadata)
     options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
     transport = open_transport(root, storage_options)
-    import_examples(examples, transport, options)
+    if client is None:
+        import_examples(examples, transport, options)
+    else:
+        import_on_cluster(examples, transport.url, storage_options, options, client)
     return ShardStore.open(transport.at(metadata.hash))
 
 

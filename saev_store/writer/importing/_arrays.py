@@ -9,7 +9,7 @@ import json
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, SupportsIndex, cast
 
@@ -59,6 +59,7 @@ class ArrayAxes:
 
     def __init__(self, array: object, dims: Sequence[str] | None) -> None:
         self.array, sizes = _sliceable(array, where="array"), _sizes(array, where="array")
+        _check_not_persisted(array)
         self._dims = _dims_of(array, dims, len(sizes))
         by_name = dict(zip(self._dims, sizes, strict=True))
         self.shape = tuple(by_name.get(axis, 1) for axis in AXES)
@@ -83,10 +84,10 @@ class ArrayAxes:
         missing = tuple(position for position, axis in enumerate(AXES) if axis not in self._dims)
         return np.expand_dims(found.transpose(order), missing)
 
-    def part(self, first: int, end: int) -> ArrayAxes:
+    def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayAxes:
         """Some examples as an array of its own, of the same kind; nothing is read."""
         key = tuple(slice(first, end) if axis == self._axis else slice(None) for axis in range(len(self._dims)))
-        return ArrayAxes(self.array[key], self._dims)
+        return ArrayAxes(prepared(self.array[key]), self._dims)
 
     def steps(self, first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
         """Ranges of at most `most` examples, which end where chunks of the array do if these are not longer."""
@@ -125,12 +126,17 @@ class ArrayExamples:
             rows = {name: computed(values[start:stop,], where=name) for name, values in self._token_arrays.items()}
             yield Block(start + offset, acts, rows)
 
-    def part(self, first: int, end: int) -> ArrayExamples:
-        """Some examples, to be sent to another process: token arrays in memory, of the array its description."""
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the array is one of dask, or of xarray with one of dask inside."""
+        graph = getattr(self._acts.array, "__dask_graph__", None)
+        return callable(graph) and graph() is not None
+
+    def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayExamples:
+        """Some examples, to be sent to another process: their token arrays, and the prepared array, which is not read."""
         arrays = {name: computed(values[first:end,], where=name) for name, values in self._token_arrays.items()}
-        return ArrayExamples(
-            self._acts.part(first, end), cast("Mapping[str, Sliceable]", arrays), self.metadata, first=first
-        )
+        acts = self._acts.part(first, end, prepared)
+        return ArrayExamples(acts, cast("Mapping[str, Sliceable]", arrays), self.metadata, first=first)
 
 
 def identity(acts: ArrayAxes, token_arrays: Mapping[str, Sliceable]) -> dict[str, object]:
@@ -234,11 +240,6 @@ def computed(value: object, *, where: str) -> npt.NDArray[np.generic]:
     return as_array(compute(scheduler="threads") if callable(compute) else value, where=where)
 
 
-def is_lazy(array: object) -> bool:
-    """Whether an array is one of dask, or of xarray with one of dask inside: chunks that have tasks."""
-    return callable(getattr(array, "__dask_graph__", None)) and cast("Any", array).__dask_graph__() is not None
-
-
 # -- what an array says of itself ---------------------------------------------------------------------------------------
 
 
@@ -250,6 +251,18 @@ def _sliceable(array: object, *, where: str) -> Sliceable:
             remedy='Open files first: numpy.load(path, mmap_mode="r"), zarr.open_array(path), h5py.File(path)[name].',
         )
     return cast("Sliceable", array)
+
+
+def _check_not_persisted(array: object) -> None:
+    """Refuse an array of dask whose chunks are in the memory of a cluster: threads of one process cannot compute them."""
+    layers = getattr(getattr(array, "dask", None), "layers", None)
+    for layer in cast("Mapping[str, Any]", layers).values() if isinstance(layers, Mapping) else ():
+        if layer.is_materialized() and type(next(iter(layer.values()), None)).__name__ == "Future":
+            raise ArgumentError(
+                "the array was persisted: its chunks are in the memory of a cluster",
+                where="array",
+                remedy="Pass the array as it was before persist(), or array.compute() if it fits into memory.",
+            )
 
 
 def _sizes(array: object, *, where: str) -> tuple[int, ...]:

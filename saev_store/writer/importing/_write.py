@@ -53,7 +53,8 @@ def import_examples(
         SaevStoreError: as for `create_store` and `ShardWriter.append`.
     """
     metadata = examples.metadata
-    check_unchanged(root, metadata)
+    if part is None:  # else whoever gives the parts away looks once
+        check_unchanged(root, metadata)
     writer = create_store(
         root, metadata, resume=options.resume, exist_ok=options.resume is not False, part=part, pad=options.pad,
         on_nonfinite=options.on_nonfinite, on_overflow=options.on_overflow, progress=options.progress,
