@@ -18,6 +18,7 @@ from saev_store.writer.importing._arrays import (
     ArrayExamples,
     checked_token_arrays,
     identity,
+    narrowed,
     stored_dtype,
 )
 from saev_store.writer.importing._cluster import import_on_cluster
@@ -27,7 +28,17 @@ from saev_store.writer.importing._write import ImportOptions, import_examples
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["MAX_BLOCK_BYTES", "Block", "Examples", "ImportOptions", "from_array", "import_examples"]
+__all__ = [
+    "MAX_BLOCK_BYTES",
+    "Block",
+    "Examples",
+    "ImportOptions",
+    "check_options",
+    "from_array",
+    "import_examples",
+    "narrowed",
+    "stored_dtype",
+]
 
 
 def from_array(
@@ -57,7 +68,7 @@ def from_array(
     progress: bool | None = None,
 ) -> ShardStore:
     """Write an array as a store, block by block; see `ShardStore.from_array`."""
-    _check_options(max_block_bytes, verify)
+    check_options(max_block_bytes, verify)
     axes = ArrayAxes(array, dims)
     n_examples, n_layers, n_tokens, d_model = axes.shape
     arrays, dtypes = checked_token_arrays(token_arrays, n_examples, n_tokens - bool(cls_token))
@@ -83,7 +94,12 @@ def from_array(
     return ShardStore.open(transport.at(metadata.hash))
 
 
-def _check_options(max_block_bytes: object, verify: object) -> None:
+def check_options(max_block_bytes: object, verify: object) -> None:
+    """Refuse options of an import that are none.
+
+    Raises:
+        ArgumentError: one breaks its rule.
+    """
     if not isinstance(max_block_bytes, int) or isinstance(max_block_bytes, bool) or max_block_bytes < 1:
         raise ArgumentError(
             f"max_block_bytes is {brief(max_block_bytes)}; it must be a positive integer", where="max_block_bytes"
