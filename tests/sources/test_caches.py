@@ -110,7 +110,13 @@ def test_layers_are_named_in_either_numbering(tmp_path: Path):
 
     assert named(layer_ids=[0, 36]) == ((0, "resid_pre"), (35, "resid_post"))
     assert named(layers=[(4, "mlp_out"), 4]) == ((4, "mlp_out"), (4, "resid_post"))
-    for wrong in ({}, {"layers": [1, 2], "layer_ids": [2, 3]}, {"layers": [1]}):
+    for wrong in (
+        {},
+        {"layers": [1, 2], "layer_ids": [2, 3]},
+        {"layers": [1]},
+        {"layer_ids": ["3", 4]},
+        {"layer_ids": [-1, 4]},
+    ):
         with pytest.raises(ArgumentError):
             named(**wrong)
 

@@ -1,5 +1,7 @@
 """What all importers of caches share: what the caller says, the layers, the identity of files."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -106,6 +108,9 @@ def layer_axis(wanted: Wanted, n_layers: int, *, where: str) -> dict[str, object
             where="layers",
             remedy="Pass layers, as labels of blocks, or layer_ids, as vLLM was given them: one of the two.",
         )
+    for number in wanted.layer_ids or ():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise ArgumentError(f"layer_ids has {brief(number)}; ids are integers of 0 or more", where="layer_ids")
     pairs = [layer if isinstance(layer, tuple) else (layer, RESID_POST) for layer in wanted.layers or ()]
     pairs += [(number - 1, RESID_POST) if number else (0, "resid_pre") for number in wanted.layer_ids or ()]
     if len(pairs) != n_layers:

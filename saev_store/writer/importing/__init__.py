@@ -1,10 +1,14 @@
 """Importing: arrays, and whatever else gives examples in order, become stores."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
 
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import IntArray
@@ -73,6 +77,10 @@ def from_array(
     n_examples, n_layers, n_tokens, d_model = axes.shape
     arrays, dtypes = checked_token_arrays(token_arrays, n_examples, n_tokens - bool(cls_token))
     labels = _labels_of(array) if layers is None else layers
+    if isinstance(labels, str) or not isinstance(labels, (Sequence, np.ndarray)):
+        raise ArgumentError(f"layers is {brief(labels)}; it must be a list of labels", where="layers")
+    if data is not None and not isinstance(data, Mapping):
+        raise ArgumentError(f"data is {brief(data)}; it must be a mapping, to which `imported` is added", where="data")
     if len(labels) != n_layers:
         raise ArgumentError(f"{len(labels)} layers for an array that has {n_layers}", where="layers")
     store_dtype = stored_dtype(axes.dtype, dtype)

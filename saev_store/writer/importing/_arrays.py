@@ -3,6 +3,8 @@
 None of these libraries is imported here: an array is what has a shape, a dtype, and slices.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import json
@@ -106,7 +108,7 @@ class ArrayExamples:
     Args:
         acts: The activations.
         token_arrays: (examples, content tokens) for each token array, by name.
-        metadata: Of the store; None where only the identity is wanted.
+        metadata: Of the store.
         first: The position of the array's first example in the store.
     """
 
@@ -171,6 +173,10 @@ def checked_token_arrays(
     Raises:
         ArgumentError: one has another shape, or a dtype that none may have.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(
+            f"token_arrays is a {type(given).__name__}; it must map names to arrays", where="token_arrays"
+        )
     arrays, dtypes = dict[str, Sliceable](), dict[str, str]()
     for name, value in (given or {}).items():
         arrays[name] = _sliceable(value, where=name)
@@ -282,11 +288,13 @@ def _dims_of(array: object, dims: Sequence[str] | None, n_axes: int) -> tuple[st
         dims = cast("tuple[str, ...]", named)
     if dims is None:
         dims = _DEFAULT_DIMS.get(n_axes, ())
+    if isinstance(dims, str) or not isinstance(dims, Sequence) or not all(isinstance(name, str) for name in dims):
+        raise ArgumentError(f"dims is {brief(dims)}; it must be a list of names", where="dims")
     found = tuple(dims)
     is_right = (
         len(found) == n_axes == len(set(found)) and set(found) <= set(AXES) and {"example", "d_model"} <= set(found)
     )
-    if isinstance(dims, str) or not is_right:
+    if not is_right:
         raise ArgumentError(
             f"the {n_axes} axes of the array are {brief(list(found))}; they must be example and d_model, and may be layer and token, "
             "each once, in any order",
@@ -315,8 +323,7 @@ class _ChunkEnds:
     """Where the chunks of an array end along its examples.
 
     Args:
-        lengths: Of all chunks, or of each.
-        n: The number of examples.
+        lengths: That of all chunks, or that of each.
     """
 
     def __init__(self, lengths: int | tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store._runtime.progress import Progress
-from saev_store.errors import ArgumentError, IncompleteStoreError
+from saev_store.errors import ArgumentError, IncompleteStoreError, brief
 from saev_store.names import CLAIM_PATH
 from saev_store.transport import open_transport
 from saev_store.writer._publish import finalize_store, published_already
@@ -48,6 +48,12 @@ def import_on_cluster(
         ArgumentError: the array is in the memory or in an open file of this process, or the client is asynchronous.
         SaevStoreError: as for `import_examples`, from any of the workers. What is durable stays.
     """
+    if not hasattr(client, "submit"):
+        raise ArgumentError(
+            f"client is {brief(client)}; it must be a distributed.Client",
+            where="client",
+            remedy='Pass distributed.Client("tcp://…").',
+        )
     if not examples.is_lazy:
         raise ArgumentError(
             "a cluster writes dask arrays only: others would be sent to the workers",
