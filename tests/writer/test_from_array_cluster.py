@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,9 +163,9 @@ def test_an_array_that_lies_in_the_workers_memory_is_refused(client, tmp_path: P
             ShardStore.from_array(persisted, tmp_path, **OPTIONS, **options)
 
 
-def test_an_asynchronous_client_is_refused(tmp_path: Path):
-    class Client:
-        asynchronous = True
-
-    with pytest.raises(ArgumentError, match="asynchronous"):
-        ShardStore.from_array(da.from_array(ACTS), tmp_path, **OPTIONS, client=Client())
+@pytest.mark.parametrize(
+    ("client", "message"), [(SimpleNamespace(asynchronous=True, submit=None), "asynchronous"), (7, "client is 7")]
+)
+def test_another_client_is_refused(client: object, message: str, tmp_path: Path):
+    with pytest.raises(ArgumentError, match=message):
+        ShardStore.from_array(da.from_array(ACTS), tmp_path, **OPTIONS, client=client)
