@@ -501,6 +501,22 @@ def _ragged(column: str) -> Callable[[Path], None]:
     return damage
 
 
+def _inflated(size: int) -> Callable[[Path], None]:
+    """Compressed numbers of which one piece is said to have `size` bytes."""
+
+    def damage(folder: Path) -> None:
+        pa = pytest.importorskip("pyarrow")
+        table = pa.table({name: [list(row) for row in values] for name, values in cached().items()})
+        sink, options = pa.BufferOutputStream(), pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        raw, numbers = sink.getvalue().to_pybytes(), struct.pack("<q", 11 * 4 * 8 * 4)
+        assert raw.count(numbers) == 1
+        (folder / ARROW).write_bytes(raw.replace(numbers, struct.pack("<q", size)))
+
+    return damage
+
+
 def _info(**changes: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         document = json.loads((folder / "dataset_info.json").read_text())
@@ -515,6 +531,8 @@ def _info(**changes: object) -> Callable[[Path], None]:
     [
         (_ragged("token_ids"), CorruptShardError, r"token_ids has lists of \[3, 4\] items"),
         (_ragged(HOOK), CorruptShardError, r"has lists of \[3, 4\] items"),
+        (_inflated(2**62), CorruptShardError, "no whole Arrow stream"),
+        (_inflated(2**30), CorruptShardError, "no whole Arrow stream"),
         (_info(shape=[4, 9]), CorruptShardError, "they must have 9"),
         (_info(shape=[4, 2**40]), DocumentError, "has shape"),
         (_info(shape=[4, 2**30]), CorruptShardError, "they must have"),
