@@ -7,8 +7,10 @@ programs' own writers are in tests/peers/test_cache_peers.py.
 from __future__ import annotations
 
 import json
+import random
 import struct
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,7 +48,7 @@ def request(n_tokens: int, dtype: np.dtype = BF16, *, n_layers: int = 2, d_model
 
 def requests(folder: Path, lengths: Sequence[int], dtype: np.dtype = BF16) -> list[dict[str, np.ndarray]]:
     """Files hs_0, hs_1, …; hs_10 sorts behind hs_9."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     made = [request(n, dtype) for n in lengths]
     for number, tensors in enumerate(made):
         (folder / f"hs_{number}.safetensors").write_bytes(safetensors(tensors))
@@ -420,7 +422,7 @@ def arrow(
     """What Hugging Face's library saves of such columns, in files of so many rows."""
     pa = pytest.importorskip("pyarrow")
 
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     features, at, names = {}, 0, []
     for name, values in columns.items():
         kind = {"_type": "Array2D", "shape": list(values.shape[1:]), "dtype": values.dtype.name}
@@ -641,3 +643,41 @@ def test_arguments_that_say_nothing_about_a_format_are_refused(tmp_path: Path):
     np.save(tmp_path / "acts.npy", np.zeros((2, 4, 8), np.float32))
     with pytest.raises(ArgumentError, match="say nothing about an array"):
         import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, context=4, layers=[1])
+
+
+# -- any damage -----------------------------------------------------------------------------------------------------------------
+
+
+def test_caches_with_random_damage_are_refused_by_name_or_imported(tmp_path: Path):
+    """Bytes of one file are changed or removed: there is a store, or one of our errors."""
+    rng = random.Random(0)
+    whole = tmp_path / "whole"
+    requests(whole / "hidden-states", [3, 5, 2])
+    memmaps(whole / "memmap", [np.ones((22, 8), BF16)] * 2, [12, 10])
+    if find_spec("torch"):
+        saved(whole / "memmap" / "tokens.pt", list(range(22)))
+        saved(whole / "memmap" / "sequence_ranges.pt", [0, 5, 22])
+    arguments: dict[str, dict] = {name: {"layers": [1, 2], "context": 4} for name in ("hidden-states", "memmap")}
+    if find_spec("pyarrow"):
+        arrow(whole / "saelens", cached(), [6, 5])
+        arguments["saelens"] = {}
+    np.save(whole / "acts.npy", np.ones((5, 2, 4, 8), np.float32))
+    arguments["acts.npy"] = {"layers": [1, 2]}
+    files = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
+    n_refused = 0
+    for number in range(300):
+        path = rng.choice(files)
+        kept = path.read_bytes()
+        raw = bytearray(kept)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(min(len(raw), rng.choice([40, 300, 1 << 20])))
+            change = rng.choice([b"", b"0", b"9", b"-", b"e", b"[", b"}", b'"', b",", bytes([rng.randrange(256)])])
+            raw[at : at + rng.choice([1, 1, 8])] = change
+        path.write_bytes(raw or b"x")
+        name = path.relative_to(whole).parts[0]
+        try:
+            import_cache(whole / name, f"memory://damage/{number}", **MODEL, **arguments[name], on_nonfinite="allow")
+        except SaevStoreError:
+            n_refused += 1
+        path.write_bytes(kept)
+    assert 100 < n_refused < 300

@@ -102,7 +102,7 @@ def read_rows(transport: Transport, path: str, nbytes: int, columns: Collection[
             for batch in stream:
                 batch.validate(full=True)
                 yield Rows(batch, where)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CorruptShardError(f"it is no whole Arrow stream: {brief(str(error))}", where=where) from None
 
 

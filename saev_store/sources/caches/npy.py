@@ -42,8 +42,10 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> npt.ND
             read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
             shape, is_fortran, found = read(file, max_header_size=_MAX_HEADER_NBYTES)
             start = file.tell()
-    except ValueError as error:
+    except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises
         raise DocumentError(f"no .npy file: {brief(str(error))}", where=where) from None
+    if min(shape, default=0) < 0:
+        raise DocumentError(f"its header tells of shape {shape}", where=where)
     if found.hasobject:
         raise DocumentError("it holds Python objects, which are never loaded", where=where)
     if start + math.prod(shape) * found.itemsize != nbytes:
