@@ -307,6 +307,17 @@ def test_a_file_that_has_changed_is_refused(resume: object, tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_another_reading_of_an_unchanged_file_is_another_store(tmp_path: Path):
+    acts = numbers(shape=(5, 3, 5, 8))
+    with pytest.raises(Interrupted):
+        ShardStore.from_array(Failing(acts, 8), tmp_path, **OPTIONS, max_block_bytes=1)
+    dims = ("token", "layer", "example", "d_model")
+    turned = ShardStore.from_array(Failing(acts, 99), tmp_path, **OPTIONS, dims=dims)
+    assert_same_bits(turned, acts.swapaxes(0, 2))
+    with_mask = {"mask": np.ones((5, 5), bool)}
+    assert_same_bits(ShardStore.from_array(Failing(acts, 99), tmp_path, **OPTIONS, token_arrays=with_mask), acts)
+
+
 @pytest.mark.parametrize("example", [2, 5])
 def test_a_change_that_the_identity_does_not_see_is_found_by_verifying(example: int, tmp_path: Path):
     """Example 2 lies in a shard that was whole, 5 in one that was not."""

@@ -7,7 +7,6 @@ None of these libraries is imported here: an array is what has a shape, a dtype,
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from bisect import bisect_right
@@ -52,6 +51,7 @@ class ArrayAxes:
         dims: The names of its axes in their order; None: those of xarray, else by their number.
 
     Attributes:
+        dims: The names of its axes.
         shape: (examples, layers, tokens, d_model).
         dtype: Of its numbers.
 
@@ -62,34 +62,34 @@ class ArrayAxes:
     def __init__(self, array: object, dims: Sequence[str] | None) -> None:
         self.array, sizes = _sliceable(array, where="array"), _sizes(array, where="array")
         _check_not_persisted(array)
-        self._dims = _dims_of(array, dims, len(sizes))
-        by_name = dict(zip(self._dims, sizes, strict=True))
+        self.dims = _dims_of(array, dims, len(sizes))
+        by_name = dict(zip(self.dims, sizes, strict=True))
         self.shape = tuple(by_name.get(axis, 1) for axis in AXES)
         if min(self.shape) < 1:
             raise ArgumentError(f"the array has shape {sizes}; no axis of a store is empty", where="array")
         self.dtype = _dtype_of(self.array)
-        self._axis = self._dims.index("example")
+        self._axis = self.dims.index("example")
         self._bounds = _chunk_ends(self.array, self._axis, self.shape[0])
 
     def read(self, start: int, end: int) -> npt.NDArray[np.generic]:
         """Some examples, (end - start, layers, tokens, d_model)."""
-        key = tuple(slice(start, end) if axis == self._axis else slice(None) for axis in range(len(self._dims)))
+        key = tuple(slice(start, end) if axis == self._axis else slice(None) for axis in range(len(self.dims)))
         found = computed(self.array[key], where="array")
-        expected = tuple(end - start if axis == "example" else self.shape[AXES.index(axis)] for axis in self._dims)
+        expected = tuple(end - start if axis == "example" else self.shape[AXES.index(axis)] for axis in self.dims)
         if found.shape != expected or found.dtype.name != self.dtype.name:
             raise ArgumentError(
                 f"examples {start} to {end - 1} of the array come as {found.dtype.name} {found.shape}; "
                 f"they must be {self.dtype.name} {expected}, as the array says",
                 where="array",
             )
-        order = [self._dims.index(axis) for axis in AXES if axis in self._dims]
-        missing = tuple(position for position, axis in enumerate(AXES) if axis not in self._dims)
+        order = [self.dims.index(axis) for axis in AXES if axis in self.dims]
+        missing = tuple(position for position, axis in enumerate(AXES) if axis not in self.dims)
         return np.expand_dims(found.transpose(order), missing)
 
     def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayAxes:
         """Some examples as an array of its own, of the same kind; nothing is read."""
-        key = tuple(slice(first, end) if axis == self._axis else slice(None) for axis in range(len(self._dims)))
-        return ArrayAxes(prepared(self.array[key]), self._dims)
+        key = tuple(slice(first, end) if axis == self._axis else slice(None) for axis in range(len(self.dims)))
+        return ArrayAxes(prepared(self.array[key]), self.dims)
 
     def steps(self, first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
         """Ranges of at most `most` examples, which end where chunks of the array do if these are not longer."""
@@ -121,8 +121,7 @@ class ArrayExamples:
     def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
         """The examples from `first` to `end`, in blocks of at most so many bytes or of one example."""
         offset = self._first
-        n_numbers = int(np.prod(self._acts.shape[1:]))
-        most = max(1, max_block_bytes // (n_numbers * self._acts.dtype.itemsize))
+        most = max(1, max_block_bytes // (math.prod(self._acts.shape[1:]) * self._acts.dtype.itemsize))
         for start, stop in self._acts.steps(first - offset, end - offset, most):
             acts = narrowed(self._acts.read(start, stop), start + offset)
             rows = {name: computed(values[start:stop,], where=name) for name, values in self._token_arrays.items()}
@@ -142,27 +141,38 @@ class ArrayExamples:
 
 
 def identity(acts: ArrayAxes, token_arrays: Mapping[str, Sliceable]) -> dict[str, object]:
-    """What tells one array from another, as `data["imported"]` has it: its kind, shape, dtype, and a digest of eight examples or all."""
-    n, is_small = acts.shape[0], math.prod(acts.shape) * acts.dtype.itemsize <= _FULL_NBYTES
-    samples = [(i, i + 1) for i in sorted({i * (n - 1) // (_N_SAMPLES - 1) for i in range(_N_SAMPLES)})]
-    dtypes = {name: str(values.dtype) for name, values in token_arrays.items()}
-    hasher = xxhash.xxh3_128(json.dumps([acts.shape, acts.dtype.name, dtypes]).encode())
-    for start, end in [(0, n)] if is_small else samples:
-        for found in (acts.read(start, end), *(values[start:end,] for values in token_arrays.values())):
-            values = computed(found, where="array")
-            hasher.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8).data)
+    """What tells one array from another, as `data["imported"]` has it: where it lies, its axes and dtype, digests of it and its token arrays."""
+    is_small = math.prod(acts.shape) * acts.dtype.itemsize <= _FULL_NBYTES
     url = _address(acts.array)
-    return {
+    found: dict[str, object] = {
         "format": "array",
         **({} if url is None else {"url": url}),
+        "dims": list(acts.dims),
         "shape": list(acts.shape),
         "dtype": acts.dtype.name,
-        "digest": {
-            "algorithm": ALGORITHM,
-            "scope": "full" if is_small else "sampled",
-            "value": hasher.hexdigest(),
-        },
+        "digest": _digest(acts.read, acts.shape[0], is_small=is_small),
     }
+    if token_arrays:
+        digests = {
+            name: _digest(_rows_of(values), acts.shape[0], is_small=is_small) for name, values in token_arrays.items()
+        }
+        found["token_arrays"] = digests
+    return found
+
+
+def _rows_of(values: Sliceable) -> Callable[[int, int], npt.NDArray[np.generic]]:
+    """What reads some rows of a token array."""
+    return lambda start, end: computed(values[start:end,], where="token_arrays")
+
+
+def _digest(read: Callable[[int, int], npt.NDArray[np.generic]], n: int, *, is_small: bool) -> dict[str, object]:
+    """The digest of eight of `n` examples, or of all."""
+    samples = [(i, i + 1) for i in sorted({i * (n - 1) // (_N_SAMPLES - 1) for i in range(_N_SAMPLES)})]
+    hasher = xxhash.xxh3_128()
+    for start, end in [(0, n)] if is_small else samples:
+        values = read(start, end)
+        hasher.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8).data)
+    return {"algorithm": ALGORITHM, "scope": "full" if is_small else "sampled", "value": hasher.hexdigest()}
 
 
 def checked_token_arrays(
