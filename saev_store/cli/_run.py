@@ -13,6 +13,7 @@ import typer
 
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
+from saev_store.cli.importing import import_
 from saev_store.cli.ls import ls
 from saev_store.cli.prepare import prepare
 from saev_store.cli.reading import estimate, head, info, serve, stats, validate
@@ -60,10 +61,25 @@ def app() -> Command:
         context_settings=_HELP_NAMES,
     )
     typed.callback(invoke_without_command=True)(_top)
-    for command in (info, estimate, ls, head, validate, copy, clean, convert, prepare, export, stats, serve, demo):
+    for command in (
+        info,
+        estimate,
+        ls,
+        head,
+        validate,
+        copy,
+        import_,
+        clean,
+        convert,
+        prepare,
+        export,
+        stats,
+        serve,
+        demo,
+    ):
         # Without a short help of its own a command's description is cut in the list of commands.
         first = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
-        typed.command(short_help=first, context_settings=_HELP_NAMES)(command)
+        typed.command(command.__name__.rstrip("_"), short_help=first, context_settings=_HELP_NAMES)(command)
     return cast("Command", typer.main.get_command(typed))
 
 
@@ -126,7 +142,8 @@ def run(argv: list[str]) -> int:
 
     def interrupted() -> int:
         if not as_json:
-            print("interrupted" + ("; the same command continues" if "copy" in argv[:1] else ""), file=sys.stderr)
+            continues = argv[:1] in (["copy"], ["import"])
+            print("interrupted" + ("; the same command continues" if continues else ""), file=sys.stderr)
         return INTERRUPTED
 
     try:

@@ -15,6 +15,7 @@ from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
+from saev_store.store.importing import Importing
 from saev_store.store.opening import Opened, as_metadata, open_store
 from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, chosen_rows, prepared
@@ -43,7 +44,7 @@ ChunkShape: TypeAlias = Literal["auto"] | Sequence[int]
 TaskSizes: TypeAlias = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | Literal["auto"] | int | None
 
 
-class ShardStore(TextReading):
+class ShardStore(TextReading, Importing):
     """An opened store of activations: index it like a NumPy array, or select from it by label.
 
     Made by `ShardStore.open`. Reads return fresh float32 arrays, or those of another `dtype=` where a method takes one. May be shared between threads, pickled (it reopens), and

@@ -65,6 +65,7 @@ LAZY_CYCLES = {
     ("store.store", "store.listing"),
     ("store.store", "writer"),
     ("store.store", "writer.copying"),
+    ("store.importing", "writer.importing"),
 }
 
 #: Heavy library -> beginnings of the names of the only files that may import it.
@@ -72,7 +73,7 @@ HEAVY = {
     "aiohttp": ("transport/fsspec/",),
     "boto3": (),
     "botocore": ("transport/fsspec/",),
-    "dask": ("dask.py", "xarray.py", "zarr/", "testing/", "stats/"),
+    "dask": ("dask.py", "xarray.py", "zarr/", "testing/", "stats/", "writer/importing/_cluster.py"),
     "distributed": ("stats/",),
     "fastparquet": ("export/",),
     "fsspec": ("transport/fsspec/", "sources/energon/filesystem.py"),
@@ -84,12 +85,13 @@ HEAVY = {
     "PIL": ("record/", "sources/energon/field_map.py"),
     "pandas": ("export/", "xarray.py"),
     "pydantic": ("documents/", "loaders/options.py", "sources/provenance.py", "stats/", "torch/"),
+    "pyarrow": ("sources/caches/_arrow.py",),
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec/",),
     "skimage": ("record/",),
     "starlette": ("serve/",),
     "tensorstore": ("export/",),
-    "torch": ("torch/", "sources/llmbatch/reader.py", "record/", "testing/", "compat/"),
+    "torch": ("torch/", "sources/llmbatch/reader.py", "sources/caches/memmap.py", "record/", "testing/", "compat/"),
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),
     "transformers": ("record/",),
     "typer": ("cli/",),

@@ -1,0 +1,95 @@
+"""The command `import`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from saev_store.cli._common import (
+    AsJson,
+    DstOptions,
+    DstPairs,
+    Pairs,
+    Progress,
+    StorageOptions,
+    emit,
+    emit_json,
+    integers,
+    layer_keys,
+    storage_options,
+)
+from saev_store.errors import ArgumentError
+
+
+def import_(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The folder of a cache, or a .npy file: a path, or any fsspec URL.")
+    ],
+    to: Annotated[str, typer.Option(metavar="ROOT", help="The folder in which the store's folder is created.")],
+    family: Annotated[str, typer.Option(help="The family of models, such as gpt2.")],
+    ckpt: Annotated[str | None, typer.Option(help="The model [default: as the cache names it].")] = None,
+    format: Annotated[
+        Literal["saelens", "hidden-states", "memmap", "npy"] | None,
+        typer.Option("--format", help="Format of the cache [default: by the names of its files]."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="2,5:attn_out", help="Layers of the cache, in its order, if it does not name them."),
+    ] = None,
+    layer_ids: Annotated[
+        str | None,
+        typer.Option(metavar="3,18,36", help="Layers of hidden states, as ids of vLLM: id i is layer i - 1."),
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of an example, where documents lie end to end.")] = None,
+    bos_token: Annotated[int | None, typer.Option(help="Memmaps: the token id with which documents begin.")] = None,
+    cls_token: Annotated[
+        bool | None, typer.Option("--cls-token/--no-cls-token", help="Token 0 of each context is a CLS or BOS token.")
+    ] = None,
+    dims: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Arrays: names of the axes, such as layer,example,token,d_model."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Round the numbers to this dtype [default: as in the cache]."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Where the data set is.")] = None,
+    max_tokens_per_shard: Annotated[int, typer.Option(help="Budget of vectors per shard.")] = 2_400_000,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import.")] = True,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the store with the cache.")] = True,
+    on_nonfinite: Annotated[
+        Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
+    ] = "raise",
+    on_overflow: Annotated[
+        Literal["raise", "warn", "saturate"], typer.Option(help="What to do with numbers that would become infinite.")
+    ] = "raise",
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
+    progress: Progress = None,
+) -> None:
+    """Write what another program has cached as a store, bit for bit; an interrupted import continues where it stopped.
+
+    Caches of SAELens, hidden states of vLLM and speculators, memory-mapped vectors with their tokens, and .npy files.
+    """
+    from saev_store.sources.caches import import_cache
+
+    if context is not None and context < 1:
+        raise ArgumentError(f"it is {context}; it must be more than 0", where="--context")
+    with import_cache(
+        url, to, format=format, family=family, ckpt=ckpt,
+        layers=None if layers is None else layer_keys(layers, where="--layers"),
+        layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
+        context=context, bos_token=bos_token, cls_token=cls_token, dims=None if dims is None else dims.split(","),
+        dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
+        verify=verify, storage_options=storage_options(options, option),
+        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
+    ) as store:  # fmt: skip
+        if as_json:
+            emit_json({"url": store.url, "shape": list(store.shape), "dtype": store.dtype.name})
+        else:
+            emit(store.url)

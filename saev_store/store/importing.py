@@ -1,0 +1,105 @@
+"""What makes stores of arrays; a part of `ShardStore`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from saev_store.core.dtypes import StoredDtype
+from saev_store.core.layout import IntArray
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from saev_store.store.store import ShardStore
+
+
+class Importing:
+    """What `ShardStore` has for data that are no store yet."""
+
+    @classmethod
+    def from_array(
+        cls,
+        array: object,
+        root: str | os.PathLike[str],
+        *,
+        family: str,
+        ckpt: str,
+        layers: Sequence[int] | IntArray | None = None,
+        cls_token: bool = False,
+        dims: Sequence[str] | None = None,
+        dtype: StoredDtype | None = None,
+        token_arrays: Mapping[str, object] | None = None,
+        hook_points: Sequence[str] | None = None,
+        text: Mapping[str, object] | None = None,
+        data: Mapping[str, object] | None = None,
+        dataset: str | os.PathLike[str] | None = None,
+        max_tokens_per_shard: int = 2_400_000,
+        max_block_bytes: int = 256 << 20,
+        resume: bool | Literal["auto"] = "auto",
+        verify: bool = True,
+        client: Client | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        pad: bool | None = None,
+        on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
+        on_overflow: Literal["raise", "warn", "saturate"] = "raise",
+        progress: bool | None = None,
+    ) -> ShardStore:
+        """Write an array as a new store below `root`, block by block, and open it.
+
+        The store is named by its metadata, which hold the array's shape, dtype and a digest of eight of its examples: another array
+        is another store. The same call continues after a crash; a store that is finished is opened. docs/importing.md has examples.
+
+        Args:
+            array: Activations, as an array of NumPy (also mapped from a file), zarr, h5py, xarray, dask or torch. Lazy ones are
+                computed block by block by threads of this process.
+            root: The folder of stores; created if need be.
+            family: The family of models, such as "clip".
+            ckpt: The model.
+            layers: The label of each entry of the layer axis; None: the coordinate "layer" of an xarray array.
+            cls_token: Whether token 0 is a CLS or BOS token, which token arrays leave out.
+            dims: The names of the axes in their order: "example" and "d_model", and if there are such axes "layer" and "token". None: those
+                of xarray, else (example, layer, token, d_model), (example, token, d_model) or (example, d_model).
+            dtype: Of the store: "float32", "bfloat16" or "float16"; None keeps that of the array. Numbers are rounded to nearest even,
+                those of float64, which no store holds, to float32 first.
+            token_arrays: (examples, content tokens) for each token array, by name, of the same kinds as `array`.
+            hook_points: Where in its layer each entry of the layer axis was taken; None: "resid_post".
+            text: How texts were cut into examples, as in `new_metadata`.
+            data: Describes the data set; `imported` is added to it.
+            dataset: Where the data set is.
+            max_tokens_per_shard: Budget of vectors per shard.
+            max_block_bytes: Read at most so much of the array at a time, or one example, or what it holds as one chunk. Two copies
+                of it are in memory.
+            resume: As in `ShardStore.create`; False also refuses a finished store.
+            verify: Compare digests of the array with those of the files that were written, and read the files again, before publishing. An import
+                that is continued then reads all of the array.
+            client: A dask cluster whose workers write a dask array, each its own shards; they must reach `root`, and what the array is
+                computed from. None: this process writes.
+            storage_options: What fsspec hands to the file system of `root`.
+            pad: Write the last shard at full size, its tail zeros.
+            on_nonfinite: What to do with NaN and infinity.
+            on_overflow: What to do with finite numbers that become infinite in the dtype of a 16-bit store.
+            progress: Show a bar on stderr; default: when it is a terminal.
+
+        Raises:
+            ArgumentError: the array or an argument breaks a rule; the message names it.
+            ResumeError: the file that the array lies in has changed since an unfinished import of it was begun.
+            CorruptShardError: what was written is not what the array holds; nothing is published.
+
+        >>> import numpy as np
+        >>> from saev_store import ShardStore
+        >>> acts = np.arange(3 * 4 * 8, dtype=np.float32).reshape(3, 4, 8)
+        >>> store = ShardStore.from_array(acts, "memory://shards", family="vit", ckpt="tiny", layers=[11])
+        >>> store.shape, store[2, 0, 3, :3].tolist()
+        ((3, 1, 4, 8), [88.0, 89.0, 90.0])
+        """
+        from saev_store.writer.importing import from_array
+
+        return from_array(
+            array, root, family=family, ckpt=ckpt, layers=layers, cls_token=cls_token, dims=dims, dtype=dtype,
+            token_arrays=token_arrays, hook_points=hook_points, text=text, data=data, dataset=dataset,
+            max_tokens_per_shard=max_tokens_per_shard, max_block_bytes=max_block_bytes, resume=resume, verify=verify,
+            client=client, storage_options=storage_options, pad=pad, on_nonfinite=on_nonfinite, on_overflow=on_overflow,
+            progress=progress,
+        )  # fmt: skip

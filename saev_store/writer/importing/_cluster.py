@@ -1,0 +1,112 @@
+"""Imports of dask arrays by a cluster: each task writes one part of the store, and computes what it needs for that."""
+
+# dask and distributed have partial types: what `optimize` returns, futures and clients are unknown to the type checker.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from saev_store._runtime.progress import Progress
+from saev_store.errors import ArgumentError, IncompleteStoreError, brief
+from saev_store.names import CLAIM_PATH
+from saev_store.transport import open_transport
+from saev_store.writer._publish import finalize_store, published_already
+from saev_store.writer.folder import Folder, part_examples, part_shards
+from saev_store.writer.importing._arrays import ArrayExamples
+from saev_store.writer.importing._write import ImportOptions, check_unchanged, import_examples
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+#: A scheduler spends some milliseconds on a part.
+MAX_PARTS = 1024
+
+
+def import_on_cluster(
+    examples: ArrayExamples,
+    root: str,
+    storage_options: Mapping[str, object] | None,
+    options: ImportOptions,
+    client: Client,
+) -> None:
+    """Write the store of a dask array in parts, one task for each, and publish it.
+
+    The parts follow from the store alone, so that another cluster can go on where one has stopped.
+
+    Args:
+        examples: Of an array of dask, or of xarray with one inside.
+        root: The folder of stores, at an address that means the same to all workers.
+        storage_options: For its file system.
+        options: How the parts are written.
+        client: Of the cluster.
+
+    Raises:
+        ArgumentError: the array is in the memory or in an open file of this process, or the client is asynchronous.
+        SaevStoreError: as for `import_examples`, from any of the workers. What is durable stays.
+    """
+    if not hasattr(client, "submit"):
+        raise ArgumentError(
+            f"client is {brief(client)}; it must be a distributed.Client",
+            where="client",
+            remedy='Pass distributed.Client("tcp://…").',
+        )
+    if not examples.is_lazy:
+        raise ArgumentError(
+            "a cluster writes dask arrays only: others would be sent to the workers",
+            where="client",
+            remedy="Pass dask.array.from_zarr(…) or another array whose chunks the workers can compute.",
+        )
+    if client.asynchronous:
+        raise ArgumentError("the client is asynchronous", where="client", remedy="Pass a synchronous one.")
+    metadata, transport = examples.metadata, open_transport(root, storage_options)
+    layout, folder = metadata.layout, Folder(transport, metadata.hash)
+    if published_already(folder, metadata):
+        import_examples(examples, transport, options)
+        return
+    if options.resume is False and folder.exists(CLAIM_PATH):
+        raise IncompleteStoreError(
+            "there is an unfinished store", where=folder.url, remedy='Continue it with resume="auto", or discard it.'
+        )
+    check_unchanged(transport, metadata)
+    # A task that is run again, because its worker was lost, goes on with its part.
+    of_part = options._replace(resume=options.resume or "auto", progress=False)
+    world = min(layout.n_shards, MAX_PARTS)
+    parts = [part_examples(layout, part_shards(layout.n_shards, rank, world)) for rank in range(world)]
+    futures = deque(
+        client.submit(
+            partial(_write_part, _culled(examples, *part), transport.url, storage_options, of_part, (rank, world)),
+            pure=False,
+        )
+        for rank, part in enumerate(parts)
+    )
+    with Progress(layout.nbytes, "importing", shown=options.progress) as bar:
+        for first, end in parts:
+            futures.popleft().result()  # after an error the others are released, which cancels them
+            bar.advance((end - first) * layout.example_nbytes)
+    finalize_store(transport, metadata, verify="digests" if options.verify else "sizes", progress=options.progress)
+
+
+def _write_part(
+    examples: ArrayExamples,
+    root: str,
+    storage_options: Mapping[str, object] | None,
+    options: ImportOptions,
+    part: tuple[int, int],
+) -> None:
+    """What a task does."""
+    import_examples(examples, open_transport(root, storage_options), options, part=part)
+
+
+def _culled(examples: ArrayExamples, first: int, end: int) -> ArrayExamples:
+    """Some examples, with only the tasks that they need."""
+    from dask.base import optimize
+
+    def culled(array: object) -> object:
+        (found,) = optimize(array)
+        return found
+
+    return examples.part(first, end, culled)

@@ -1,0 +1,683 @@
+"""`import_cache`: what other programs have cached becomes stores, bit for bit.
+
+The caches here are written by hand from what their programs write; those of SAELens by pyarrow, as Hugging Face's library does. The
+programs' own writers are in tests/peers/test_cache_peers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors_files import safetensors
+
+from saev_store import ShardStore
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    ResumeError,
+    SaevStoreError,
+)
+from saev_store.sources.caches import FORMATS, import_cache
+from saev_store.transport import open_transport
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+MODEL = {"family": "llama", "ckpt": "tiny", "progress": False}
+RNG = np.random.default_rng(0)
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------------
+
+
+def request(n_tokens: int, dtype: np.dtype = BF16, *, n_layers: int = 2, d_model: int = 8) -> dict[str, np.ndarray]:
+    return {
+        "hidden_states": RNG.standard_normal((n_tokens, n_layers, d_model)).astype(dtype),
+        "token_ids": RNG.integers(0, 1000, n_tokens),
+    }
+
+
+def requests(folder: Path, lengths: Sequence[int], dtype: np.dtype = BF16) -> list[dict[str, np.ndarray]]:
+    """Files hs_0, hs_1, …; hs_10 sorts behind hs_9."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [request(n, dtype) for n in lengths]
+    for number, tensors in enumerate(made):
+        (folder / f"hs_{number}.safetensors").write_bytes(safetensors(tensors))
+    (folder / "hs_0.safetensors.lock").touch()
+    return made
+
+
+def assert_is_stream(store: ShardStore, acts: np.ndarray, context: int) -> None:
+    """The vectors (tokens, layers, d_model) lie end to end in examples of `context` tokens, zeros at the end."""
+    n, n_layers, d_model = acts.shape
+    stored = store.read(dtype="stored").swapaxes(1, 2).reshape(-1, n_layers, d_model)
+    assert stored.dtype == acts.dtype
+    assert len(stored) == -(-n // context) * context
+    assert stored[:n].tobytes() == acts.tobytes()
+    assert not stored[n:].astype(np.float32).any()
+    mask = store.token_arrays["mask"].reshape(-1)
+    assert mask[:n].all()
+    assert not mask[n:].any()
+    assert store.validate(deep=True).ok
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("context", [4, 7, 64])
+def test_hidden_states_become_a_stream_of_their_requests(name: str, context: int, tmp_path: Path):
+    made = requests(
+        tmp_path / "hs", [5, 3, 9, 1, 2, 6, 4, 8, 2, 2, 7, 3], np.dtype(BF16 if name == "bfloat16" else name)
+    )
+    store = import_cache(
+        tmp_path / "hs", tmp_path / "out", **MODEL, layer_ids=[3, 18], context=context, max_tokens_per_shard=2 * context,
+        max_block_bytes=200,
+    )  # fmt: skip
+    acts = np.concatenate([tensors["hidden_states"] for tensors in made])
+    assert_is_stream(store, acts, context)
+    assert store.layers == (2, 17)  # what enters layer 3 has left layer 2
+    assert store.metadata.text == {"layout": "stream", "bos": False}
+    for number, tensors in enumerate(made):
+        document = store.document(number, dtype="stored")
+        assert document.token_arrays["token_ids"].tolist() == tensors["token_ids"].tolist()
+        assert document.token_arrays["positions"].tolist() == list(range(len(tensors["token_ids"])))
+        assert document.acts.tobytes() == tensors["hidden_states"].swapaxes(0, 1).tobytes()
+
+
+def test_requests_keep_the_numbers_of_their_names(tmp_path: Path):
+    for number in (12, 3, 40):
+        (tmp_path / f"hs_{number}.safetensors").write_bytes(safetensors(request(number)))
+    store = import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=5)
+    ids = store.token_arrays["document_ids"].reshape(-1)
+    assert ids.tolist() == [3] * 3 + [12] * 12 + [40] * 40
+    for name in ("a-1", "b-1"):  # twice the same number: no number
+        (tmp_path / f"{name}.safetensors").write_bytes(safetensors(request(2)))
+    store = import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=5)
+    assert np.unique(store.token_arrays["document_ids"]).tolist() == [-1, 0, 1, 2, 3, 4]
+
+
+def test_layers_are_named_in_either_numbering(tmp_path: Path):
+    requests(tmp_path / "hs", [3])
+
+    def named(**layers: object) -> tuple[object, ...]:
+        store = import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, context=3, **layers)
+        return store.layout.layer_keys
+
+    assert named(layer_ids=[0, 36]) == ((0, "resid_pre"), (35, "resid_post"))
+    assert named(layers=[(4, "mlp_out"), 4]) == ((4, "mlp_out"), (4, "resid_post"))
+    for wrong in (
+        {},
+        {"layers": [1, 2], "layer_ids": [2, 3]},
+        {"layers": [1]},
+        {"layer_ids": ["3", 4]},
+        {"layer_ids": [-1, 4]},
+    ):
+        with pytest.raises(ArgumentError):
+            named(**wrong)
+
+
+def test_a_header_may_be_long_and_numbers_lie_anywhere(tmp_path: Path):
+    tensors = request(4)
+    (tmp_path / "a.safetensors").write_bytes(safetensors(tensors, pad=9001))
+    store = import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=4)
+    assert_is_stream(store, tensors["hidden_states"], 4)
+
+
+def _without(name: str) -> Callable[[dict], None]:
+    return lambda header: header.pop(name)
+
+
+def _changed(name: str, **values: object) -> Callable[[dict], None]:
+    return lambda header: header[name].update(values)
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind", "message"),
+    [
+        (_without("hidden_states"), DocumentError, "no tensor 'hidden_states'"),
+        (_without("token_ids"), CorruptShardError, "the file has"),
+        (_changed("hidden_states", dtype="F8_E4M3"), DocumentError, "bytes in the file"),
+        (_changed("hidden_states", dtype="F4"), DocumentError, "no dtype, shape and data_offsets"),
+        (_changed("hidden_states", dtype="I16"), DocumentError, "it must be F32, F16 or BF16"),
+        (_changed("hidden_states", shape=[6, 16]), DocumentError, "it must be F32, F16 or BF16"),
+        (_changed("hidden_states", shape=[2**40, 2, 8]), DocumentError, "bytes in the file"),
+        (_changed("hidden_states", shape=[2**62, 2**62, 8]), DocumentError, "bytes in the file"),
+        (_changed("hidden_states", shape=[-6, 2, -8]), DocumentError, "no dtype, shape"),
+        (_changed("hidden_states", shape=[True, 2, 8]), DocumentError, "no dtype, shape"),
+        (_changed("hidden_states", shape=[3, 4, 8]), CorruptShardError, "3 tokens, token_ids"),
+        (_changed("hidden_states", shape=[6, 1, 16]), DocumentError, "in hs_0.safetensors it is"),
+        (_changed("hidden_states", data_offsets=[10**15, 10**15 + 192]), CorruptShardError, "the file has"),
+        (_changed("hidden_states", data_offsets=[192, 0]), DocumentError, "bytes in the file"),
+        (_changed("hidden_states", data_offsets=[0]), DocumentError, "no dtype, shape and data_offsets"),
+        (_changed("hidden_states", data_offsets="all"), DocumentError, "no dtype, shape and data_offsets"),
+        (_changed("token_ids", dtype="F64"), CorruptShardError, "token_ids is F64"),
+        (lambda header: header.update(token_ids=7), DocumentError, "no dtype, shape and data_offsets"),
+        (lambda header: header.update(hidden_states_scales=dict(header["token_ids"])), DocumentError, "scaled 8-bit"),
+    ],
+)
+def test_headers_that_break_a_rule_are_refused(
+    edit: Callable[[dict], None], kind: type[Exception], message: str, tmp_path: Path
+):
+    requests(tmp_path / "hs", [3])
+    (tmp_path / "hs" / "hs_1.safetensors").write_bytes(safetensors(request(6), edit))
+    with pytest.raises(kind, match=message) as caught:
+        import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, layers=[1, 2], context=4)
+    assert isinstance(caught.value, SaevStoreError)
+    assert "hs_1.safetensors" in str(caught.value.where)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "message"),
+    [
+        (b"", CorruptShardError, "too few for a safetensors file"),
+        (b"abc", CorruptShardError, "too few for a safetensors file"),
+        (struct.pack("<Q", 2**63), CorruptShardError, "said to take 9223372036854775808 bytes"),
+        (struct.pack("<Q", 2**40) + b"{}", CorruptShardError, "said to take"),
+        (struct.pack("<Q", 5) + b"{nope", DocumentError, "no JSON"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, DocumentError, "no JSON"),
+        (struct.pack("<Q", 2) + b"[]", DocumentError, "no JSON object"),
+        (struct.pack("<Q", 2) + b"{}", DocumentError, "no tensor"),
+        (struct.pack("<Q", 2) + b"{}more", CorruptShardError, "the file has 14"),
+        (struct.pack("<Q", 2 << 20) + b" " * (2 << 20), DocumentError, "hidden states have at most"),
+        (safetensors(request(5))[:-1], CorruptShardError, "It was cut"),
+    ],
+)  # fmt: skip
+def test_files_that_are_none_are_refused(raw: bytes, kind: type[Exception], message: str, tmp_path: Path):
+    (tmp_path / "hs_0.safetensors").write_bytes(raw)
+    with pytest.raises(kind, match=message):
+        import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=4)
+
+
+def test_requests_without_tokens_are_nothing_to_import(tmp_path: Path):
+    requests(tmp_path / "hs", [0, 0])
+    with pytest.raises(DocumentError, match="no token"):
+        import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, layers=[1, 2], context=4)
+    (tmp_path / "hs" / "hs_2.safetensors").write_bytes(safetensors(tensors := request(5)))
+    store = import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, layers=[1, 2], context=4)
+    assert_is_stream(store, tensors["hidden_states"], 4)
+    assert store.document(2).acts.shape == (2, 5, 8)
+
+
+def test_token_ids_that_no_store_holds_are_refused(tmp_path: Path):
+    tensors = request(4)
+    tensors["token_ids"][2] = 2**40
+    (tmp_path / "hs_0.safetensors").write_bytes(safetensors(tensors))
+    with pytest.raises(ArgumentError, match="token_ids holds values"):
+        import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=4)
+
+
+@pytest.mark.parametrize("context", [None, 0, -1, 2.5, True])
+def test_a_context_is_needed(context: object, tmp_path: Path):
+    requests(tmp_path / "hs", [3])
+    with pytest.raises(ArgumentError) as caught:
+        import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, layers=[1, 2], context=context)
+    assert caught.value.where == "context"
+
+
+def test_an_interrupted_import_continues_and_a_changed_cache_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = requests(tmp_path / "hs", [5, 3, 9, 7, 6])
+    options = {**MODEL, "layers": [1, 2], "context": 3, "max_tokens_per_shard": 12, "max_block_bytes": 1}
+    whole = import_cache(tmp_path / "hs", tmp_path / "a", **options)
+    from saev_store.writer import shard_writer
+
+    append, n_calls = shard_writer.ShardWriter.append, []
+
+    def failing(self: object, *args: object, **arrays: object) -> None:
+        n_calls.append(1)
+        if len(n_calls) == 6:
+            raise KeyboardInterrupt
+        append(self, *args, **arrays)
+
+    monkeypatch.setattr(shard_writer.ShardWriter, "append", failing)
+    with pytest.raises(KeyboardInterrupt):
+        import_cache(tmp_path / "hs", tmp_path / "b", **options)
+    path = tmp_path / "hs" / "hs_3.safetensors"
+    kept = path.read_bytes()
+    path.write_bytes(safetensors({**made[3], "token_ids": made[3]["token_ids"] + 1}))
+    with pytest.raises(ResumeError, match="has changed since the import"):
+        import_cache(tmp_path / "hs", tmp_path / "b", **options)
+    path.write_bytes(kept)
+    again = import_cache(tmp_path / "hs", tmp_path / "b", **options)
+    for name in ("acts000000.bin", "acts000004.bin", "token_ids.bin", "metadata.json", "digests.json"):
+        there = [Path(store.url.removeprefix("file://"), name).read_bytes() for store in (whole, again)]
+        assert there[0] == there[1]
+
+
+def test_a_cache_in_a_bucket_is_read_where_it_is():
+    from saev_store.transport import Writes
+
+    made = [request(n) for n in (5, 3, 9)]
+    transport = open_transport("memory://caches/hs")
+    assert isinstance(transport, Writes)
+    for number, tensors in enumerate(made):
+        transport.put(f"hs_{number}.safetensors", safetensors(tensors))
+    store = import_cache("memory://caches/hs", "memory://caches/out", **MODEL, layers=[1, 2], context=4)
+    assert_is_stream(store, np.concatenate([tensors["hidden_states"] for tensors in made]), 4)
+
+
+# -- memory-mapped files ----------------------------------------------------------------------------------------------------
+
+
+def memmaps(
+    folder: Path, layers: Sequence[np.ndarray], shards: Sequence[int], *, dtype: str = "bfloat16", **config: object
+) -> None:
+    """The files of crosscoder_learning: for each layer (tokens, d_model) in shards of so many tokens."""
+    for number, values in enumerate(layers):
+        sub = folder / f"layer_{9 + number}_out"  # 9 before 10, although not as text
+        sub.mkdir(parents=True, exist_ok=True)
+        at = 0
+        for shard_idx, n in enumerate(shards):
+            part = values[at : at + n]
+            (sub / f"shard_{shard_idx}.memmap").write_bytes(part.tobytes())
+            meta = {"shape": list(part.shape), "dtype": dtype}
+            (sub / f"shard_{shard_idx}.meta").write_text(json.dumps(meta))
+            at += n
+        document = {"shard_count": len(shards), "total_size": at, "d_model": values.shape[1], "shuffle_shards": False}
+        (sub / "config.json").write_text(json.dumps(document | config))
+
+
+def saved(path: Path, values: object) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save(torch.tensor(values), path)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_memmaps_with_ranges_become_a_stream_of_documents(pairs: bool, name: str, tmp_path: Path):
+    acts = RNG.standard_normal((29, 2, 8)).astype(BF16 if name == "bfloat16" else name)
+    memmaps(tmp_path / "c", [acts[:, 0], acts[:, 1]], [12, 10, 7], dtype=name)
+    ids = RNG.integers(0, 1000, 29)
+    saved(tmp_path / "c" / "tokens.pt", ids)
+    bounds = [0, 5, 14, 20, 29]
+    saved(tmp_path / "c" / "sequence_ranges.pt", list(pairwise(bounds)) if pairs else bounds)
+    store = import_cache(
+        tmp_path / "c",
+        tmp_path / "out",
+        **MODEL,
+        layers=[9, 10],
+        context=4,
+        max_tokens_per_shard=16,
+        max_block_bytes=300,
+    )
+    assert_is_stream(store, acts, 4)
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        document = store.document(number, dtype="stored")
+        assert document.acts.tobytes() == acts[start:end].swapaxes(0, 1).tobytes()
+        assert document.token_arrays["token_ids"].tolist() == ids[start:end].tolist()
+
+
+def test_memmaps_without_ranges_have_documents_where_a_bos_token_says_so(tmp_path: Path):
+    acts = RNG.standard_normal((11, 1, 8)).astype(np.float32)
+    memmaps(tmp_path / "c", [acts[:, 0]], [11], dtype="torch.float32")
+    saved(tmp_path / "c" / "tokens.pt", [2, 5, 5, 2, 7, 2, 1, 1, 1, 1, 2])
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[9], context=4, bos_token=2)
+    assert [len(store.document(number)) for number in range(4)] == [3, 2, 5, 1]
+    assert_is_stream(store, acts, 4)
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[9], context=4)
+    assert sorted(store.token_arrays) == ["mask", "token_ids"]
+    with pytest.raises(ArgumentError, match="the first token is not 7"):
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[9], context=4, bos_token=7)
+
+
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "layer_9_out" / name).write_text(text)
+
+
+def _with_another_layer(folder: Path) -> None:
+    memmaps(folder / "other", [np.zeros((21, 8), BF16)], [12, 9])
+    (folder / "other" / "layer_9_out").rename(folder / "layer_10_out")
+    (folder / "other").rmdir()
+
+
+def _cut(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (_cut("layer_9_out/shard_1.memmap"), CorruptShardError, "it has 158 bytes; 10 vectors"),
+        (_write("shard_1.meta", '{"shape": [1000000000000, 8], "dtype": "bfloat16"}'), CorruptShardError, "1000000000000 vectors"),
+        (_write("shard_1.meta", '{"shape": [10, 7], "dtype": "bfloat16"}'), DocumentError, r"must be \[tokens, 8\]"),
+        (_write("shard_1.meta", '{"shape": 10, "dtype": "bfloat16"}'), DocumentError, "must be"),
+        (_write("shard_1.meta", '{"shape": [10, 8], "dtype": "int8"}'), DocumentError, "dtype is 'int8'"),
+        (_write("shard_1.meta", "nothing"), DocumentError, "no JSON"),
+        (_write("config.json", "[1]"), DocumentError, "no JSON object"),
+        (_write("config.json", '{"shard_count": 3, "total_size": 22, "d_model": 8}'), NotFoundError, "shard_2.memmap is missing"),
+        (_write("config.json", '{"shard_count": 1e9, "total_size": 22, "d_model": 8}'), DocumentError, "shard_count is"),
+        (_write("config.json", '{"shard_count": 2, "total_size": 23, "d_model": 8}'), DocumentError, "total_size is 23"),
+        (
+            _write("config.json", '{"shard_count": 2, "total_size": 22, "d_model": 8, "shuffle_shards": true}'),
+            DocumentError, "were shuffled",
+        ),
+        (lambda folder: (folder / "layer_9_out" / "shard_0.meta").unlink(), NotFoundError, "shard_0.meta"),
+        (_with_another_layer, DocumentError, "layer_10_out has 21 tokens"),
+        (lambda folder: saved(folder / "tokens.pt", list(range(21))), CorruptShardError, "for 22 vectors"),
+        (lambda folder: saved(folder / "tokens.pt", [0.5] * 22), DocumentError, "no tensor of integers"),
+        (lambda folder: (folder / "tokens.pt").write_bytes(b"no"), DocumentError, "weights_only=True"),
+        (lambda folder: (folder / "tokens.pt").write_bytes(bytes(1 << 20)), CorruptShardError, "too many for 22 tokens"),
+        (lambda folder: saved(folder / "sequence_ranges.pt", [0, 5, 21]), CorruptShardError, "does not end with 22"),
+        (lambda folder: saved(folder / "sequence_ranges.pt", [1, 22]), ArgumentError, "do not cover"),
+        (lambda folder: saved(folder / "sequence_ranges.pt", [0, 9, 5, 22]), ArgumentError, "do not cover"),
+        (lambda folder: saved(folder / "sequence_ranges.pt", [[0, 5], [6, 22]]), CorruptShardError, "do not cover"),
+        (lambda folder: saved(folder / "sequence_ranges.pt", [[[0]]]), CorruptShardError, "does not end"),
+    ],
+)  # fmt: skip
+def test_memmaps_that_break_a_rule_are_refused(
+    damage: Callable[[Path], object], kind: type[Exception], message: str, tmp_path: Path
+):
+    folder = tmp_path / "c"
+    memmaps(folder, [np.ones((22, 8), BF16)] * 1, [12, 10])
+    saved(folder / "tokens.pt", list(range(22)))
+    damage(folder)
+    n_layers = len(list(folder.glob("layer_*")))
+    with pytest.raises(kind, match=message):
+        import_cache(folder, tmp_path / "out", **MODEL, layers=list(range(n_layers)), context=4)
+    assert not list((tmp_path / "out").glob("*/metadata.json"))
+
+
+def test_a_torch_file_is_not_executed(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "executed",))
+
+    memmaps(tmp_path / "c", [np.ones((22, 8), BF16)], [22])
+    torch.save(Evil(), tmp_path / "c" / "tokens.pt")
+    with pytest.raises(DocumentError, match="weights_only=True"):
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[9], context=4)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_folder_of_one_layer_is_not_the_cache(tmp_path: Path):
+    memmaps(tmp_path / "c", [np.ones((22, 8), BF16)], [22])
+    with pytest.raises(ArgumentError, match="the folder of one layer"):
+        import_cache(tmp_path / "c" / "layer_9_out", tmp_path / "out", **MODEL, layers=[9], context=4)
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[9], context=4, format="memmap")
+    assert list(store.token_arrays) == ["mask"]
+
+
+# -- Arrow ------------------------------------------------------------------------------------------------------------------
+
+
+def arrow(
+    folder: Path,
+    columns: dict[str, np.ndarray],
+    files: Sequence[int],
+    *,
+    rows_in_batch: int = 3,
+    claim: dict | None = None,
+) -> None:
+    """What Hugging Face's library saves of such columns, in files of so many rows."""
+    pa = pytest.importorskip("pyarrow")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    features, at, names = {}, 0, []
+    for name, values in columns.items():
+        kind = {"_type": "Array2D", "shape": list(values.shape[1:]), "dtype": values.dtype.name}
+        features[name] = kind if values.ndim == 3 else {"_type": "List", "length": values.shape[1]}
+    for number, n in enumerate(files):
+        names.append(f"data-{number:05d}-of-{len(files):05d}.arrow")
+        arrays = {name: pa.array([list(row) for row in values[at : at + n]]) for name, values in columns.items()}
+        table = pa.table(arrays)
+        with pa.OSFile(str(folder / names[-1]), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows_in_batch)
+        at += n
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features | (claim or {})}))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+HOOK, ARROW = "blocks.3.hook_resid_post", "data-00000-of-00001.arrow"
+
+
+def cached(n: int = 11, name: str = "float32") -> dict[str, np.ndarray]:
+    return {
+        HOOK: RNG.standard_normal((n, 4, 8)).astype(name),
+        "token_ids": RNG.integers(0, 1000, (n, 4)).astype(np.int32),
+    }
+
+
+@pytest.mark.parametrize("url", ["disk", "memory"])
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_a_saelens_cache_becomes_a_store_of_its_contexts(name: str, url: str, tmp_path: Path):
+    columns = cached(name=name)
+    columns["blocks.5.attn.hook_z"] = RNG.standard_normal((11, 4, 8)).astype(name)
+    arrow(tmp_path / "c", columns, [6, 5])
+    src: str | Path = tmp_path / "c"
+    if url == "memory":
+        src = f"memory://arrow/{name}"
+        for path in (tmp_path / "c").iterdir():
+            open_transport(src).put(path.name, path.read_bytes())
+    store = import_cache(src, tmp_path / "out", **MODEL, max_tokens_per_shard=16, max_block_bytes=1)
+    assert store.layout.layer_keys == ((3, "resid_post"), (5, "attn.z"))
+    expected = np.stack([columns[HOOK], columns["blocks.5.attn.hook_z"]], axis=1)
+    assert store.read(dtype="stored").tobytes() == expected.tobytes()
+    np.testing.assert_array_equal(store.token_arrays["token_ids"], columns["token_ids"])
+    assert store.metadata.text == {"layout": "window", "bos": False}
+
+
+def test_a_bos_token_of_each_context_is_the_special_token(tmp_path: Path):
+    columns = cached()
+    arrow(tmp_path / "c", columns, [11])
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, cls_token=True)
+    assert store.shape == (11, 1, 4, 8)
+    assert store[...].tobytes() == columns[HOOK].tobytes()
+    np.testing.assert_array_equal(store.token_arrays["token_ids"], columns["token_ids"][:, 1:])
+
+
+def test_hooks_of_other_names_need_layers_and_the_model_may_be_told(tmp_path: Path):
+    columns = {"model.layers.7": cached()[HOOK]}
+    arrow(tmp_path / "c", columns, [11])
+    options = {"family": "llama", "progress": False}
+    with pytest.raises(ArgumentError, match="does not say which"):
+        import_cache(tmp_path / "c", tmp_path / "out", **options, ckpt="tiny")
+    with pytest.raises(ArgumentError, match="does not name its model"):
+        import_cache(tmp_path / "c", tmp_path / "out", **options, layers=[7])
+    (tmp_path / "c" / "cache_activations_runner_cfg.json").write_text('{"model_name": "gpt2-small"}')
+    store = import_cache(tmp_path / "c", tmp_path / "out", **options, layers=[7])
+    assert (store.metadata.ckpt, store.metadata.protocol, store.layers) == ("gpt2-small", "2.0", (7,))
+
+
+def _ragged(column: str) -> Callable[[Path], None]:
+    """One row of a column lacks its last item."""
+
+    def damage(folder: Path) -> None:
+        pa = pytest.importorskip("pyarrow")
+        rows = {name: [list(row) for row in values] for name, values in cached().items()}
+        rows[column][7].pop()
+        table = pa.table(rows)
+        with pa.OSFile(str(folder / ARROW), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+
+    return damage
+
+
+def _inflated(size: int) -> Callable[[Path], None]:
+    """Compressed numbers of which one piece is said to have `size` bytes."""
+
+    def damage(folder: Path) -> None:
+        pa = pytest.importorskip("pyarrow")
+        table = pa.table({name: [list(row) for row in values] for name, values in cached().items()})
+        sink, options = pa.BufferOutputStream(), pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        raw, numbers = sink.getvalue().to_pybytes(), struct.pack("<q", 11 * 4 * 8 * 4)
+        assert raw.count(numbers) == 1
+        (folder / ARROW).write_bytes(raw.replace(numbers, struct.pack("<q", size)))
+
+    return damage
+
+
+def _info(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        document = json.loads((folder / "dataset_info.json").read_text())
+        document["features"][HOOK] |= changes
+        (folder / "dataset_info.json").write_text(json.dumps(document))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (_ragged("token_ids"), CorruptShardError, r"token_ids has lists of \[3, 4\] items"),
+        (_ragged(HOOK), CorruptShardError, r"has lists of \[3, 4\] items"),
+        (_inflated(2**62), CorruptShardError, "no whole Arrow stream"),
+        (_inflated(2**30), CorruptShardError, "no whole Arrow stream"),
+        (_info(shape=[4, 9]), CorruptShardError, "they must have 9"),
+        (_info(shape=[4, 2**40]), DocumentError, "has shape"),
+        (_info(shape=[4, 2**30]), CorruptShardError, "they must have"),
+        (_info(shape=[0, 8]), DocumentError, "has shape"),
+        (_info(shape="4x8"), DocumentError, "has shape"),
+        (_info(dtype="float16"), DocumentError, "it must have float16"),
+        (_info(dtype="int8"), DocumentError, "dtype 'int8'"),
+        (_info(_type="Value"), DocumentError, "no column of activations"),
+        (lambda folder: (folder / ARROW).unlink(), CorruptShardError, "is missing"),
+        (lambda folder: (folder / ARROW).write_bytes(b""), CorruptShardError, "no whole Arrow stream"),
+        (lambda folder: (folder / ARROW).write_bytes(b"x" * 999), CorruptShardError, "no whole Arrow stream"),
+        (lambda folder: (folder / ARROW).write_bytes((folder / ARROW).read_bytes()[:-700]), CorruptShardError, "no whole Arrow stream"),
+        (lambda folder: (folder / "state.json").write_text("{}"), DocumentError, "_data_files must list"),
+        (lambda folder: (folder / "state.json").write_text("["), DocumentError, "no JSON"),
+        (
+            lambda folder: (folder / "state.json").write_text('{"_data_files": [{"filename": "../../etc/x.arrow"}]}'),
+            DocumentError, "no name of an Arrow file",
+        ),
+        (lambda folder: arrow(folder, {"token_ids": cached()["token_ids"]}, [11], claim={
+            HOOK: {"_type": "Array2D", "shape": [4, 8], "dtype": "float32"}}), DocumentError, "no column 'blocks"),
+    ],
+)  # fmt: skip
+def test_saelens_caches_that_break_a_rule_are_refused(
+    damage: Callable[[Path], None], kind: type[Exception], message: str, tmp_path: Path
+):
+    arrow(tmp_path / "c", cached(), [11])
+    damage(tmp_path / "c")
+    with pytest.raises(kind, match=message):
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL)
+    assert not list((tmp_path / "out").glob("*/metadata.json"))
+
+
+# -- .npy, and what is none of these ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_npy_file_becomes_a_store(order: str, tmp_path: Path):
+    acts = RNG.standard_normal((11, 2, 4, 8)).astype(np.float32)
+    np.save(tmp_path / "acts.npy", np.asarray(acts, order=order))
+    store = import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[(3, "mlp_out"), (3, "resid_post")])
+    assert store[...].tobytes() == acts.tobytes()
+    assert store.layout.layer_keys == ((3, "mlp_out"), (3, "resid_post"))
+    store = import_cache(
+        tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5, 6], dims=["token", "layer", "example", "d_model"]
+    )
+    assert store[...].tobytes() == acts.swapaxes(0, 2).tobytes()
+
+
+def test_bfloat16_as_numpy_saves_it(tmp_path: Path):
+    acts = RNG.standard_normal((11, 4, 8)).astype(BF16)
+    for name, values in (("v2", acts), ("int16", acts.view(np.int16))):
+        np.save(tmp_path / f"{name}.npy", values)
+        store = import_cache(tmp_path / f"{name}.npy", tmp_path / "out", **MODEL, layers=[5], dtype="bfloat16")
+        assert store.read(dtype="stored").tobytes() == acts.tobytes()
+        with pytest.raises(ArgumentError, match="(?i)bits of bfloat16"):
+            import_cache(tmp_path / f"{name}.npy", tmp_path / "out", **MODEL, layers=[5])
+
+
+def _npy(header: str, data: bytes = b"") -> bytes:
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "message"),
+    [
+        (b"", DocumentError, "no .npy file"),
+        (b"\x93NUMPY\x01\x00\xff\xff{", DocumentError, "no .npy file"),
+        (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 8)}"), CorruptShardError, "the file has"),
+        (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 8)}", bytes(65)), CorruptShardError, "the file has"),
+        (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 8)}", bytes(63)), CorruptShardError, "the file has"),
+        (_npy("{'descr': '|O', 'fortran_order': False, 'shape': (2, 8)}", b"cos\nsystem\n"), DocumentError, "Python objects"),
+        (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 8)}"), DocumentError, "is empty"),
+        (_npy("__import__('os').abort()"), DocumentError, "no .npy file"),
+    ],
+)  # fmt: skip
+def test_npy_files_that_are_none_are_refused(raw: bytes, kind: type[Exception], message: str, tmp_path: Path):
+    (tmp_path / "acts.npy").write_bytes(raw)
+    with pytest.raises(kind, match=message):
+        import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5])
+
+
+def test_an_npy_file_of_a_server_is_refused(tmp_path: Path):
+    open_transport("memory://npy").put("acts.npy", b"")
+    with pytest.raises(ArgumentError, match="on this machine"):
+        import_cache("memory://npy/acts.npy", tmp_path, **MODEL, layers=[5])
+
+
+def test_what_is_no_cache_is_refused(tmp_path: Path):
+    (tmp_path / "readme.txt").touch()
+    with pytest.raises(NotFoundError, match="no cache of a known format"):
+        import_cache(tmp_path, tmp_path / "out", **MODEL)
+    with pytest.raises(NotFoundError):
+        import_cache(tmp_path / "nothing", tmp_path / "out", **MODEL)
+    with pytest.raises(ArgumentError, match="format is 'parquet'"):
+        import_cache(tmp_path, tmp_path / "out", **MODEL, format="parquet")
+    with pytest.raises(DocumentError, match="holds no .safetensors file"):
+        import_cache(tmp_path, tmp_path / "out", **MODEL, format="hidden-states", context=4, layers=[1])
+    assert FORMATS == ("saelens", "hidden-states", "memmap", "npy")
+
+
+def test_arguments_that_say_nothing_about_a_format_are_refused(tmp_path: Path):
+    requests(tmp_path / "hs", [3])
+    with pytest.raises(ArgumentError, match="bos_token says nothing"):
+        import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, context=4, layers=[1, 2], bos_token=1)
+    np.save(tmp_path / "acts.npy", np.zeros((2, 4, 8), np.float32))
+    with pytest.raises(ArgumentError, match="say nothing about an array"):
+        import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, context=4, layers=[1])
+
+
+# -- any damage -----------------------------------------------------------------------------------------------------------------
+
+
+def test_caches_with_random_damage_are_refused_by_name_or_imported(tmp_path: Path):
+    """Bytes of one file are changed or removed: there is a store, or one of our errors."""
+    rng = random.Random(0)
+    whole = tmp_path / "whole"
+    requests(whole / "hidden-states", [3, 5, 2])
+    memmaps(whole / "memmap", [np.ones((22, 8), BF16)] * 2, [12, 10])
+    if find_spec("torch"):
+        saved(whole / "memmap" / "tokens.pt", list(range(22)))
+        saved(whole / "memmap" / "sequence_ranges.pt", [0, 5, 22])
+    arguments: dict[str, dict] = {name: {"layers": [1, 2], "context": 4} for name in ("hidden-states", "memmap")}
+    if find_spec("pyarrow"):
+        arrow(whole / "saelens", cached(), [6, 5])
+        arguments["saelens"] = {}
+    np.save(whole / "acts.npy", np.ones((5, 2, 4, 8), np.float32))
+    arguments["acts.npy"] = {"layers": [1, 2]}
+    files = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
+    n_refused = 0
+    for number in range(300):
+        path = rng.choice(files)
+        kept = path.read_bytes()
+        raw = bytearray(kept)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(min(len(raw), rng.choice([40, 300, 1 << 20])))
+            change = rng.choice([b"", b"0", b"9", b"-", b"e", b"[", b"}", b'"', b",", bytes([rng.randrange(256)])])
+            raw[at : at + rng.choice([1, 1, 8])] = change
+        path.write_bytes(raw or b"x")
+        name = path.relative_to(whole).parts[0]
+        try:
+            import_cache(whole / name, f"memory://damage/{number}", **MODEL, **arguments[name], on_nonfinite="allow")
+        except SaevStoreError:
+            n_refused += 1
+        path.write_bytes(kept)
+    assert 100 < n_refused < 300
