@@ -1,7 +1,8 @@
-"""`record_to_store`: what comes out equals the forward passes, also after an interruption."""
+"""`record` over images: what comes out equals the forward passes, also after an interruption."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,16 @@ import pytest
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, LayerNotFoundError, StoreExistsError
-from saev_store.record import Batches, Recorder, record_to_store
+from saev_store.record import ImageBatches, Images, Recorder, Texts, record
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 N = 11
 IMAGES = np.random.default_rng(3).standard_normal((N, 3, 16, 16), dtype=np.float32)
+DATA = {"__class__": "Noise", "seed": 3}
 OPTIONS = {
     "layers": (2, -3),
-    "data": {"__class__": "Noise", "seed": 3},
     "dataset": "/data/noise",
     "max_tokens_per_shard": 2 * 5 * 3,
     "ckpt": "tiny",
@@ -54,7 +55,11 @@ class Remembering:
 
 def expected(model: torch.nn.Module, layers: tuple[int, ...] = (2, -3), batch_size: int = 4) -> np.ndarray:
     with Recorder(model, layers) as recorder:
-        return np.concatenate([recorder(IMAGES[i : i + batch_size]) for i in range(0, N, batch_size)])
+        return np.concatenate([recorder(IMAGES[i : i + batch_size]).numpy() for i in range(0, N, batch_size)])
+
+
+def images(pixels: object = IMAGES, **options: object) -> Images:
+    return Images(pixels, 4, data=DATA, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -63,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_the_store_holds_the_forward_passes(model: torch.nn.Module, tmp_path: Path) -> None:
     labels = np.random.default_rng(4).integers(0, 256, (N, 4), dtype=np.uint8)
-    store = record_to_store(model, Batches(IMAGES, 4), tmp_path, labels=labels, **OPTIONS)
+    store = record(model, images(labels=labels), tmp_path, **OPTIONS)
     assert store.shape == (N, 2, 5, 16)
     assert store.layers == (2, -3)
     assert store.layout.n_shards == 4
@@ -78,14 +83,14 @@ def test_the_store_holds_the_forward_passes(model: torch.nn.Module, tmp_path: Pa
 @pytest.mark.parametrize("protocol", ["1.0.0", "2.1"])
 def test_other_protocols_hold_the_same_bytes(model: torch.nn.Module, tmp_path: Path, protocol: str) -> None:
     options = OPTIONS | ({"dataset": None} if protocol == "1.0.0" else {})
-    store = record_to_store(model, Batches(IMAGES, 4), tmp_path, protocol=protocol, **options)
+    store = record(model, images(), tmp_path, protocol=protocol, **options)
     assert store.metadata.protocol == protocol
     assert store[:].tobytes() == expected(model).tobytes()
 
 
 def test_any_iterable_of_batches_will_do(model: torch.nn.Module, tmp_path: Path) -> None:
     batches = (torch.from_numpy(IMAGES[i : i + 4]) for i in range(0, N, 4))
-    store = record_to_store(model, batches, tmp_path, n_examples=N, **OPTIONS)
+    store = record(model, ImageBatches(batches, N, data=DATA), tmp_path, **OPTIONS)
     assert store[:].tobytes() == expected(model).tobytes()
 
 
@@ -93,17 +98,17 @@ def test_any_iterable_of_batches_will_do(model: torch.nn.Module, tmp_path: Path)
 def test_an_interrupted_recording_goes_on_to_the_same_bytes(
     model: torch.nn.Module, tmp_path: Path, fail_at: int
 ) -> None:
-    whole = record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
+    whole = record(model, images(), tmp_path / "whole", **OPTIONS)
     with pytest.raises(KeyboardInterrupt):
-        record_to_store(model, Batches(Remembering(fail_at), 4), tmp_path / "cut", resume="auto", **OPTIONS)
+        record(model, images(Remembering(fail_at)), tmp_path / "cut", resume="auto", **OPTIONS)
     with pytest.raises(IncompleteStoreError):
         ShardStore.open(tmp_path / "cut" / whole.name)
-    images = Remembering()
-    store = record_to_store(model, Batches(images, 4), tmp_path / "cut", resume="auto", **OPTIONS)
+    asked = Remembering()
+    store = record(model, images(asked), tmp_path / "cut", resume="auto", **OPTIONS)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     assert store[:].tobytes() == whole[:].tobytes()
     # The first image is looked at for its shape; then come the batches that are not wholly there, and no other.
-    assert min(images.asked[1:]) >= max(fail_at // 4 * 4 - 4, 0)
+    assert min(asked.asked[1:]) >= max(fail_at // 4 * 4 - 4, 0)
 
 
 @pytest.mark.parametrize("n_there", [1, 3, 5, 10])
@@ -111,36 +116,36 @@ def test_a_recording_that_ended_within_a_batch_keeps_labels_with_their_examples(
     model: torch.nn.Module, tmp_path: Path, n_there: int
 ) -> None:
     labels = np.random.default_rng(4).integers(0, 256, (N, 4), dtype=np.uint8)
-    whole = record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", labels=labels, **OPTIONS)
+    whole = record(model, images(labels=labels), tmp_path / "whole", **OPTIONS)
     with pytest.raises(IncompleteStoreError), ShardStore.create(tmp_path / "cut", whole.metadata) as writer:
         writer.append(whole[:n_there], labels=labels[:n_there])
-    record_to_store(model, Batches(IMAGES, 4), tmp_path / "cut", labels=labels, resume=True, **OPTIONS)
+    record(model, images(labels=labels), tmp_path / "cut", resume=True, **OPTIONS)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, tmp_path: Path) -> None:
-    def batches(until: int) -> list[np.ndarray]:
-        return [IMAGES[i : i + 4] for i in range(0, until, 4)]
+    def batches(until: int) -> ImageBatches:
+        return ImageBatches([IMAGES[i : i + 4] for i in range(0, until, 4)], N, data=DATA)
 
-    record_to_store(model, Batches(IMAGES, 4), tmp_path / "whole", **OPTIONS)
+    record(model, batches(N), tmp_path / "whole", **OPTIONS)
     with pytest.raises(ArgumentError, match="only 8 examples, but n_examples is 11"):
-        record_to_store(model, batches(8), tmp_path / "cut", n_examples=N, **OPTIONS)
+        record(model, batches(8), tmp_path / "cut", **OPTIONS)
     passes = []
     handle = model.register_forward_hook(lambda *_: passes.append(1))
-    record_to_store(model, batches(N), tmp_path / "cut", n_examples=N, resume=True, **OPTIONS)
+    record(model, batches(N), tmp_path / "cut", resume=True, **OPTIONS)
     handle.remove()
-    assert len(passes) == 1  # of the batch that was missing
+    assert len(passes) == 2  # of the last batch that was there, to compare it, and of the one that was missing
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_path: Path) -> None:
-    first = record_to_store(model, Batches(IMAGES, 4), tmp_path, **OPTIONS)
+    first = record(model, images(), tmp_path, **OPTIONS)
     with pytest.raises(StoreExistsError):
-        record_to_store(model, Batches(IMAGES, 4), tmp_path, **OPTIONS)
-    images = Remembering()
-    again = record_to_store(model, Batches(images, 4), tmp_path, exist_ok=True, **OPTIONS)
+        record(model, images(), tmp_path, **OPTIONS)
+    asked = Remembering()
+    again = record(model, images(asked), tmp_path, exist_ok=True, **OPTIONS)
     assert again == first
-    assert images.asked == [0]
+    assert asked.asked == [0]
 
 
 @pytest.mark.parametrize(
@@ -150,26 +155,41 @@ def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_p
         ({"device": "abacus"}, ArgumentError, "device: 'abacus' cannot be used"),
         ({"device": "cuda:77"}, ArgumentError, "device: 'cuda:77' cannot be used"),
         ({"ckpt": None}, ArgumentError, "ckpt is not given"),
-        ({"n_examples": 7}, ArgumentError, "n_examples is 7"),
         ({"max_tokens_per_shard": 3}, ArgumentError, "at least one example"),
-        ({"labels": np.zeros((N, 5), np.uint8)}, ArgumentError, "one per patch is \\(11, 4\\)"),
+        ({"hook_points": ("attn",)}, ArgumentError, "not a hook point of Dinov2Layer"),
+        ({"protocol": "2.0", "dtype": "bfloat16"}, ArgumentError, "cannot hold"),
+        ({"recheck": True}, ArgumentError, "recheck is True"),
     ],
 )
 def test_bad_arguments(
     model: torch.nn.Module, tmp_path: Path, changes: dict, error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        record_to_store(model, Batches(IMAGES, 4), tmp_path, **(OPTIONS | changes))
+        record(model, images(), tmp_path, **(OPTIONS | changes))
     assert not list(tmp_path.glob("*/metadata.json"))
 
 
-def test_bad_batches(model: torch.nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="n_examples is None"):
-        record_to_store(model, iter([IMAGES]), tmp_path, **OPTIONS)
-    with pytest.raises(ArgumentError, match="batches is empty"):
-        record_to_store(model, iter([]), tmp_path, n_examples=N, **OPTIONS)
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (lambda: IMAGES, "no source of examples"),
+        (lambda: images(labels=np.zeros((N, 5), np.uint8)), r"one per patch is \(11, 4\)"),
+        (lambda: ImageBatches([IMAGES], 7), "at least 11 examples, but n_examples is 7"),
+        (lambda: ImageBatches([], 7), "there are no batches"),
+        (lambda: images([*IMAGES[:2], IMAGES[2][:, :8]]), "they must be equal"),
+        (lambda: Images(IMAGES, data={"recording": 1}), "key 'recording'"),
+        (lambda: Texts([[1, 2]], context=2), "a model of images; these are texts"),
+    ],
+)
+def test_bad_sources(model: torch.nn.Module, tmp_path: Path, source: Callable[[], object], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        record(model, source(), tmp_path, **OPTIONS)
+    assert not list(tmp_path.glob("*/metadata.json"))
+
+
+def test_images_that_cannot_be_batches() -> None:
     with pytest.raises(ArgumentError, match="images is empty"):
-        Batches(IMAGES[:0], 4)
+        Images(IMAGES[:0], 4)
     for size in (0, -1, True, 2.0):
         with pytest.raises(ArgumentError, match="batch_size"):
-            Batches(IMAGES, size)
+            Images(IMAGES, size)
