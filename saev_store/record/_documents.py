@@ -133,7 +133,7 @@ class _OfSource(Documents):
         return np.concatenate(parts)[skip : skip + last - first].astype(np.int64)
 
     def describe(self) -> dict[str, object]:
-        return recorded_from(self._source)
+        return recorded_from(self._source, by_token=True)
 
 
 def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str) -> Documents:

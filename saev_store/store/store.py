@@ -417,7 +417,9 @@ class ShardStore(TextReading):
 
         if source is None:
             source = self._source = self._source or self.source()
-        return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours)
+        return origin_of(
+            self.metadata, source, example_idx, token_idx, neighbours=neighbours, token_arrays=self.token_arrays
+        )
 
     def unmapped(self) -> ShardStore:
         """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""

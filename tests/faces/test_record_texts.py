@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore
-from saev_store.errors import AccessError, ArgumentError, DocumentError, IncompleteStoreError, NotFoundError
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    DocumentError,
+    IncompleteStoreError,
+    NotFoundError,
+    SelectionError,
+)
 from saev_store.record import Images, Texts, record
 from tests.helpers.tiny_models import D_MODEL, LONGEST, VOCABULARY, tiny_language, tiny_vision
 
@@ -232,8 +239,20 @@ def test_token_files_are_recorded_sample_by_sample(tmp_path: Path, model, layout
     plain = recorded(model, Texts(documents(), context=CONTEXT, layout=layout, batch_size=3), tmp_path / "plain")
     assert store[:].tobytes() == plain[:].tobytes()
     assert tokens_of(store) == {key: ids for key, ids in enumerate(documents()) if ids}
-    for key, sample in enumerate(store.source()):
-        assert sample.tolist() == documents()[key]
+    width = store.layout.content_tokens_per_example
+    for example in range(len(store)):
+        assert store.origin(example).sample_idx == store.token_arrays["document_ids"][example, 0]
+        for token in range(width):
+            key, position = (int(store.token_arrays[name][example, token]) for name in ("document_ids", "positions"))
+            if key < 0:
+                with pytest.raises(SelectionError, match="is padding"):
+                    store.origin(example, token)
+                continue
+            origin = store.origin(example, token, neighbours=2)
+            assert (origin.sample_idx, origin.place.position) == (key, position)
+            assert origin.sample.tolist() == documents()[key]
+            assert origin.place.before == tuple(documents()[key][max(0, position - 2) : position])
+            assert origin.place.after == tuple(documents()[key][position + 1 : position + 3])
 
 
 def test_records_of_a_batch_file_are_windows(tmp_path: Path, model) -> None:
