@@ -25,7 +25,8 @@ class HookPoint:
 
     Attributes:
         path: Path of a module below the block, such as `"mlp"`; `""` is the block itself.
-        side: Whether the vectors are that module's `"input"` or its `"output"`. Of several inputs or outputs the first is meant.
+        side: Whether the vectors are that module's `"output"` (of several the first one), or its `"input"`: its first argument, or
+            that by the name `hidden_states`.
 
     >>> HookPoint("mlp", "output").path
     'mlp'

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -99,9 +100,12 @@ class _InMemory(Documents):
     """Documents whose ids are in memory, four bytes each."""
 
     def __init__(self, parts: Iterable[npt.NDArray[np.integer]], described: dict[str, object]) -> None:
-        found = [np.asarray(part, dtype=np.int32) for part in parts]
-        self.starts = _starts_of([len(part) for part in found])
-        self._ids = np.concatenate([*found, np.empty(0, np.int32)])
+        ids, lengths = array("i"), list[int]()
+        for part in parts:
+            ids.frombytes(part.astype(np.int32).tobytes())
+            lengths.append(len(part))
+        self.starts = _starts_of(lengths)
+        self._ids = np.frombuffer(ids, np.int32)
         self._described = described
 
     def tokens(self, first: int, last: int) -> IntArray:
@@ -192,7 +196,9 @@ def _texts_in(path: Path, text_key: str) -> Iterator[str]:
                 if line.strip():
                     yield _text_of(line, text_key, where=f"{path}:{number}")
     except FileNotFoundError:
-        raise NotFoundError("there is no such file", where=str(path)) from None
+        raise NotFoundError(
+            "there is no such file", where=str(path), remedy="If this is the text itself, pass a list of texts."
+        ) from None
     except UnicodeDecodeError as error:
         raise DocumentError(f"it is not UTF-8: {error.reason}", where=str(path)) from None
     except OSError as error:

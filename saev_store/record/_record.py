@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import numpy as np
 
-from saev_store.core.dtypes import ITEMSIZES, StoredDtype
+from saev_store.core.dtypes import ITEMSIZES, LARGEST, StoredDtype
 from saev_store.core.layout import RESID_POST, shard_name
 from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError, ResumeError, brief
@@ -58,6 +58,7 @@ def record(
     resume: bool | Literal["auto"] = "auto",
     exist_ok: bool = False,
     recheck: Recheck = "exact",
+    on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
 ) -> ShardStore:
     """Record a model's activations of a source, publish the store and open it.
@@ -90,6 +91,8 @@ def record(
         recheck: Before anything is appended to an unfinished store, its last example is computed again. `"exact"` refuses to
             continue where a bit differs, `"close"` where the difference is more than rounding; `"off"` only looks at the
             metadata.
+        on_overflow: What to do with finite numbers that become infinite in the store's dtype: refuse them, or store its largest
+            finite number.
         progress: Show a bar on standard error; None: when it is a terminal.
 
     Raises:
@@ -101,6 +104,10 @@ def record(
     """
     if recheck not in get_args(Recheck):
         raise ArgumentError(f"recheck is {brief(recheck)}; it must be 'exact', 'close' or 'off'", where="recheck")
+    if on_overflow not in {"raise", "saturate"}:
+        raise ArgumentError(
+            f"on_overflow is {brief(on_overflow)}; it must be 'raise' or 'saturate'", where="on_overflow"
+        )
     recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
     metadata = describe(
         recorder,
@@ -113,10 +120,23 @@ def record(
         protocol=protocol,
     )
     created = ShardStore.create(
-        root, metadata, storage_options=storage_options, resume=resume, exist_ok=exist_ok, progress=progress
+        root,
+        metadata,
+        storage_options=storage_options,
+        resume=resume,
+        exist_ok=exist_ok,
+        on_overflow=on_overflow,
+        progress=progress,
     )
     with created as writer:
-        fill(writer, recorder, source, storage_options=storage_options, recheck=recheck)
+        fill(
+            writer,
+            recorder,
+            source,
+            storage_options=storage_options,
+            recheck=recheck,
+            saturate=on_overflow == "saturate",
+        )
     return ShardStore.open(writer.url, storage_options)
 
 
@@ -221,8 +241,9 @@ def fill(
     *,
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
+    saturate: bool = False,
 ) -> Filled:
-    """Append the missing examples to `writer`; arguments as of `record`.
+    """Append the missing examples to `writer`; arguments as of `record`, `saturate` as `writer` was made.
 
     Raises:
         ArgumentError: the source has another number of examples than the metadata.
@@ -233,7 +254,7 @@ def fill(
     kept = writer.next_example
     # The last kept example is computed again. It is most often of a batch that has to run anyway.
     start = max(kept - (recheck != "off"), 0)
-    there = _Kept(writer, storage_options)
+    there = _Kept(writer, storage_options, saturate=saturate)
     compute_s = append_s = 0.0
     with recorder:
         examples = source.assemble(((batch, recorder(*batch.inputs)) for batch in source.batches(start)), start)
@@ -256,8 +277,8 @@ def fill(
 class _Kept:
     """The examples that an unfinished store holds."""
 
-    def __init__(self, writer: ShardWriter, storage_options: Mapping[str, object] | None) -> None:
-        self._writer, self._storage_options = writer, storage_options
+    def __init__(self, writer: ShardWriter, storage_options: Mapping[str, object] | None, *, saturate: bool) -> None:
+        self._writer, self._storage_options, self._saturate = writer, storage_options, saturate
         self._transport: Transport | None = None
 
     def compare(self, recorded: Recorded, i: int, recheck: Recheck) -> None:
@@ -265,7 +286,10 @@ class _Kept:
         import torch
 
         layout, example = self._writer.layout, recorded.first + i
-        fresh = recorded.acts[i].to(getattr(torch, layout.dtype)).contiguous()
+        fresh, largest = recorded.acts[i], LARGEST[layout.dtype]
+        if self._saturate:
+            fresh = torch.where(fresh.isfinite(), fresh.clamp(-largest, largest), fresh)
+        fresh = fresh.to(getattr(torch, layout.dtype)).contiguous()
         there = torch.frombuffer(bytearray(self._read(example)), dtype=fresh.dtype).reshape(fresh.shape)
         if torch.equal(fresh.view(torch.uint8), there.view(torch.uint8)):
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import RESID_POST
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, SaevStoreError, brief
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import resolve_layers
 
@@ -130,8 +130,8 @@ class Recorder:
         try:
             with torch.inference_mode():
                 self.adapter.forward(*tensors)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ArgumentError):
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if isinstance(error, (SaevStoreError, torch.OutOfMemoryError)):
                 raise
             shape = tuple(tensors[0].shape)
             raise ArgumentError(f"the model refuses a batch of shape {shape}: {error}", where="inputs") from error
@@ -146,7 +146,7 @@ class Recorder:
 
     def _on_input(self, slot: int) -> Callable[[torch.nn.Module, tuple[object, ...], Mapping[str, object]], None]:
         def keep(_module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-            self._keep(slot, args[0] if args else next(iter(kwargs.values()), None))
+            self._keep(slot, args[0] if args else kwargs.get("hidden_states"))
 
         return keep
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore
-from saev_store.errors import IncompleteStoreError, ResumeError
+from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
 from saev_store.record import Images, Texts, record
 from saev_store.record._identity import weights_digest
 from tests.helpers.tiny_models import VOCABULARY, tiny_language, tiny_vision
@@ -197,6 +197,30 @@ def test_a_model_that_computes_otherwise_with_the_same_weights_is_refused(tmp_pa
     model.layers[0].register_forward_hook(lambda _module, _args, out: out * 1.001)
     with pytest.raises(ResumeError, match="example 3 is not what the model gives now"):
         record(model, source, tmp_path / "cut", **OPTIONS)
+
+
+def test_numbers_that_float16_does_not_hold_are_refused_or_saturated_also_where_they_are_compared(
+    tmp_path: Path,
+) -> None:
+    model, source = tiny_language("GPT2Model"), texts()
+    with torch.no_grad():
+        model.h[0].mlp.c_proj.bias[3] = 1e6
+        model.h[0].mlp.c_proj.bias[4] = -65519.0
+    options = OPTIONS | {"dtype": "float16", "layers": (0,)}
+    with pytest.raises(ArgumentError, match="numbers that float16 cannot hold"):
+        record(model, source, tmp_path / "refused", **options)
+    assert not list(tmp_path.rglob("metadata.json"))
+    whole = record(model, source, tmp_path / "whole", on_overflow="saturate", **options)
+    assert (whole[..., 3] == 65504).all()
+    with (
+        pytest.raises(IncompleteStoreError),
+        ShardStore.create(tmp_path / "cut", whole.metadata, progress=False) as writer,
+    ):
+        writer.append(whole[:4], **{name: values[:4] for name, values in whole.token_arrays.items()})
+    record(model, source, tmp_path / "cut", on_overflow="saturate", **options)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    with pytest.raises(ArgumentError, match="on_overflow is 'allow'"):
+        record(model, source, tmp_path, on_overflow="allow", **options)
 
 
 def test_images_are_compared_too(tmp_path: Path) -> None:

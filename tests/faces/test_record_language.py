@@ -212,6 +212,29 @@ def test_what_is_no_batch_of_tokens(batch: object, match: str) -> None:
         recorder(batch)
 
 
+def test_models_whose_blocks_cannot_be_told() -> None:
+    model = tiny_language("LlamaModel")
+    model.config.num_hidden_layers = 5
+    with pytest.raises(ArgumentError, match="0 lists of 5 modules"):
+        adapt(model)
+    model.config.num_hidden_layers = 0
+    with pytest.raises(ArgumentError, match="no positive integer config.num_hidden_layers"):
+        adapt(model)
+    for other in (None, "gpt2", torch.zeros(2)):
+        with pytest.raises(ArgumentError, match="is no torch module"):
+            adapt(other)
+
+
+def test_what_a_model_itself_refuses_is_an_error_of_ours() -> None:
+    model = tiny_language("LlamaModel")
+    model.layers[1].mlp.up_proj = torch.nn.Linear(3, 3)
+    with (
+        Recorder(model, layers=(0,)) as recorder,
+        pytest.raises(ArgumentError, match=r"refuses a batch of shape \(1, 2\)"),
+    ):
+        recorder([[1, 2]])
+
+
 def test_a_mask_of_another_shape() -> None:
     with (
         Recorder(tiny_language("GPT2Model"), layers=(0,)) as recorder,
