@@ -16,6 +16,7 @@ from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
 from saev_store.cli.ls import ls
 from saev_store.cli.prepare import prepare
 from saev_store.cli.reading import estimate, head, info, serve, stats, validate
+from saev_store.cli.recording import record
 from saev_store.cli.writing import clean, convert, copy, demo, export
 from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
@@ -60,7 +61,22 @@ def app() -> Command:
         context_settings=_HELP_NAMES,
     )
     typed.callback(invoke_without_command=True)(_top)
-    for command in (info, estimate, ls, head, validate, copy, clean, convert, prepare, export, stats, serve, demo):
+    for command in (
+        info,
+        estimate,
+        ls,
+        head,
+        validate,
+        copy,
+        clean,
+        convert,
+        prepare,
+        export,
+        stats,
+        serve,
+        record,
+        demo,
+    ):
         # Without a short help of its own a command's description is cut in the list of commands.
         first = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
         typed.command(short_help=first, context_settings=_HELP_NAMES)(command)

@@ -15,6 +15,7 @@ from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import HookPoint
 from saev_store.record._examples import ExampleSource
 from saev_store.record._images import ImageBatches, Images
+from saev_store.record._load import load_language_model
 from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
@@ -34,6 +35,7 @@ __all__ = [
     "Texts",
     "VisionAdapter",
     "adapt",
+    "load_language_model",
     "load_photographs",
     "record",
     "run_demo",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -76,10 +76,7 @@ class Recorded:
     token_arrays: TokenArrays = field(default_factory=_no_arrays)
 
 
-BatchT = TypeVar("BatchT", bound=Batch)
-
-
-class ExampleSource(ABC, Generic[BatchT]):
+class ExampleSource(ABC):
     """What examples are recorded from."""
 
     @abstractmethod
@@ -95,11 +92,11 @@ class ExampleSource(ABC, Generic[BatchT]):
         """The description of the source for `metadata.data`, in plain JSON types."""
 
     @abstractmethod
-    def batches(self, start: int) -> Iterator[BatchT]:
+    def batches(self, start: int) -> Iterator[Batch]:
         """The batches that examples from `start` on need, always cut at the same places."""
 
     @abstractmethod
-    def assemble(self, computed: Iterable[tuple[BatchT, torch.Tensor]], start: int) -> Iterator[Recorded]:
+    def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         """Examples, in order and from `start` or from an earlier one on, of batches and their vectors.
 
         Args:

@@ -31,7 +31,7 @@ class MapStyle(Protocol):
     def __getitem__(self, example: int, /) -> npt.ArrayLike: ...
 
 
-class _ImageSource(ExampleSource[Batch]):
+class _ImageSource(ExampleSource):
     """What both kinds of images share: an example is an image."""
 
     def __init__(

@@ -17,7 +17,7 @@ from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError, ResumeError, brief
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import parameter_of, place
-from saev_store.record._examples import Batch, ExampleSource
+from saev_store.record._examples import ExampleSource
 from saev_store.record._identity import describe_recording
 from saev_store.record._recorder import Recorder
 from saev_store.store.store import ShardStore
@@ -42,7 +42,7 @@ _CLOSE = 0.01
 
 def record(
     model: torch.nn.Module | Adapter,
-    source: ExampleSource[Batch],
+    source: ExampleSource,
     root: str | os.PathLike[str],
     *,
     layers: Sequence[int],
@@ -142,7 +142,7 @@ def record(
 
 def prepare(
     model: torch.nn.Module | Adapter,
-    source: ExampleSource[Batch],
+    source: ExampleSource,
     layers: Sequence[int],
     *,
     hook_points: Sequence[str] = (RESID_POST,),
@@ -164,7 +164,7 @@ def prepare(
 
 def describe(
     recorder: Recorder,
-    source: ExampleSource[Batch],
+    source: ExampleSource,
     *,
     dtype: StoredDtype | None = None,
     max_tokens_per_shard: int = 2_400_000,
@@ -237,7 +237,7 @@ class Filled:
 def fill(
     writer: ShardWriter,
     recorder: Recorder,
-    source: ExampleSource[Batch],
+    source: ExampleSource,
     *,
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -29,20 +28,7 @@ _ARRAYS = {"token_ids": "int32", "document_ids": "int64", "positions": "int32", 
 _PADDING = {"token_ids": 0, "document_ids": -1, "positions": -1, "mask": False}
 
 
-@dataclass(frozen=True)
-class TextBatch(Batch):
-    """Rows of tokens.
-
-    Attributes:
-        first: The position of its first token in all documents laid end to end.
-        is_real: (rows, tokens) bool: which content tokens of the rows are no padding.
-        token_arrays: For each of these, in order.
-    """
-
-    is_real: npt.NDArray[np.bool_] = None  # pyright: ignore[reportAssignmentType]  # fields of the base class have defaults
-
-
-class Texts(ExampleSource[TextBatch]):
+class Texts(ExampleSource):
     """Texts, or documents of token ids, as examples for a language model.
 
     With the layout `"window"` an example is a context of a document as the model saw it, padded on the right; a BOS token in front
@@ -128,13 +114,13 @@ class Texts(ExampleSource[TextBatch]):
         }  # fmt: skip
         return Geometry(n_examples, self.example_tokens, cls_token, _ARRAYS, text, identity)
 
-    def batches(self, start: int) -> Iterator[TextBatch]:
+    def batches(self, start: int) -> Iterator[Batch]:
         """The batch with the first token of example `start`, and all later ones."""
         first_row = start if self.layout == "window" else self._rows.row_of(start * self.example_tokens)
         for first in range(first_row // self.batch_size * self.batch_size, len(self._rows), self.batch_size):
             yield self._batch(self._rows.starts[first : first + self.batch_size + 1])
 
-    def assemble(self, computed: Iterable[tuple[TextBatch, torch.Tensor]], start: int) -> Iterator[Recorded]:
+    def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         return self._windows(computed) if self.layout == "window" else self._stream(computed, start)
 
     def _check_model(self, adapter: TextAdapter) -> None:
@@ -152,7 +138,7 @@ class Texts(ExampleSource[TextBatch]):
         if self.tokenizer is not None and self.tokenizer.size > 0:
             adapter.check_ids(0, self.tokenizer.size - 1, where="tokenizer")
 
-    def _batch(self, starts: IntArray) -> TextBatch:
+    def _batch(self, starts: IntArray) -> Batch:
         """The rows between these positions."""
         first, last = int(starts[0]), int(starts[-1])
         lengths = np.diff(starts)
@@ -168,22 +154,23 @@ class Texts(ExampleSource[TextBatch]):
         arrays: TokenArrays = {
             "token_ids": tokens, "document_ids": documents, "positions": positions, "mask": np.ones(last - first, bool)
         }  # fmt: skip
-        return TextBatch((ids, seen), first, arrays, is_real)
+        return Batch((ids, seen), first, arrays)
 
-    def _windows(self, computed: Iterable[tuple[TextBatch, torch.Tensor]]) -> Iterator[Recorded]:
+    def _windows(self, computed: Iterable[tuple[Batch, torch.Tensor]]) -> Iterator[Recorded]:
         """Each row is an example."""
         import torch
 
         for batch, acts in computed:
-            seen = torch.as_tensor(batch.inputs[1])
-            acts.masked_fill_(~seen[:, None, :, None], 0)
+            seen = np.asarray(batch.inputs[1])
+            acts.masked_fill_(~torch.as_tensor(seen)[:, None, :, None], 0)
+            is_real = seen[:, -self.context :]
             arrays: dict[str, npt.NDArray[np.generic]] = {}
             for name, values in batch.token_arrays.items():
-                arrays[name] = np.full(batch.is_real.shape, _PADDING[name], np.dtype(_ARRAYS[name]))
-                arrays[name][batch.is_real] = values
+                arrays[name] = np.full(is_real.shape, _PADDING[name], np.dtype(_ARRAYS[name]))
+                arrays[name][is_real] = values
             yield Recorded(self._rows.row_of(batch.first), acts, arrays)
 
-    def _stream(self, computed: Iterable[tuple[TextBatch, torch.Tensor]], start: int) -> Iterator[Recorded]:
+    def _stream(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         """The tokens of all rows end to end, cut into examples."""
         import torch
 
@@ -192,7 +179,7 @@ class Texts(ExampleSource[TextBatch]):
         left: torch.Tensor | None = None  # (tokens, layers, d_model) that fill no example yet
         arrays: TokenArrays = {}
         for batch, computed_acts in computed:
-            is_real = torch.as_tensor(batch.is_real)
+            is_real = torch.as_tensor(batch.inputs[1])[:, n_bos:]
             found = computed_acts[:, :, n_bos:].transpose(1, 2)[is_real]
             skip = max(start * width - batch.first, 0)  # tokens of the example before the first one
             acts = found[skip:] if left is None else torch.cat([left, found])

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
 from saev_store.record import Images, Texts, record
 from saev_store.record._identity import weights_digest
-from tests.helpers.tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

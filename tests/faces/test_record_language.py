@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_models import D_MODEL, LANGUAGE_CLASSES, LONGEST, N_LAYERS, VOCABULARY, tiny_language
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.record import HookPoint, Recorder, TextAdapter, adapt
-from tests.helpers.tiny_models import D_MODEL, LANGUAGE_CLASSES, LONGEST, N_LAYERS, VOCABULARY, tiny_language
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

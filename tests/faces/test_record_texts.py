@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import D_MODEL, LONGEST, VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.errors import (
@@ -18,7 +19,6 @@ from saev_store.errors import (
     SelectionError,
 )
 from saev_store.record import Images, Texts, record
-from tests.helpers.tiny_models import D_MODEL, LONGEST, VOCABULARY, tiny_language, tiny_vision
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

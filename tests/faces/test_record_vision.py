@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_models import VISION, tiny_vision
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.record import Recorder
 from saev_store.record._adapters import resolve_layers
-from tests.helpers.tiny_models import VISION, tiny_vision
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

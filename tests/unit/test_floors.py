@@ -83,7 +83,7 @@ HEAVY = {
     "obstore": ("transport/obstore/",),
     "PIL": ("record/", "sources/energon/field_map.py"),
     "pandas": ("export/", "xarray.py"),
-    "pydantic": ("documents/", "loaders/options.py", "sources/provenance.py", "stats/", "torch/"),
+    "pydantic": ("cli/recording.py", "documents/", "loaders/options.py", "sources/provenance.py", "stats/", "torch/"),
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec/",),
     "skimage": ("record/",),
