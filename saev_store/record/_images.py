@@ -10,9 +10,10 @@ import numpy as np
 from saev_store.errors import ArgumentError
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
+from saev_store.record._identity import config_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
     import torch
@@ -28,7 +29,13 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, example: int, /) -> npt.ArrayLike: ...
+    def __getitem__(self, example: int, /) -> object: ...
+
+
+class Processor(Protocol):
+    """An image processor of `transformers`."""
+
+    def __call__(self, *, images: Sequence[object], return_tensors: str) -> Mapping[str, npt.ArrayLike]: ...
 
 
 class _ImageSource(ExampleSource):
@@ -93,8 +100,11 @@ class Images(_ImageSource):
     does not run.
 
     Args:
-        images: `images[i]` is one example's pixels, (channels, height, width), normalised as the model wants it.
+        images: `images[i]` is one example's pixels, (channels, height, width), normalised as the model wants it; or with a
+            `processor` whatever that takes, such as images of Pillow.
         batch_size: Images in a batch; the last one may have fewer.
+        processor: An image processor of `transformers`, which makes pixels of a list of images. It is part of the recording's
+            identity.
         cls_token: Whether to record the CLS token; None: if the model has one.
         labels: (n_examples, content tokens) uint8, a label for each patch; may be a memory map.
         data: Description of the data set for the metadata; any JSON object.
@@ -109,11 +119,12 @@ class Images(_ImageSource):
         images: MapStyle,
         batch_size: int = 32,
         *,
+        processor: Processor | None = None,
         cls_token: bool | None = None,
         labels: Labels | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        self.images, self.batch_size = images, check_batch_size(batch_size)
+        self.images, self.batch_size, self.processor = images, check_batch_size(batch_size), processor
         if len(images) < 1:
             raise ArgumentError("images is empty; there must be at least one example", where="images")
         super().__init__(len(images), cls_token, labels, data)
@@ -123,22 +134,41 @@ class Images(_ImageSource):
         """The batch that contains example `start`, and all later ones."""
         for first in range(start // self.batch_size * self.batch_size, self.n_examples, self.batch_size):
             last = min(first + self.batch_size, self.n_examples)
-            pixels = [np.asarray(self.images[i], dtype=np.float32) for i in range(first, last)]
-            shapes = {image.shape for image in pixels}
-            if len(shapes) != 1:
+            yield Batch((self._pixels(range(first, last)),), first)
+
+    def _pixels(self, examples: range) -> npt.NDArray[np.float32]:
+        """(examples, channels, height, width): what the model is given."""
+        if self.processor is not None:
+            made = self.processor(images=[self.images[i] for i in examples], return_tensors="np")["pixel_values"]
+            return np.asarray(made, dtype=np.float32)
+        pixels: list[npt.NDArray[np.float32]] = []
+        for i in examples:
+            image = np.asarray(self.images[i])
+            if image.dtype.kind != "f":
                 raise ArgumentError(
-                    f"the images {first} to {last - 1} have the shapes {sorted(shapes)}; they must be equal",
+                    f"image {i} has {image.dtype.name} numbers; pixels are normalised floats",
                     where="images",
+                    remedy="Pass the model's image processor as processor=…, or normalise them.",
                 )
-            yield Batch((np.stack(pixels),), first)
+            pixels.append(image.astype(np.float32, copy=False))
+        shapes = {image.shape for image in pixels}
+        if len(shapes) != 1:
+            raise ArgumentError(
+                f"the images {examples[0]} to {examples[-1]} have the shapes {sorted(shapes)}; they must be equal",
+                where="images",
+            )
+        return np.stack(pixels)
 
     def _shape(self) -> tuple[int, ...]:
         if self._example_shape is None:
-            self._example_shape = np.shape(self.images[0])
-        return (1, *self._example_shape)
+            self._example_shape = self._pixels(range(1)).shape
+        return self._example_shape
 
     def _identity(self) -> dict[str, object]:
-        return {"batch_size": self.batch_size}
+        if self.processor is None:
+            return {"batch_size": self.batch_size}
+        made_by = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
+        return {"batch_size": self.batch_size, "processor": made_by}
 
 
 class ImageBatches(_ImageSource):

@@ -187,6 +187,30 @@ def test_bad_sources(model: torch.nn.Module, tmp_path: Path, source: Callable[[]
     assert not list(tmp_path.glob("*/metadata.json"))
 
 
+def test_the_models_own_processor_makes_the_pixels(model: torch.nn.Module, tmp_path: Path) -> None:
+    from PIL import Image
+
+    photographs = [
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (20 + i, 30, 3), np.uint8)) for i in range(5)
+    ]
+    processor = transformers.ViTImageProcessorPil(size={"height": 16, "width": 16})
+    store = record(model, Images(photographs, 2, processor=processor), tmp_path, **OPTIONS)
+    made = np.stack([processor(images=[image], return_tensors="np")["pixel_values"][0] for image in photographs])
+    plain = record(model, Images(made, 2), tmp_path, **OPTIONS)
+    assert store[:].tobytes() == plain[:].tobytes()
+    other = transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}, image_mean=[0.4, 0.5, 0.5])
+    names = {
+        record(model, Images(photographs, 2, processor=p), tmp_path / str(i), **OPTIONS).name
+        for i, p in enumerate([processor, other, transformers.ViTImageProcessorPil(size={"height": 16, "width": 16})])
+    }
+    assert len({*names, store.name, plain.name}) == 3  # equal processors are one recording
+
+
+def test_pixels_that_are_not_normalised_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="image 0 has uint8 numbers; pixels are normalised floats"):
+        record(model, Images(np.zeros((2, 3, 16, 16), np.uint8)), tmp_path, **OPTIONS)
+
+
 def test_images_that_cannot_be_batches() -> None:
     with pytest.raises(ArgumentError, match="images is empty"):
         Images(IMAGES[:0], 4)
