@@ -15,13 +15,13 @@ import xxhash
 from saev_store.record._adapters import parameter_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy as np
     import numpy.typing as npt
     import torch
 
-    from saev_store.record._adapters import Adapter
+    from saev_store.record._recorder import Recorder
 
 #: Packages that compute.
 _PACKAGES = ("torch", "transformers", "tokenizers")
@@ -32,20 +32,25 @@ _IDLE = {
 }  # fmt: skip
 
 
-def describe_recording(adapter: Adapter, identity: Mapping[str, object]) -> dict[str, object]:
+def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> dict[str, object]:
     """What decides the vectors beside the examples, in plain JSON types: `data["recording"]` of the metadata.
 
     Args:
-        adapter: The model, where it will run.
+        recorder: Has the model, where it will run.
         identity: What the source adds: the size of batches, for example.
     """
-    model, parameter = adapter.model, parameter_of(adapter.model)
+    adapter, parameter = recorder.adapter, parameter_of(recorder.adapter.model)
+    model = adapter.model
+    names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
+    points = {name: adapter.points[name] for name in recorder.hook_points}
     config = getattr(model, "config", None)
     return {
         "model": {
             "class": type(model).__name__,
             "weights": {"algorithm": "xxh3_128", "digest": weights_digest(model)},
             "config": config_digest(config),
+            "blocks": [names[id(adapter.blocks[depth])] for depth in recorder.depths],
+            "hook_points": {name: f"{point.side} of {point.path or 'the block'}" for name, point in points.items()},
         },
         "computation": {
             "dtype": str(parameter.dtype).removeprefix("torch."),

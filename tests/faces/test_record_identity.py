@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
-from saev_store.record import Images, Texts, record
+from saev_store.record import HookPoint, Images, Texts, adapt, record
 from saev_store.record._identity import weights_digest
 
 torch = pytest.importorskip("torch")
@@ -113,6 +114,26 @@ def test_another_tokenizer_is_another_recording_also_where_the_tokens_are_equal(
     larger = Texts(WORDS, words(vocabulary="ab cd ef gh ij"), context=5, batch_size=3)
     with pytest.raises(ResumeError, match="text.tokenizer.digest"):
         record(model, larger, tmp_path / "cut", resume=True, **OPTIONS)
+
+
+def test_a_hook_point_of_the_same_name_elsewhere_is_another_recording(tmp_path: Path) -> None:
+    model = tiny_language("GPT2Model")
+    made = adapt(model)
+    options = OPTIONS | {"hook_points": ("probe",), "layers": (1,)}
+    adapters = [
+        dataclasses.replace(made, points={"probe": HookPoint("mlp")}),
+        dataclasses.replace(made, points={"probe": HookPoint("attn")}),
+        dataclasses.replace(made, points={"probe": HookPoint("mlp", "input")}),
+        dataclasses.replace(made, points={"probe": HookPoint("mlp")}, blocks=list(made.blocks)[::-1]),
+        dataclasses.replace(made, points={"probe": HookPoint("mlp")}, blocks=list(made.blocks)[:2]),
+    ]
+    stores = [record(adapter, texts(), tmp_path / str(i), **options) for i, adapter in enumerate(adapters)]
+    assert (
+        len({store[:].tobytes() for store in stores}) == 3
+    )  # the middle one of three blocks is that of the reversed list
+    assert len({store.name for store in stores}) == 3
+    for store in stores[3:]:
+        assert store.name == stores[0].name
 
 
 def test_equal_models_and_sources_are_one_recording(tmp_path: Path) -> None:

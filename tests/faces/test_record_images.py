@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,24 @@ def test_other_protocols_hold_the_same_bytes(model: torch.nn.Module, tmp_path: P
     store = record(model, images(), tmp_path, protocol=protocol, **options)
     assert store.metadata.protocol == protocol
     assert store[:].tobytes() == expected(model).tobytes()
+
+
+def test_sixteen_bits_with_labels(model: torch.nn.Module, tmp_path: Path) -> None:
+    labels = np.random.default_rng(4).integers(0, 256, (N, 4), dtype=np.uint8)
+    store = record(model, images(labels=labels), tmp_path, dtype="bfloat16", **OPTIONS)
+    assert (store.metadata.protocol, store.metadata.dtype) == ("3.0", "bfloat16")
+    assert [array.name for array in store.metadata.token_arrays] == ["labels"]
+    np.testing.assert_array_equal(store.labels, labels)
+    truth = torch.from_numpy(expected(model)).bfloat16().float().numpy()
+    assert store[:].tobytes() == truth.tobytes()
+
+
+def test_a_model_of_sixteen_bits_in_documents_that_have_none(model: torch.nn.Module, tmp_path: Path) -> None:
+    half = copy.deepcopy(model).bfloat16()
+    by_itself = record(half, images(), tmp_path, **OPTIONS)
+    widened = record(half, images(), tmp_path, protocol="2.0", **OPTIONS)
+    assert (by_itself.metadata.dtype, widened.metadata.dtype) == ("bfloat16", "float32")
+    assert by_itself[:].tobytes() == widened[:].tobytes()
 
 
 def test_any_iterable_of_batches_will_do(model: torch.nn.Module, tmp_path: Path) -> None:
