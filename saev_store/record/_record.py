@@ -249,9 +249,9 @@ def fill(
         ArgumentError: the source has another number of examples than the metadata.
         ResumeError: the model gives other vectors than those that are there.
     """
-    if writer.complete:
-        return Filled(0, 0.0, 0.0)
     kept = writer.next_example
+    if writer.complete or (kept == writer.n_examples and recheck == "off"):
+        return Filled(0, 0.0, 0.0)
     # The last kept example is computed again. It is most often of a batch that has to run anyway.
     start = max(kept - (recheck != "off"), 0)
     there = _Kept(writer, storage_options, saturate=saturate)

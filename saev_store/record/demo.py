@@ -268,7 +268,7 @@ def _record(
     )
     writer = ShardStore.create(out, metadata, resume="auto", exist_ok=True, progress=progress)
     with writer:
-        filled = fill(writer, recorder, source)
+        filled = fill(writer, recorder, source, recheck="close")
         begun_s = time.perf_counter()
     published = replace(filled, append_s=filled.append_s + time.perf_counter() - begun_s)
     return ShardStore.open(out / metadata.hash), published

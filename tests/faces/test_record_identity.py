@@ -12,7 +12,7 @@ from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
-from saev_store.record import HookPoint, Images, Texts, adapt, record
+from saev_store.record import HookPoint, ImageBatches, Images, Texts, adapt, record
 from saev_store.record._identity import weights_digest
 
 torch = pytest.importorskip("torch")
@@ -242,6 +242,30 @@ def test_numbers_that_float16_does_not_hold_are_refused_or_saturated_also_where_
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     with pytest.raises(ArgumentError, match="on_overflow is 'allow'"):
         record(model, source, tmp_path, on_overflow="allow", **options)
+
+
+@pytest.mark.parametrize("recheck", ["exact", "off"])
+@pytest.mark.parametrize("kind", ["images", "batches of images", "window", "stream"])
+def test_a_recording_that_only_has_to_be_published(tmp_path: Path, kind: str, recheck: str) -> None:
+    pixels = np.random.default_rng(3).standard_normal((N, 3, 32, 32)).astype(np.float32)
+    source = {
+        "images": lambda: Images(pixels, 1),
+        "batches of images": lambda: ImageBatches([pixels[:4], pixels[4:]], N),
+        "window": texts,
+        "stream": lambda: texts(layout="stream", example_tokens=7),
+    }[kind]
+    model = tiny_vision("ViTModel") if "images" in kind else tiny_language("LlamaModel")
+    options = OPTIONS | {"max_tokens_per_shard": 2 * 17 * 3}
+    whole = record(model, source(), tmp_path / "whole", **options)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardStore.create(tmp_path / "cut", whole.metadata, progress=False) as writer,
+    ):
+        writer.append(whole[:], **{name: values[:] for name, values in whole.token_arrays.items()})
+        raise KeyboardInterrupt
+    assert not list(tmp_path.glob("cut/*/metadata.json"))
+    record(model, source(), tmp_path / "cut", recheck=recheck, **options)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_images_are_compared_too(tmp_path: Path) -> None:
