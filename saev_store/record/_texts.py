@@ -142,11 +142,10 @@ class Texts(ExampleSource):
         """The rows between these positions."""
         first, last = int(starts[0]), int(starts[-1])
         lengths = np.diff(starts)
-        # Windows are stored with their padding; in a stream only the model needs it.
-        width = self.context if self.layout == "window" else int(lengths.max())
-        is_real = np.arange(width) < lengths[:, np.newaxis]
+        # The model runs no more padding than the longest row of the batch asks for.
+        is_real = np.arange(int(lengths.max())) < lengths[:, np.newaxis]
         tokens, n_bos = self.documents.tokens(first, last), int(self.bos is not None)
-        ids = np.zeros((len(lengths), n_bos + width), np.int64)
+        ids = np.zeros((len(lengths), n_bos + is_real.shape[1]), np.int64)
         ids[:, :n_bos] = self.bos or 0
         ids[:, n_bos:][is_real] = tokens
         seen = np.concatenate([np.ones((len(lengths), n_bos), bool), is_real], axis=1)
@@ -157,13 +156,16 @@ class Texts(ExampleSource):
         return Batch((ids, seen), first, arrays)
 
     def _windows(self, computed: Iterable[tuple[Batch, torch.Tensor]]) -> Iterator[Recorded]:
-        """Each row is an example."""
+        """Each row is an example, padded with zeros up to the context."""
         import torch
 
-        for batch, acts in computed:
+        n_bos = int(self.bos is not None)
+        for batch, computed_acts in computed:
             seen = np.asarray(batch.inputs[1])
-            acts.masked_fill_(~torch.as_tensor(seen)[:, None, :, None], 0)
-            is_real = seen[:, -self.context :]
+            n_missing = n_bos + self.context - seen.shape[1]
+            computed_acts.masked_fill_(~torch.as_tensor(seen)[:, None, :, None], 0)
+            acts = torch.nn.functional.pad(computed_acts, (0, 0, 0, n_missing)) if n_missing else computed_acts
+            is_real = np.pad(seen, ((0, 0), (0, n_missing)))[:, n_bos:]
             arrays: dict[str, npt.NDArray[np.generic]] = {}
             for name, values in batch.token_arrays.items():
                 arrays[name] = np.full(is_real.shape, _PADDING[name], np.dtype(_ARRAYS[name]))

@@ -53,13 +53,13 @@ def rows(pack: bool) -> list[list[tuple[int, int]]]:
     return [text[first : first + CONTEXT] for text in texts for first in range(0, len(text), CONTEXT)]
 
 
-def expected(model: object, batch_size: int, bos: int | None, *, pack: bool = False, fixed: bool = True) -> list:
+def expected(model: object, batch_size: int, bos: int | None, *, pack: bool = False) -> list:
     """For each row, its tokens' (document, position) and what the model gives: {(layer, hook point): (tokens, d_model)}, BOS first."""
     texts, found, n_bos = documents(), [], int(bos is not None)
     cut = rows(pack)
     for first in range(0, len(cut), batch_size):
         batch = cut[first : first + batch_size]
-        width = n_bos + (CONTEXT if fixed else max(map(len, batch)))
+        width = n_bos + max(map(len, batch))
         ids = torch.zeros((len(batch), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(batch):
@@ -141,7 +141,7 @@ def test_a_stream_holds_what_the_model_gives(
     n_bos = int(bos is not None)
     by_token = {
         token: {key: found[n_bos + i] for key, found in vectors.items()}
-        for row, vectors in expected(model, batch_size, bos, fixed=False)
+        for row, vectors in expected(model, batch_size, bos)
         for i, token in enumerate(row)
     }
     acts, tokens = store[:].swapaxes(1, 2).reshape(-1, 4, D_MODEL), [token for row in rows(pack=False) for token in row]
