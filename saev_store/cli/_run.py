@@ -17,6 +17,7 @@ from saev_store.cli.importing import import_
 from saev_store.cli.ls import ls
 from saev_store.cli.prepare import prepare
 from saev_store.cli.reading import estimate, head, info, serve, stats, validate
+from saev_store.cli.recording import record
 from saev_store.cli.writing import clean, convert, copy, demo, export
 from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
@@ -75,6 +76,7 @@ def app() -> Command:
         export,
         stats,
         serve,
+        record,
         demo,
     ):
         # Without a short help of its own a command's description is cut in the list of commands.

@@ -1,18 +1,42 @@
-"""Recording: writes activations of a vision transformer into a store, each block's output under its own label.
+"""Recording: writes activations of a transformer into a store, each hook point of each block under its own label.
 
 ```python
-from saev_store.record import Batches, record_to_store
+from saev_store.record import Images, Texts, record
 
-store = record_to_store(model, Batches(images, batch_size=32), "/scratch/shards", layers=(3, 7, 11),
-                        max_tokens_per_shard=2_400_000, data={"__class__": "ImageFolder"}, dataset="/data/birds")
+store = record(vision_model, Images(images, batch_size=32), "/scratch/shards", layers=(3, 7, 11))
+store = record(language_model, Texts("corpus.jsonl", tokenizer, context=1024), "/scratch/shards", layers=(3, 6, 9))
 ```
 
 Needs the extra `record` (torch and transformers), which is imported by calls only.
 """
 
-from saev_store.record._dump import Batches, record_to_store
-from saev_store.record._hooks import Recorder
+from saev_store.record._adapt import adapt
+from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
+from saev_store.record._architectures import HookPoint
+from saev_store.record._examples import ExampleSource
+from saev_store.record._images import ImageBatches, Images
+from saev_store.record._load import load_language_model
 from saev_store.record._photos import Photographs, load_photographs
+from saev_store.record._record import record
+from saev_store.record._recorder import Recorder
+from saev_store.record._texts import Texts
 from saev_store.record.demo import DemoResult, run_demo
 
-__all__ = ["Batches", "DemoResult", "Photographs", "Recorder", "load_photographs", "record_to_store", "run_demo"]
+__all__ = [
+    "Adapter",
+    "DemoResult",
+    "ExampleSource",
+    "HookPoint",
+    "ImageBatches",
+    "Images",
+    "Photographs",
+    "Recorder",
+    "TextAdapter",
+    "Texts",
+    "VisionAdapter",
+    "adapt",
+    "load_language_model",
+    "load_photographs",
+    "record",
+    "run_demo",
+]

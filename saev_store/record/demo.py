@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.errors import AccessError
-from saev_store.record._dump import Batches, Filled, describe, fill
-from saev_store.record._hooks import Recorder, patch_size, place
+from saev_store.errors import AccessError, ArgumentError
+from saev_store.record._adapt import adapt
+from saev_store.record._adapters import VisionAdapter, place
+from saev_store.record._images import Images
 from saev_store.record._photos import GRID, draw, load_photographs, patch_colours, principal_colours, stitch
+from saev_store.record._record import Filled, describe, fill, prepare
+from saev_store.record._recorder import Recorder
 from saev_store.record._weights import load_model
 from saev_store.store.store import ShardStore
 
@@ -137,13 +140,15 @@ def run_demo(
     photographs = load_photographs(n=n_photographs, tile_px=tile_px)
     model = load_model() if model is None else model
     say(f"model      {type(model.model).__name__}, {model.note}")
-    network = place(model.model, device)
+    network = model.model
+    place(network, device)
+    patch_px = _patch_px(network)
     examples = photographs.examples()
     say(
         f"images     {n_photographs} photographs of scikit-image, as {len(examples)} tiles of {tile_px} x {tile_px} pixels"
     )
 
-    store, recorded = _record(network, model.ckpt, photographs, out, layers=layers, progress=progress)
+    store, recorded = _record(network, model.ckpt, photographs, out, patch_px, layers=layers, progress=progress)
     say(_sentence(recorded, len(store)))
     say(repr(store))
 
@@ -167,7 +172,7 @@ def run_demo(
     say(f"checked    {n_checked:,} vectors equal those of a fresh forward pass {verdict}")
 
     picture = out / f"patches-{store.name[:8]}.png"
-    picture.write_bytes(_draw(store, photographs, model, patch_size(network)[0]))
+    picture.write_bytes(_draw(store, photographs, model, patch_px))
     say(f"picture    {picture}")
     return DemoResult(
         store=store.url,
@@ -182,7 +187,7 @@ def run_demo(
         layers=store.layers,
         shape=store.shape,
         n_recorded=recorded.n_recorded,
-        forward_s=recorded.forward_s,
+        forward_s=recorded.compute_s,
         wait_s=recorded.append_s,
         write_bytes_per_s=write_bytes_per_s,
         validate_s=report.elapsed_s,
@@ -221,8 +226,8 @@ def _sentence(recorded: Filled, n_examples: int) -> str:
     there = n_examples - recorded.n_recorded
     after = f" after the {there} that an interrupted run had left" if there else ""
     return (
-        f"recorded   {recorded.n_recorded} examples{after} in {recorded.forward_s + recorded.append_s:.1f} s: "
-        f"{recorded.forward_s:.1f} s in the model, {recorded.append_s:.2f} s of waiting for the writer"
+        f"recorded   {recorded.n_recorded} examples{after} in {recorded.compute_s + recorded.append_s:.1f} s: "
+        f"{recorded.compute_s:.1f} s in the model, {recorded.append_s:.2f} s of waiting for the writer"
     )
 
 
@@ -231,23 +236,17 @@ def _record(
     ckpt: str,
     photographs: Photographs,
     out: Path,
+    patch_px: int,
     *,
     layers: Sequence[int],
     progress: bool | None,
 ) -> tuple[ShardStore, Filled]:
     """The published store, and what was recorded; publication is counted as `append_s`."""
-    recorder = Recorder(network, layers)
     examples = photographs.examples()
-    patch_px = patch_size(network)[0]
-    vectors_per_example = (recorder.content_tokens((1, *examples.shape[1:])) + int(recorder.cls_token)) * len(layers)
-    # One example more than a quarter: the last shard is short, as in real stores.
-    examples_per_shard = len(examples) // N_SHARDS + 1
-    metadata = describe(
-        recorder,
-        (1, *examples.shape[1:]),
-        n_examples=len(examples),
-        max_tokens_per_shard=examples_per_shard * vectors_per_example,
-        ckpt=ckpt,
+    source = Images(
+        examples,
+        BATCH_SIZE,
+        labels=photographs.luminance_steps(patch_px),
         data={
             "__class__": "Photographs",
             "titles": list(photographs.titles),
@@ -255,11 +254,21 @@ def _record(
             "tiles": list(GRID),
             "labels": "mean luminance of the patch in eight equal steps, 0 is dark",
         },
+    )
+    recorder = prepare(network, source, layers)
+    geometry = source.geometry(recorder.adapter)
+    # One example more than a quarter: the last shard is short, as in real stores.
+    examples_per_shard = len(examples) // N_SHARDS + 1
+    metadata = describe(
+        recorder,
+        source,
+        max_tokens_per_shard=examples_per_shard * (geometry.content_tokens + int(geometry.cls_token)) * len(layers),
+        ckpt=ckpt,
         dataset="skimage/data",
     )
     writer = ShardStore.create(out, metadata, resume="auto", exist_ok=True, progress=progress)
     with writer:
-        filled = fill(writer, recorder, Batches(examples, BATCH_SIZE), labels=photographs.luminance_steps(patch_px))
+        filled = fill(writer, recorder, source, recheck="close")
         begun_s = time.perf_counter()
     published = replace(filled, append_s=filled.append_s + time.perf_counter() - begun_s)
     return ShardStore.open(out / metadata.hash), published
@@ -300,16 +309,25 @@ def _compare(
     """Compare the first and last batch with a fresh forward pass: number of vectors, largest number, largest difference."""
     # Batches have the shape of the recording: with another shape the matrix product adds in another order.
     n_checked, largest, worst = 0, 0.0, 0.0
-    batches = Batches(examples, BATCH_SIZE)
+    images = Images(examples, BATCH_SIZE)
     last = (len(examples) - 1) // BATCH_SIZE * BATCH_SIZE
     with Recorder(network, store.layers, cls_token=store.layout.cls_token) as recorder:
         for start in sorted({0, last}):
-            first, pixels = next(batches.starting_at(start))
-            fresh, kept = recorder(pixels), store[first : first + len(pixels)]
+            batch = next(images.batches(start))
+            fresh = recorder(*batch.inputs).float().numpy()
+            kept = store[batch.first : batch.first + len(fresh)]
             worst = max(worst, float(np.abs(fresh - kept).max()))
             largest = max(largest, float(np.abs(fresh).max()))
-            n_checked += len(pixels) * store.layout.vectors_per_example
+            n_checked += len(fresh) * store.layout.vectors_per_example
     return n_checked, largest, worst
+
+
+def _patch_px(network: torch.nn.Module) -> int:
+    """The side of a patch in pixels; `ArgumentError` for a model of texts."""
+    adapter = adapt(network)
+    if not isinstance(adapter, VisionAdapter):
+        raise ArgumentError(f"{type(network).__name__} is no model of images", where="model")
+    return adapter.patch_px[0]
 
 
 def _draw(store: ShardStore, photographs: Photographs, model: DemoModel, patch_px: int) -> bytes:

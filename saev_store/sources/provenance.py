@@ -39,10 +39,11 @@ class _Part(BaseModel):
 
 
 class _Examples(_Part):
-    """The sample of example i: `samples[i]`, or else `first + i`."""
+    """The sample of example i: `samples[i]`, or `first + i`; or the sample of each token: what the store records for it."""
 
     first: int | None = None
     samples: list[int] | None = None
+    by_token: bool = False
 
 
 class _Tokens(_Part):
@@ -120,6 +121,7 @@ def recorded_from(
     first: int = 0,
     samples: Sequence[int] | None = None,
     first_token: int | None = None,
+    by_token: bool = False,
     patches: tuple[int, int] | None = None,
     image_px: tuple[int, int] | None = None,
     digest: DigestScope = "sampled",
@@ -134,6 +136,8 @@ def recorded_from(
         first_token: For texts: content token t is token `first_token + t` of the sample. Needed for stores with a special
             token (`cls_token`): 1 if that token (BOS) is the sample's first one, 0 if it was put before the sample. Stores
             without a special token begin with token 0.
+        by_token: For texts that were cut or laid end to end: the sample of a token is its `document_ids` in the store, and its place
+            there is its `positions`, so the store has to have both token arrays.
         patches: For images: content token t is patch t of a grid of (rows, columns), row by row.
         image_px: For images: (height, width) of the model's input, in pixels.
         digest: What the source's digest covers.
@@ -145,8 +149,13 @@ def recorded_from(
     >>> recorded_from(open_source(TOKENS), first=1)["examples"]
     {'first': 1}
     """
-    if samples is None:
-        examples: dict[str, object] = {"first": check_count(first, name="first", least=0)}
+    if by_token and (first or samples is not None or first_token is not None or patches is not None):
+        raise ArgumentError("by_token says where each token comes from; leave the others out", where="by_token")
+    examples: dict[str, object]
+    if by_token:
+        examples = {"by_token": True}
+    elif samples is None:
+        examples = {"first": check_count(first, name="first", least=0)}
     else:
         examples = {"samples": [check_index(sample, len(source), what="sample") for sample in samples]}
     if (patches is None) != (image_px is None):
@@ -203,7 +212,13 @@ def source_of(
 
 
 def origin_of(
-    metadata: Metadata, source: Source[object], example_idx: int, token_idx: int | None = None, *, neighbours: int = 8
+    metadata: Metadata,
+    source: Source[object],
+    example_idx: int,
+    token_idx: int | None = None,
+    *,
+    neighbours: int = 8,
+    token_arrays: Mapping[str, npt.NDArray[np.generic]] | None = None,
 ) -> Origin:
     """The origin of one vector.
 
@@ -213,29 +228,65 @@ def origin_of(
         example_idx: Position of the example; negative ones count from the end.
         token_idx: The content token, as loaders and `Selection.coordinates` number it: -1 is CLS. None for the example.
         neighbours: Number of tokens of a text to return on each side.
+        token_arrays: Those of the store, for one that was recorded with `by_token=True`. An example as a whole, and its CLS
+            token, are then of the sample of its first content token.
 
     Raises:
-        SelectionError: there is no such example or token.
+        SelectionError: there is no such example or token, or it is padding.
         DocumentError: the description in the metadata is not usable.
     """
     layout = metadata.layout
     described = _described(metadata)
     example = check_index(example_idx, layout.n_examples, what="example")
-    sample_idx = _sample_of(_part(_Examples, "examples", described, metadata), example, source, metadata)
+    if token_idx == -1 and layout.cls_token:
+        token_idx = None
+    if token_idx is not None and not 0 <= token_idx < layout.content_tokens_per_example:
+        cls = "-1 for CLS, or " if layout.cls_token else ""
+        raise SelectionError(
+            f"token {brief(token_idx)} does not exist; it is {cls}from 0 to {layout.content_tokens_per_example - 1}",
+            where="token_idx",
+        )
+    examples = _part(_Examples, "examples", described, metadata)
+    if examples.by_token:
+        return _origin_by_token(metadata, source, example, token_idx, neighbours, token_arrays or {})
+    sample_idx = _sample_of(examples, example, source, metadata)
     sample = source[sample_idx]
     place = None
-    if token_idx is not None and not (token_idx == -1 and layout.cls_token):
-        if not 0 <= token_idx < layout.content_tokens_per_example:
-            cls = "-1 for CLS, or " if layout.cls_token else ""
-            raise SelectionError(
-                f"token {brief(token_idx)} does not exist; it is {cls}from 0 to {layout.content_tokens_per_example - 1}",
-                where="token_idx",
-            )
+    if token_idx is not None:
         content = _part(_Content, "content", described, metadata)
         if content.patches is not None:
             place = _patch(content.patches, int(token_idx), metadata)
         else:
             place = _token(content.tokens, int(token_idx), sample, neighbours, metadata)
+    return Origin(sample_idx, source.key(sample_idx), sample, place)
+
+
+def _origin_by_token(
+    metadata: Metadata,
+    source: Source[object],
+    example: int,
+    token_idx: int | None,
+    neighbours: int,
+    token_arrays: Mapping[str, npt.NDArray[np.generic]],
+) -> Origin:
+    """The origin of a token by what the store recorded for it."""
+    for name in ("document_ids", "positions"):
+        if name not in token_arrays:
+            raise DocumentError(
+                f"says that tokens are traced by {name}, which the store does not have",
+                where=metadata.where,
+                remedy=_REMEDY,
+            )
+    token = token_idx or 0
+    sample_idx, position = (int(token_arrays[name][example, token]) for name in ("document_ids", "positions"))
+    if sample_idx < 0:
+        raise SelectionError(
+            f"content token {token} of example {example} is padding: it is of no sample", where="token_idx"
+        )
+    _check_sample(sample_idx, example, source, metadata)
+    sample = source[sample_idx]
+    ids = _ids_of(sample)
+    place = None if ids is None or token_idx is None else _place_in(ids, token, position, neighbours)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
 
 
@@ -275,13 +326,18 @@ def _sample_of(examples: _Examples, example: int, source: Source[object], metada
         sample = examples.first + example
     else:
         raise _unusable("examples", examples.model_dump(), metadata)
+    _check_sample(sample, example, source, metadata)
+    return sample
+
+
+def _check_sample(sample: int, example: int, source: Source[object], metadata: Metadata) -> None:
+    """Check that the source has a sample; `DocumentError` if not."""
     if not 0 <= sample < len(source):
         raise DocumentError(
             f"example {example} is said to be sample {brief(sample)}, but the source has {len(source)}",
             where=metadata.where,
             remedy="Check that the metadata describe this source.",
         )
-    return sample
 
 
 def _token(
@@ -290,7 +346,8 @@ def _token(
     """The token of a text; None for a sample that is no text."""
     if tokens is None:
         raise _unusable("content", None, metadata)
-    if not isinstance(sample, np.ndarray) or cast("np.ndarray", sample).ndim != 1:
+    ids = _ids_of(sample)
+    if ids is None:
         return None
     if tokens.first is None and metadata.layout.cls_token:
         raise DocumentError(
@@ -298,8 +355,17 @@ def _token(
             where=metadata.where,
             remedy="Record with recorded_from(source, first_token=1) if it is (BOS), else with first_token=0.",
         )
-    ids = cast("npt.NDArray[np.integer]", sample)
-    position = (tokens.first or 0) + token
+    return _place_in(ids, token, (tokens.first or 0) + token, neighbours)
+
+
+def _ids_of(sample: object) -> npt.NDArray[np.integer] | None:
+    """The token ids of a sample; None for one that is no text."""
+    is_text = isinstance(sample, np.ndarray) and cast("npt.NDArray[np.generic]", sample).ndim == 1
+    return cast("npt.NDArray[np.integer]", sample) if is_text else None
+
+
+def _place_in(ids: npt.NDArray[np.integer], token: int, position: int, neighbours: int) -> TokenPlace:
+    """The place of a content token at a position of a sample of token ids."""
     if not 0 <= position < len(ids):
         raise SelectionError(
             f"content token {token} is token {position} of a sample that has {len(ids)}: it is padding",

@@ -418,7 +418,8 @@ class ShardStore(TextReading, Importing):
 
         if source is None:
             source = self._source = self._source or self.source()
-        return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours)
+        arrays = self.token_arrays
+        return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours, token_arrays=arrays)
 
     def unmapped(self) -> ShardStore:
         """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""

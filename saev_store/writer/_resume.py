@@ -169,10 +169,10 @@ def check_claim(folder: Folder, there: Claim, here: Claim) -> None:
 
 
 def metadata_differences(there: str, here: str) -> list[str]:
-    """Which keys differ between two metadata documents, both values shown.
+    """Which keys differ between two metadata documents, both values shown; of objects, which of their keys.
 
-    >>> metadata_differences('{"n_examples": 5, "ckpt": "a"}', '{"n_examples": 6, "ckpt": "a"}')
-    ['n_examples is 5 there, 6 in this call']
+    >>> metadata_differences('{"n_examples": 5, "data": {"seed": 1}}', '{"n_examples": 5, "data": {"seed": 2}}')
+    ['data.seed is 1 there, 2 in this call']
     """
     if there == here:
         return []
@@ -182,10 +182,21 @@ def metadata_differences(there: str, here: str) -> list[str]:
         return ["the metadata there is no JSON"]
     if not isinstance(old, dict) or not isinstance(new, dict):
         return ["the metadata there is no JSON object"]
-    olds, news = cast("Mapping[str, object]", old), cast("Mapping[str, object]", new)
-    values = [
-        (key, *(repr(document[key])[:200] if key in document else "absent" for document in (olds, news)))
-        for key in {**olds, **news}
-    ]
-    found = [f"{key} is {was} there, {now} in this call" for key, was, now in values if was != now]
+    found = _differences(cast("Mapping[str, object]", old), cast("Mapping[str, object]", new), "")
     return found or ["the metadata says the same in other bytes (the order of its keys, or white space)"]
+
+
+def _differences(olds: Mapping[str, object], news: Mapping[str, object], prefix: str) -> list[str]:
+    """The differences of two objects, which are below `prefix`."""
+    found: list[str] = []
+    for key in {**olds, **news}:
+        old, new = olds.get(key), news.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):  # the nesting of a document is limited
+            found += _differences(
+                cast("Mapping[str, object]", old), cast("Mapping[str, object]", new), f"{prefix}{key}."
+            )
+            continue
+        was, now = (repr(document[key])[:200] if key in document else "absent" for document in (olds, news))
+        if was != now:
+            found.append(f"{prefix}{key} is {was} there, {now} in this call")
+    return found

@@ -46,6 +46,47 @@ def recorded(
     return ShardStore.open(writer.url)
 
 
+def traced(root: Path, data: dict[str, object], arrays: dict[str, list]) -> ShardStore:
+    """Two examples of three tokens with token arrays of what each token is."""
+    dtypes = {"document_ids": "int64", "positions": "int32"}
+    metadata = new_metadata(
+        family="gpt2", ckpt="tiny", layers=[0], content_tokens_per_example=3, cls_token=True, d_model=2, n_examples=2, data=data,
+        dtype="bfloat16", token_arrays={name: dtypes[name] for name in arrays},
+    )  # fmt: skip
+    with ShardStore.create(root, metadata, progress=False) as writer:
+        writer.append(
+            np.ones((2, 1, 4, 2), dtype=np.float32), **{name: np.array(rows) for name, rows in arrays.items()}
+        )
+    return ShardStore.open(writer.url)
+
+
+def test_tokens_are_traced_by_what_the_store_records_of_them(text: Path, tmp_path: Path) -> None:
+    arrays = {"document_ids": [[1, 1, 0], [2, -1, 5]], "positions": [[2, 3, 0], [1, -1, 0]]}
+    store = traced(tmp_path, recorded_from(open_source(text / "data.idx"), by_token=True), arrays)
+    source = open_source(text / "data.idx")
+    for example, token, sample, position in ((0, 0, 1, 2), (0, 1, 1, 3), (0, 2, 0, 0), (1, 0, 2, 1)):
+        origin = store.origin(example, token, neighbours=9)
+        ids = source[sample].tolist()
+        assert (origin.sample_idx, origin.place.position, origin.place.token_id) == (sample, position, ids[position])
+        assert [*origin.place.before, ids[position], *origin.place.after] == ids
+    assert store.origin(0).sample_idx == store.origin(0, -1).sample_idx == 1
+    assert store.origin(0, -1).place is None
+    with pytest.raises(SelectionError, match="content token 1 of example 1 is padding"):
+        store.origin(1, 1)
+    with pytest.raises(DocumentError, match="example 1 is said to be sample 5, but the source has 3"):
+        store.origin(1, 2)
+
+
+def test_tokens_cannot_be_traced_by_arrays_that_are_not_there(text: Path, tmp_path: Path) -> None:
+    data = recorded_from(open_source(text / "data.idx"), by_token=True)
+    store = traced(tmp_path, data, {"document_ids": [[0, 0, 0], [1, 1, 1]]})
+    with pytest.raises(DocumentError, match="traced by positions, which the store does not have"):
+        store.origin(0, 0)
+    for other in ({"first": 1}, {"samples": [0]}, {"first_token": 0}, {"patches": (1, 1), "image_px": (2, 2)}):
+        with pytest.raises(ArgumentError, match="leave the others out"):
+            recorded_from(open_source(text / "data.idx"), by_token=True, **other)
+
+
 @pytest.mark.parametrize("protocol", ["1.0.0", "2.0", "2.1"])
 def test_a_token_and_its_neighbours(text: Path, tmp_path: Path, protocol: str) -> None:
     source = open_source(text / "data.idx")

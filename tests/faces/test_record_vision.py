@@ -1,74 +1,111 @@
-"""`Recorder` against what transformers itself calls the hidden states, for every family, from tiny seeded models."""
+"""`Recorder` on models of images: every class against what transformers itself calls the hidden states, and against hooks of the test."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_models import VISION, tiny_vision
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
 from saev_store.record import Recorder
-from saev_store.record._hooks import resolve_layers
+from saev_store.record._adapters import resolve_layers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 32,
-    "patch_size": 8,
-}
-#: name of the model class: (configuration class, special tokens before the patches, the kept one among them).
-FAMILIES = {
-    "ViTModel": ("ViTConfig", 1, True),
-    "ViTForImageClassification": ("ViTConfig", 1, True),
-    "Dinov2Model": ("Dinov2Config", 1, True),
-    "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", 5, True),
-    "DINOv3ViTModel": ("DINOv3ViTConfig", 3, True),
-    "CLIPVisionModel": ("CLIPVisionConfig", 1, True),
-    "CLIPVisionModelWithProjection": ("CLIPVisionConfig", 1, True),
-    "SiglipVisionModel": ("SiglipVisionConfig", 0, False),
-    "DeiTModel": ("DeiTConfig", 2, True),
-    "BeitModel": ("BeitConfig", 1, True),
+N_LAYERS, D_MODEL = 3, 32
+#: In each class of blocks: the module whose output attention adds to the stream, that of the MLP, and the first one between.
+BRANCHES = {
+    "ViTLayer": ("attention", "mlp", "layernorm_after"),
+    "DeiTLayer": ("attention", "mlp", "layernorm_after"),
+    "Dinov2Layer": ("layer_scale1", "layer_scale2", "norm2"),
+    "Dinov2WithRegistersLayer": ("layer_scale1", "layer_scale2", "norm2"),
+    "DINOv3ViTLayer": ("layer_scale1", "layer_scale2", "norm2"),
+    "CLIPEncoderLayer": ("self_attn", "mlp", "layer_norm2"),
+    "SiglipEncoderLayer": ("self_attn", "mlp", "layer_norm2"),
+    "Siglip2EncoderLayer": ("self_attn", "mlp", "layer_norm2"),
+    "BeitLayer": (None, None, "layernorm_after"),
 }
 
 
 def tiny(name: str, **changes: object) -> torch.nn.Module:
-    config_name = FAMILIES[name][0]
-    options = TINY | ({"num_register_tokens": 2} if config_name == "DINOv3ViTConfig" else {}) | changes
-    torch.manual_seed(5)
-    return getattr(transformers, name)(getattr(transformers, config_name)(**options)).eval()
+    return tiny_vision(name, num_hidden_layers=4, **changes)
 
 
 def pixels(n: int = 3, seed: int = 0, side: int = 32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n, 3, side, side), dtype=np.float32)
 
 
-def hidden_states(model: torch.nn.Module, batch: np.ndarray) -> list[np.ndarray]:
+def called(model: torch.nn.Module, batch: np.ndarray, **options: object) -> object:
+    """The model's own output; SigLIP 2 takes patches."""
+    pixel_values = torch.from_numpy(batch).to(next(model.parameters()).dtype)
+    if type(model).__name__ == "Siglip2VisionModel":
+        from transformers.models.siglip2.image_processing_pil_siglip2 import convert_image_to_patches
+
+        rows, columns = batch.shape[2] // 8, batch.shape[3] // 8
+        patches = torch.from_numpy(np.stack([convert_image_to_patches(image, 8) for image in batch]))
+        mask, shapes = torch.ones(patches.shape[:2], dtype=torch.long), torch.tensor([[rows, columns]] * len(batch))
+        return model(patches, pixel_attention_mask=mask, spatial_shapes=shapes, **options)
+    return model(pixel_values=pixel_values, **options)
+
+
+def hidden_states(model: torch.nn.Module, batch: np.ndarray) -> list[torch.Tensor]:
     """The oracle: output of block i is hidden_states[i + 1]; entry 0 is the embedding."""
     with torch.no_grad():
-        out = model(pixel_values=torch.from_numpy(batch), output_hidden_states=True)
-    return [state.float().numpy() for state in out.hidden_states]
+        return list(called(model, batch, output_hidden_states=True).hidden_states)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def stored(hidden: torch.Tensor, name: str) -> torch.Tensor:
+    """What of a hidden state is recorded: CLS and patches."""
+    _, n_special, has_cls = VISION[name]
+    return torch.cat([hidden[:, : int(has_cls)], hidden[:, n_special:]], dim=1)
+
+
+@pytest.mark.parametrize("name", VISION)
 def test_equals_hidden_states_bit_for_bit(name: str) -> None:
     model, batch = tiny(name), pixels()
-    _, n_special, has_cls = FAMILIES[name]
     expected = hidden_states(model, batch)
-    with Recorder(model, layers=(3, 0, -2)) as recorder:
+    with Recorder(model, layers=(3, 0, -2), hook_points=("resid_post", "resid_pre")) as recorder:
         acts = recorder(batch)
     assert recorder.depths == (3, 0, 2)
-    assert recorder.cls_token is has_cls
-    assert acts.shape == (3, 3, 16 + has_cls, 32)
-    assert acts.dtype == np.float32
+    assert recorder.cls_token is VISION[name][2]
+    assert acts.shape == (3, 6, 16 + VISION[name][2], D_MODEL)
+    assert acts.dtype == torch.float32
     for slot, depth in enumerate(recorder.depths):
-        state = expected[depth + 1]
-        assert acts[:, slot, int(has_cls) :].tobytes() == state[:, n_special:].tobytes()
-        if has_cls:
-            assert acts[:, slot, 0].tobytes() == state[:, 0].tobytes()
+        assert torch.equal(acts[:, 2 * slot], stored(expected[depth + 1], name))
+        assert torch.equal(acts[:, 2 * slot + 1], stored(expected[depth], name))
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_branches_are_what_the_blocks_add(name: str) -> None:
+    model, batch = tiny(name), pixels()
+    block = next(m for m in model.modules() if type(m).__name__ in BRANCHES)
+    attention, mlp, behind = BRANCHES[type(block).__name__]
+    found, handles = {}, []
+    for point, child in (("attn_out", attention), ("mlp_out", mlp)):
+        if child is not None:
+
+            def keep(_module, _args, out, point=point):
+                found[point] = (out[0] if isinstance(out, tuple) else out).clone()
+
+            handles.append(getattr(block, child).register_forward_hook(keep))
+    handles.append(
+        getattr(block, behind).register_forward_pre_hook(
+            lambda _m, args: found.__setitem__("resid_mid", args[0].clone())
+        )
+    )
+    with torch.no_grad():
+        called(model, batch)
+    for handle in handles:
+        handle.remove()
+    points = tuple(sorted(found))
+    with Recorder(model, layers=(0,), hook_points=points) as recorder:
+        acts = recorder(batch)
+    for slot, point in enumerate(points):
+        assert torch.equal(acts[:, slot], stored(found[point], name)), point
+    if attention is None:
+        with pytest.raises(ArgumentError, match="not a hook point of BeitLayer"):
+            Recorder(model, layers=(0,), hook_points=("attn_out",))
 
 
 def test_without_cls_the_patches_are_all_there_is() -> None:
@@ -81,16 +118,13 @@ def test_without_cls_the_patches_are_all_there_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_comes_out_as_its_exact_float32(dtype: str) -> None:
+def test_half_precision_comes_out_as_it_is(dtype: str) -> None:
     model, batch = tiny("Dinov2Model").to(getattr(torch, dtype)), pixels()
-    with torch.no_grad():
-        states = model(
-            pixel_values=torch.from_numpy(batch).to(getattr(torch, dtype)), output_hidden_states=True
-        ).hidden_states
+    states = hidden_states(model, batch)
     with Recorder(model, layers=(0, 3)) as recorder:
         acts = recorder(batch)
-    assert acts.dtype == np.float32
-    np.testing.assert_array_equal(acts[:, 1], states[4].float().numpy())
+    assert acts.dtype == getattr(torch, dtype)
+    assert torch.equal(acts[:, 1], states[4])
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -119,10 +153,11 @@ def test_each_module_gets_its_own_mode_back_also_after_an_error() -> None:
 def test_the_result_is_the_callers_and_carries_no_graph() -> None:
     with Recorder(tiny("ViTModel"), layers=(2,)) as recorder:
         first = recorder(pixels(seed=1))
-        kept = first.copy()
+        kept = first.clone()
         recorder(pixels(seed=2))
     np.testing.assert_array_equal(first, kept)
-    assert first.flags.writeable
+    first += 1  # it is no tensor of inference mode
+    assert not first.requires_grad
 
 
 def test_bigger_images_where_the_model_takes_them() -> None:
@@ -136,7 +171,7 @@ def test_a_foreign_forward_pass_leaves_no_trace() -> None:
         with torch.no_grad():
             model(torch.from_numpy(pixels(7)))
         found = recorder(pixels(2, seed=1))
-        kept = found.copy()
+        kept = found.clone()
         with torch.no_grad():
             model(torch.from_numpy(pixels(2, seed=2)))
         np.testing.assert_array_equal(found, kept)
@@ -193,7 +228,10 @@ def test_labels_that_cannot_be_an_axis(layers: tuple, match: str) -> None:
     ],
 )
 def test_what_is_no_batch_of_pixels(batch: object) -> None:
-    with Recorder(tiny("ViTModel"), layers=(1,)) as recorder, pytest.raises(ArgumentError, match="pixel_values"):
+    with (
+        Recorder(tiny("ViTModel"), layers=(1,)) as recorder,
+        pytest.raises(ArgumentError, match="pixel_values|no array|refuses a batch"),
+    ):
         recorder(batch)
 
 
@@ -227,5 +265,5 @@ def test_a_block_that_runs_twice_or_not_at_all_is_refused() -> None:
         with pytest.raises(ArgumentError, match="ran twice"):
             recorder(pixels())
         del model.layers[4], model.layers[1]
-        with pytest.raises(ArgumentError, match=r"\[1\] did not run"):
+        with pytest.raises(ArgumentError, match="resid_post of layer 1 did not run"):
             recorder(pixels())

@@ -1,0 +1,192 @@
+"""The command `record`: a language model over texts, from flags, a TOML file, or both."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import typer
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, integers, storage_options
+from saev_store.errors import ArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from saev_store import ShardStore
+
+Layout = Literal["window", "stream"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Resume = Literal["auto", "strict", "never"]
+_RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True, "never": False}
+
+
+class _Plan(BaseModel):
+    """What is to be recorded: the flags of the command, and the keys of its TOML file."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    model: str
+    to: str
+    layers: list[int]
+    context: int
+    text: str | None = None
+    tokens: str | None = None
+    tokenizer: str | None = None
+    text_key: str = "text"
+    hook_points: list[str] = ["resid_post"]
+    layout: Layout = "window"
+    pack: bool = False
+    bos: int | Literal["tokenizer", "none"] = "tokenizer"
+    example_tokens: int | None = None
+    batch_size: int = 8
+    dtype: Dtype | None = None
+    compute_dtype: Dtype | Literal["auto"] = "auto"
+    attention: str | None = None
+    device: str | None = None
+    max_tokens_per_shard: int = 2_400_000
+    resume: Resume = "auto"
+
+
+def record(
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file with options as keys; flags take precedence.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The language model: a folder, or a name on the hub.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text file, or a JSONL file with a text in each line.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="URL", help="Instead: an MMIDIDX or LLMBATCH file.")] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="URL", help="Folder in which the store's folder is created.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(metavar="3,6,-1", help="Numbers of blocks; -1 is the last one.")] = None,
+    hook_points: Annotated[
+        str | None, typer.Option(metavar="resid_post,mlp_out", help="Where in each block [default: resid_post].")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Most tokens that the model sees at once.")] = None,
+    layout: Annotated[Layout | None, typer.Option(help="How texts become examples [default: window].")] = None,
+    pack: Annotated[bool | None, typer.Option("--pack/--no-pack", help="Windows across documents.")] = None,
+    bos: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Token in front of each row: an id, tokenizer or none [default: tokenizer]."),
+    ] = None,
+    example_tokens: Annotated[int | None, typer.Option(help="Tokens of an example of a stream.")] = None,
+    text_key: Annotated[str | None, typer.Option(help="Key of the text in a JSONL file [default: text].")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or name [default: that of the model].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows that run at once [default: 8].")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the store [default: that of the computation].")] = None,
+    compute_dtype: Annotated[Dtype | None, typer.Option(help="Of the model [default: that of its file].")] = None,
+    attention: Annotated[str | None, typer.Option(metavar="eager", help="Implementation of attention.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
+    max_tokens_per_shard: Annotated[int | None, typer.Option(help="Vectors of a shard [default: 2400000].")] = None,
+    resume: Annotated[
+        Resume | None,
+        typer.Option(help="strict: never beside unfinished stores of other options [default: auto]."),
+    ] = None,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    progress: Progress = None,
+) -> None:
+    """Record a language model over texts; the same command continues an interrupted recording.
+
+    A finished recording of the same options is not made again.
+    """
+    flags: dict[str, object] = {
+        "model": model, "text": text, "tokens": tokens, "to": to, "context": context, "layout": layout, "pack": pack,
+        "bos": int(bos) if bos is not None and bos.isdecimal() else bos, "example_tokens": example_tokens, "text_key": text_key, "tokenizer": tokenizer, "batch_size": batch_size,
+        "dtype": dtype, "compute_dtype": compute_dtype, "attention": attention, "device": device,
+        "max_tokens_per_shard": max_tokens_per_shard, "resume": resume,
+        "layers": None if layers is None else integers(layers, where="--layers"),
+        "hook_points": None if hook_points is None else hook_points.split(","),
+    }  # fmt: skip
+    plan = _plan(config, {name: value for name, value in flags.items() if value is not None})
+    try:
+        store = _run(plan, storage_options(options, option), progress=progress)
+    except KeyboardInterrupt:
+        print(
+            f"\nRecorded examples are kept; continue with: {shlex.join(['saev-store', *sys.argv[1:]])}", file=sys.stderr
+        )
+        raise typer.Exit(130) from None
+    if as_json:
+        emit_json(
+            {
+                "url": store.url,
+                "shape": store.shape,
+                "dtype": store.metadata.dtype,
+                "layers": store.layers,
+                "nbytes": store.nbytes,
+            }
+        )
+    else:
+        emit(store.url)
+
+
+def _run(plan: _Plan, storage: dict[str, object] | None, *, progress: bool | None) -> ShardStore:
+    """Load, record, open."""
+    from saev_store.record import Texts, load_language_model
+    from saev_store.record import record as record_texts
+    from saev_store.sources import open_source
+
+    if (plan.text is None) == (plan.tokens is None):
+        raise ArgumentError("one of the two is needed, and only one", where="text, tokens")
+    documents = Path(plan.text) if plan.text is not None else open_source(plan.tokens or "")
+    model, tokenizer = load_language_model(
+        plan.model, tokenizer=plan.tokenizer, dtype=plan.compute_dtype, attention=plan.attention
+    )
+    texts = Texts(
+        documents,
+        tokenizer,
+        context=plan.context,
+        layout=plan.layout,
+        bos=None if plan.bos == "none" else plan.bos,
+        pack=plan.pack,
+        batch_size=plan.batch_size,
+        example_tokens=plan.example_tokens,
+        text_key=plan.text_key,
+    )
+    return record_texts(
+        model,
+        texts,
+        plan.to,
+        layers=plan.layers,
+        hook_points=plan.hook_points,
+        dtype=plan.dtype,
+        ckpt=plan.model,
+        dataset=plan.text or plan.tokens,
+        device=plan.device,
+        max_tokens_per_shard=plan.max_tokens_per_shard,
+        storage_options=storage,
+        resume=_RESUME[plan.resume],
+        exist_ok=True,
+        progress=progress,
+    )
+
+
+def _plan(config: Path | None, flags: dict[str, object]) -> _Plan:
+    """The plan of a file and flags.
+
+    Raises:
+        ArgumentError: an option is missing, unknown, or breaks its rule.
+        NotFoundError: the file cannot be read.
+    """
+    said = _read(config) if config is not None else {}
+    try:
+        return _Plan.model_validate({**said, **flags})
+    except ValidationError as error:
+        problems: dict[str, str] = {}
+        for found in error.errors(include_url=False):
+            name = str(found["loc"][0])
+            place = f" in {config}" if name in said and name not in flags else ""
+            problems.setdefault(name, f"{name}{place}: {found['msg'].replace('Input should', 'it must')}")
+        raise ArgumentError("; ".join(problems.values()), where=", ".join(problems)) from None
+
+
+def _read(config: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFoundError(f"it cannot be read: {error.strerror}", where=str(config)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{config} is no TOML: {error}", where="config") from None

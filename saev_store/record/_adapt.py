@@ -1,0 +1,153 @@
+"""`adapt`: the adapter of a model of `transformers`, made from its configuration and its modules."""
+
+# Public arguments are checked whatever their annotation.
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError, brief
+from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
+from saev_store.record._architectures import FAMILIES, hook_points_of
+
+if TYPE_CHECKING:
+    import torch
+
+_TOWER = "Pass a transformer of transformers, or one tower of it, such as model.vision_model."
+
+
+def adapt(model: torch.nn.Module | Adapter) -> Adapter:
+    """The adapter of a model of `transformers`; an adapter as it is.
+
+    Models of images: ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, the vision towers of CLIP, SigLIP and
+    SigLIP 2, and models that wrap one of them. Models of tokens: every causal language model whose blocks are the one list of
+    `num_hidden_layers` modules, such as GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma and OLMo, with or without a head. A head
+    of a language model is not run.
+
+    Raises:
+        ArgumentError: the blocks cannot be told. Make a `VisionAdapter` or a `TextAdapter` with a list of blocks then.
+        MissingDependencyError: torch is not installed.
+    """
+    if isinstance(model, Adapter):
+        return model
+    need("torch", install="saev-store[record]")
+    if not hasattr(model, "modules") or not hasattr(model, "named_parameters"):
+        raise ArgumentError(f"{brief(model)} is no torch module", where="model")
+    if hasattr(model, "text_model") and hasattr(model, "vision_model"):
+        raise ArgumentError(
+            f"{type(model).__name__} has a tower for images and one for texts",
+            where="model",
+            remedy="Pass one of them: model.vision_model or model.text_model.",
+        )
+    if getattr(model, "main_input_name", "pixel_values") == "pixel_values":
+        return _vision(model)
+    return _text(model)
+
+
+def _vision(model: torch.nn.Module) -> VisionAdapter:
+    n_layers, d_model = _config_int(model, "num_hidden_layers"), _config_int(model, "hidden_size")
+    blocks = find_blocks(model, n_layers)
+    has_cls = _has_parameter(model, "cls_token", "class_embedding")
+    registers = getattr(_config(model), "num_register_tokens", None) or 0
+    return VisionAdapter(
+        model=model,
+        blocks=blocks,
+        d_model=d_model,
+        points=hook_points_of(type(blocks[0]).__name__),
+        keywords=True,
+        patch_px=_patch_px(model),
+        n_channels=_config_int(model, "num_channels"),
+        n_special=int(has_cls) + int(registers) + int(_has_parameter(model, "distillation_token")),
+        cls_first=has_cls,
+        patchify=type(blocks[0]).__name__ == "Siglip2EncoderLayer",
+        **_names(model, model),
+    )
+
+
+def _text(model: torch.nn.Module) -> TextAdapter:
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = cast("torch.nn.Module", get_decoder()) if callable(get_decoder) else model
+    blocks = find_blocks(decoder, _config_int(decoder, "num_hidden_layers"))
+    embedding = cast("Callable[[], object]", decoder.get_input_embeddings)()
+    size: object = getattr(embedding, "num_embeddings", None)
+    longest: object = getattr(_config(decoder), "max_position_embeddings", None)
+    return TextAdapter(
+        model=decoder,
+        blocks=blocks,
+        d_model=_config_int(decoder, "hidden_size"),
+        points=hook_points_of(type(blocks[0]).__name__),
+        keywords=True,
+        vocabulary_size=size if isinstance(size, int) else None,
+        max_tokens=longest if isinstance(longest, int) else None,
+        **_names(decoder, model),
+    )
+
+
+def _names(tower: torch.nn.Module, model: torch.nn.Module) -> dict[str, str]:
+    """The names of the family and of the weights, as far as the configurations have them."""
+    model_type = str(getattr(_config(tower), "model_type", ""))
+    found = [str(getattr(_config(module), "_name_or_path", "")) for module in (model, tower)]
+    return {"family": FAMILIES.get(model_type, model_type), "ckpt": found[0] or found[1]}
+
+
+def find_blocks(model: torch.nn.Module, depth: int) -> Sequence[torch.nn.Module]:
+    """The residual blocks of the encoder, in depth order.
+
+    They are the only list of so many modules of one class. Its name differs between architectures and releases of `transformers`.
+
+    Raises:
+        ArgumentError: there is no such list, or more than one.
+    """
+    import torch
+
+    modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # its stub has no types
+    found = {
+        name: module
+        for name, module in modules
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) == depth
+        and len({type(block) for block in module}) == 1
+    }
+    if len(found) != 1:
+        raise ArgumentError(
+            f"{type(model).__name__} has {len(found)} lists of {depth} modules ({', '.join(found) or 'none'}); exactly one "
+            "must be the blocks",
+            where="model",
+            remedy=f"{_TOWER} Or make the adapter by hand, with blocks=[…].",
+        )
+    return list(next(iter(found.values())))
+
+
+def _config(model: torch.nn.Module) -> object:
+    return getattr(model, "config", None)
+
+
+def _config_int(model: torch.nn.Module, name: str) -> int:
+    value = getattr(_config(model), name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ArgumentError(
+            f"{type(model).__name__} has no positive integer config.{name} (it is {value!r})",
+            where="model",
+            remedy=f"{_TOWER} For other models make a VisionAdapter or a TextAdapter.",
+        )
+    return value
+
+
+def _has_parameter(model: torch.nn.Module, *names: str) -> bool:
+    return any(name.rsplit(".", 1)[-1] in names for name, _ in model.named_parameters())
+
+
+def _patch_px(model: torch.nn.Module) -> tuple[int, int]:
+    value = getattr(_config(model), "patch_size", None)
+    pair = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (value, value)
+    sides = [side for side in pair if isinstance(side, int)]
+    if len(sides) != 2 or min(sides) < 1:
+        raise ArgumentError(
+            f"model.config.patch_size is {value!r}; it must be one or two positive integers",
+            where="model",
+            remedy=_TOWER,
+        )
+    return sides[0], sides[1]

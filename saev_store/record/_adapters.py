@@ -1,0 +1,287 @@
+"""What recording knows of a model: its blocks, its hook points, its special tokens, and how it is called."""
+
+# Public arguments are checked whatever their annotation.
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from saev_store.errors import ArgumentError, LayerNotFoundError, brief
+from saev_store.record._architectures import RESIDUAL, HookPoint
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adapter:
+    """A model as recording sees it. `adapt` makes one for models of `transformers`; for others make a `VisionAdapter` or `TextAdapter`.
+
+    Attributes:
+        model: The module that is called. It and everything that a call of it depends on is below it.
+        blocks: The residual blocks, in the order of depth.
+        d_model: Length of a vector.
+        family: Name of the architecture's family, for the metadata.
+        ckpt: Name of the weights, for the metadata.
+        points: Hook points by name: where in a block each is.
+        keywords: Whether the model is called with the keywords of `transformers`, else with one tensor.
+    """
+
+    model: torch.nn.Module
+    blocks: Sequence[torch.nn.Module]
+    d_model: int
+    family: str = ""
+    ckpt: str = ""
+    points: Mapping[str, HookPoint] = field(default_factory=lambda: dict(RESIDUAL))
+    keywords: bool = False
+
+    def __post_init__(self) -> None:
+        if not len(self.blocks):
+            raise ArgumentError("blocks is empty; a model has at least one", where="blocks")
+        inside = {id(module) for module in self.model.modules()}
+        for depth, block in enumerate(self.blocks):
+            if id(block) not in inside:
+                raise ArgumentError(f"block {depth} ({type(block).__name__}) is no module of the model", where="blocks")
+
+    def hooked(self, depth: int, hook_point: str) -> tuple[torch.nn.Module, Literal["input", "output"]]:
+        """The module of a hook point of a block, and which of its sides is recorded.
+
+        Raises:
+            ArgumentError: this architecture has no such hook point.
+        """
+        block = self.blocks[depth]
+        point = self.points.get(hook_point)
+        if point is None:
+            raise ArgumentError(
+                f"{brief(hook_point)} is not a hook point of {type(block).__name__}, which has {', '.join(sorted(self.points))}",
+                where="hook_points",
+            )
+        try:
+            return block.get_submodule(point.path), point.side
+        except AttributeError:
+            raise ArgumentError(
+                f"{type(block).__name__} has no module {point.path!r}, where {hook_point} should be",
+                where="hook_points",
+                remedy="Make the adapter by hand, with points=….",
+            ) from None
+
+    def forward(self, *inputs: torch.Tensor) -> None:
+        """Run the model on one batch; what it returns is not used.
+
+        Raises:
+            ArgumentError: the batch is not one of this model's.
+        """
+        raise NotImplementedError
+
+    def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
+        """(special, content): how many tokens of a batch are special ones at the beginning, and how many come behind them.
+
+        Args:
+            inputs: As of `forward`.
+
+        Raises:
+            ArgumentError: the batch is not one of this model's.
+        """
+        raise NotImplementedError
+
+    @property
+    def has_cls(self) -> bool:
+        """Whether the architecture itself puts a CLS token first."""
+        return False
+
+    def keeps_cls(self, wanted: bool | None) -> bool:
+        """Whether the CLS token is recorded; None: if there is one.
+
+        Raises:
+            ArgumentError: it is wanted, and there is none.
+        """
+        if wanted and not self.has_cls:
+            raise ArgumentError(
+                f"{type(self.model).__name__} has no CLS token", where="cls_token", remedy="Use False or None."
+            )
+        return self.has_cls if wanted is None else bool(wanted)
+
+    def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the model's device."""
+        return tensor.to(device=parameter_of(self.model).device, dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VisionAdapter(Adapter):
+    """A model of images, which is called with pixels (batch, channels, height, width).
+
+    Attributes:
+        patch_px: Height and width of a patch in pixels.
+        n_channels: Channels of an image.
+        n_special: Tokens before the patches: CLS, registers and distillation token.
+        cls_first: Whether the first of them is CLS; the others are never recorded.
+        patchify: Whether the model takes patches instead of pixels (SigLIP 2).
+    """
+
+    patch_px: tuple[int, int]
+    n_channels: int = 3
+    n_special: int = 0
+    cls_first: bool = False
+    patchify: bool = False
+
+    @property
+    def has_cls(self) -> bool:
+        return self.cls_first
+
+    def content_tokens(self, shape: tuple[int, ...]) -> int:
+        """How many patches an image has in a batch of this shape.
+
+        Raises:
+            ArgumentError: not (batch, channels, height, width), or smaller than one patch.
+        """
+        height_px, width_px = self.patch_px
+        if len(shape) != 4 or shape[0] < 1 or shape[1] != self.n_channels:
+            raise ArgumentError(
+                f"the shape is {shape}; it must be (batch, {self.n_channels}, height, width) with at least one example",
+                where="pixel_values",
+            )
+        count = (shape[2] // height_px) * (shape[3] // width_px)
+        if count < 1:
+            raise ArgumentError(
+                f"the shape is {shape}; an image must hold at least one patch of {height_px} x {width_px} pixels",
+                where="pixel_values",
+            )
+        return count
+
+    def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
+        return self.n_special, self.content_tokens(tuple(inputs[0].shape))
+
+    def forward(self, *inputs: torch.Tensor) -> None:
+        pixels = self._placed(inputs[0], parameter_of(self.model).dtype)
+        if not self.keywords:
+            self.model(pixels)
+        elif self.patchify:
+            n, channels, height, width = pixels.shape
+            (high, wide), rows, columns = self.patch_px, height // self.patch_px[0], width // self.patch_px[1]
+            cut = pixels[:, :, : rows * high, : columns * wide].reshape(n, channels, rows, high, columns, wide)
+            patches = cut.permute(0, 2, 4, 3, 5, 1).reshape(n, rows * columns, -1)
+            shapes = pixels.new_tensor([[rows, columns]] * n).long()
+            self.model(
+                pixel_values=patches, pixel_attention_mask=shapes.new_ones(patches.shape[:2]), spatial_shapes=shapes
+            )
+        else:
+            self.model(pixel_values=pixels)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TextAdapter(Adapter):
+    """A model of tokens, which is called with token ids (batch, tokens) and a mask that is false for padding.
+
+    Models that are not called with keywords get the token ids only, so they must be causal: padding is on the right.
+
+    Attributes:
+        vocabulary_size: How many token ids the embedding has; None where that is not known.
+        max_tokens: The longest row that the model takes, None where there is no limit.
+    """
+
+    vocabulary_size: int | None = None
+    max_tokens: int | None = None
+
+    def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
+        shape = tuple(inputs[0].shape)
+        if len(shape) != 2 or min(shape) < 1:
+            raise ArgumentError(
+                f"the shape is {shape}; it must be (batch, tokens), at least one of each", where="input_ids"
+            )
+        return 0, shape[1]
+
+    def forward(self, *inputs: torch.Tensor) -> None:
+        import torch
+
+        ids = inputs[0]
+        if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
+            raise ArgumentError(f"they are {ids.dtype}; token ids are integers", where="input_ids")
+        ids = self._placed(ids, torch.long)
+        self.check_ids(int(ids.min()), int(ids.max()), where="input_ids")
+        if not self.keywords:
+            self.model(ids)
+            return
+        mask = torch.ones_like(ids) if len(inputs) < 2 else self._placed(inputs[1], torch.long)
+        if mask.shape != ids.shape:
+            raise ArgumentError(
+                f"its shape is {tuple(mask.shape)}; that of the token ids is {tuple(ids.shape)}", where="attention_mask"
+            )
+        self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    def check_ids(self, least: int, most: int, *, where: str) -> None:
+        """Refuse token ids that have no embedding.
+
+        Raises:
+            ArgumentError: there is one, and it is named.
+        """
+        size = self.vocabulary_size
+        if least < 0 or (size is not None and most >= size):
+            rule = "they are not negative" if size is None else f"the model's embedding has those from 0 to {size - 1}"
+            raise ArgumentError(
+                f"there is a token id {least if least < 0 else most}; {rule}",
+                where=where,
+                remedy="Use the model's own tokenizer.",
+            )
+
+
+def place(model: torch.nn.Module, device: str | None) -> None:
+    """Move a model to a device; None leaves it where it is.
+
+    Raises:
+        ArgumentError: there is no such device here.
+    """
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(
+            f"{device!r} cannot be used: {why}", where="device", remedy="Omit it to use the CPU."
+        ) from error
+    model.to(device)
+
+
+def parameter_of(model: torch.nn.Module) -> torch.nn.Parameter:
+    """One parameter of a model, which tells its device and dtype.
+
+    Raises:
+        ArgumentError: it has none.
+    """
+    for parameter in model.parameters():
+        return parameter
+    raise ArgumentError(f"{type(model).__name__} has no parameters", where="model")
+
+
+def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:
+    """The index of the block of each label.
+
+    >>> resolve_layers((-1, 3, -11), 12)
+    (11, 3, 1)
+
+    Raises:
+        LayerNotFoundError: a label is not an integer from -n_blocks to n_blocks - 1.
+        ArgumentError: `layers` is empty, or two labels name one block.
+    """
+    if not layers:
+        raise ArgumentError("layers is empty; it must name at least one block", where="layers")
+    depths: dict[int, int] = {}
+    for label in layers:
+        if not isinstance(label, (int, np.integer)) or isinstance(label, bool) or not -n_blocks <= label < n_blocks:
+            raise LayerNotFoundError(
+                f"layer {label!r} is not a block of this model, which has {n_blocks}",
+                where="layers",
+                remedy=f"Use integers from 0 to {n_blocks - 1}, or from -{n_blocks} to -1, counted from the end.",
+            )
+        depth = int(label) % n_blocks
+        if depth in depths:
+            raise ArgumentError(f"the labels {depths[depth]} and {label} are the same block", where="layers")
+        depths[depth] = label
+    return tuple(depths)

@@ -1,0 +1,90 @@
+"""What tells a recording from another one: the weights, the configuration, and what else decides the bits of a forward pass."""
+
+# transformers and torch have no types for some of what is asked here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, cast
+
+import xxhash
+
+from saev_store.record._adapters import parameter_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from saev_store.record._recorder import Recorder
+
+#: Packages that compute.
+_PACKAGES = ("torch", "transformers", "tokenizers")
+#: What a configuration says that no vector depends on, or that is said elsewhere.
+_IDLE = {
+    "_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label",
+    "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+
+
+def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> dict[str, object]:
+    """What decides the vectors beside the examples, in plain JSON types: `data["recording"]` of the metadata.
+
+    Args:
+        recorder: Has the model, where it will run.
+        identity: What the source adds: the size of batches, for example.
+    """
+    adapter, parameter = recorder.adapter, parameter_of(recorder.adapter.model)
+    model = adapter.model
+    names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
+    points = {name: adapter.points[name] for name in recorder.hook_points}
+    config = getattr(model, "config", None)
+    return {
+        "model": {
+            "class": type(model).__name__,
+            "weights": {"algorithm": "xxh3_128", "digest": weights_digest(model)},
+            "config": config_digest(config),
+            "blocks": [names[id(adapter.blocks[depth])] for depth in recorder.depths],
+            "hook_points": {name: f"{point.side} of {point.path or 'the block'}" for name, point in points.items()},
+        },
+        "computation": {
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "attention": getattr(config, "_attn_implementation", None),
+            "device": parameter.device.type,
+        },
+        "source": dict(identity),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names."""
+    import torch
+
+    digest = xxhash.xxh3_128()
+    for name, value in sorted(cast("Mapping[str, torch.Tensor]", model.state_dict()).items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
+    return digest.hexdigest()
+
+
+def config_digest(config: object) -> str | None:
+    """SHA-256 of what a configuration of `transformers` says of the computation; None where there is none."""
+    to_dict: Callable[[], Mapping[str, object]] | None = getattr(config, "to_dict", None)
+    if to_dict is None:
+        return None
+    said = {key: value for key, value in to_dict().items() if key not in _IDLE}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,221 @@
+"""Images as a source of examples: `Images` of a random-access data set, `ImageBatches` of any iterable."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+
+from saev_store.errors import ArgumentError
+from saev_store.record._adapters import VisionAdapter
+from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
+from saev_store.record._identity import config_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from saev_store.record._adapters import Adapter
+
+    Labels: TypeAlias = npt.NDArray[np.uint8]
+    PixelBatch: TypeAlias = npt.NDArray[np.float32] | torch.Tensor
+
+
+class MapStyle(Protocol):
+    """A map-style data set: a list, an array, or a torch data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, example: int, /) -> object: ...
+
+
+class Processor(Protocol):
+    """An image processor of `transformers`."""
+
+    def __call__(self, *, images: Sequence[object], return_tensors: str) -> Mapping[str, npt.ArrayLike]: ...
+
+
+class _ImageSource(ExampleSource):
+    """What both kinds of images share: an example is an image."""
+
+    def __init__(
+        self, n_examples: int, cls_token: bool | None, labels: Labels | None, data: Mapping[str, object] | None
+    ) -> None:
+        self.n_examples, self.cls_token, self.labels = n_examples, cls_token, labels
+        self.data = {"__class__": type(self).__name__} if data is None else dict(data)
+
+    def describe(self) -> dict[str, object]:
+        return dict(self.data)
+
+    def geometry(self, adapter: Adapter) -> Geometry:
+        if not isinstance(adapter, VisionAdapter):
+            raise ArgumentError(
+                f"{type(adapter.model).__name__} is a model of tokens; these are images",
+                where="source",
+                remedy="Use Texts.",
+            )
+        content = adapter.content_tokens(self._shape())
+        if self.labels is not None and self.labels.shape != (self.n_examples, content):
+            raise ArgumentError(
+                f"labels has the shape {self.labels.shape}; one per patch is {(self.n_examples, content)}",
+                where="labels",
+            )
+        return Geometry(
+            self.n_examples,
+            content,
+            adapter.keeps_cls(self.cls_token),
+            {} if self.labels is None else {"labels": "uint8"},
+            identity=self._identity(),
+        )
+
+    def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
+        del start  # batches are whole examples
+        end = 0
+        for batch, acts in computed:
+            end = batch.first + len(acts)
+            labels = {} if self.labels is None else {"labels": self.labels[batch.first : end]}
+            yield Recorded(batch.first, acts, labels)
+        if end < self.n_examples:
+            raise ArgumentError(
+                f"there are only {end} examples, but n_examples is {self.n_examples}",
+                where="source",
+                remedy="The store is unfinished; call again with all of them.",
+            )
+
+    def _shape(self) -> tuple[int, ...]:
+        """The shape of a batch, (batch, channels, height, width)."""
+        raise NotImplementedError
+
+    def _identity(self) -> dict[str, object]:
+        return {}
+
+
+class Images(_ImageSource):
+    """Images of a random-access data set, in batches that are cut at multiples of `batch_size` regardless of the start.
+
+    A resumed recording therefore runs the same forward passes as an uninterrupted one, and loads no image of a batch that it
+    does not run.
+
+    Args:
+        images: `images[i]` is one example's pixels, (channels, height, width), normalised as the model wants it; or with a
+            `processor` whatever that takes, such as images of Pillow.
+        batch_size: Images in a batch; the last one may have fewer.
+        processor: An image processor of `transformers`, which makes pixels of a list of images. It is part of the recording's
+            identity.
+        cls_token: Whether to record the CLS token; None: if the model has one.
+        labels: (n_examples, content tokens) uint8, a label for each patch; may be a memory map.
+        data: Description of the data set for the metadata; any JSON object.
+
+    >>> images = Images(np.zeros((5, 3, 8, 8)), batch_size=2)
+    >>> [(batch.first, batch.inputs[0].shape[0]) for batch in images.batches(3)]
+    [(2, 2), (4, 1)]
+    """
+
+    def __init__(
+        self,
+        images: MapStyle,
+        batch_size: int = 32,
+        *,
+        processor: Processor | None = None,
+        cls_token: bool | None = None,
+        labels: Labels | None = None,
+        data: Mapping[str, object] | None = None,
+    ) -> None:
+        self.images, self.batch_size, self.processor = images, check_batch_size(batch_size), processor
+        if len(images) < 1:
+            raise ArgumentError("images is empty; there must be at least one example", where="images")
+        super().__init__(len(images), cls_token, labels, data)
+        self._example_shape: tuple[int, ...] | None = None
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """The batch that contains example `start`, and all later ones."""
+        for first in range(start // self.batch_size * self.batch_size, self.n_examples, self.batch_size):
+            last = min(first + self.batch_size, self.n_examples)
+            yield Batch((self._pixels(range(first, last)),), first)
+
+    def _pixels(self, examples: range) -> npt.NDArray[np.float32]:
+        """(examples, channels, height, width): what the model is given."""
+        if self.processor is not None:
+            made = self.processor(images=[self.images[i] for i in examples], return_tensors="np")["pixel_values"]
+            return np.asarray(made, dtype=np.float32)
+        pixels: list[npt.NDArray[np.float32]] = []
+        for i in examples:
+            image = np.asarray(self.images[i])
+            if image.dtype.kind != "f":
+                raise ArgumentError(
+                    f"image {i} has {image.dtype.name} numbers; pixels are normalised floats",
+                    where="images",
+                    remedy="Pass the model's image processor as processor=…, or normalise them.",
+                )
+            pixels.append(image.astype(np.float32, copy=False))
+        shapes = {image.shape for image in pixels}
+        if len(shapes) != 1:
+            raise ArgumentError(
+                f"the images {examples[0]} to {examples[-1]} have the shapes {sorted(shapes)}; they must be equal",
+                where="images",
+            )
+        return np.stack(pixels)
+
+    def _shape(self) -> tuple[int, ...]:
+        if self._example_shape is None:
+            self._example_shape = self._pixels(range(1)).shape
+        return self._example_shape
+
+    def _identity(self) -> dict[str, object]:
+        if self.processor is None:
+            return {"batch_size": self.batch_size}
+        made_by = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
+        return {"batch_size": self.batch_size, "processor": made_by}
+
+
+class ImageBatches(_ImageSource):
+    """Images that come in batches, for example from a `DataLoader`.
+
+    To resume, pass an iterable that starts at its beginning: batches that are recorded are read, and not run.
+
+    Args:
+        pixels: Yields (batch, channels, height, width), normalised as the model wants it.
+        n_examples: Number of images in all batches together: the metadata is written before they are read.
+        cls_token: As of `Images`.
+        labels: As of `Images`.
+        data: As of `Images`.
+    """
+
+    def __init__(
+        self,
+        pixels: Iterable[PixelBatch],
+        n_examples: int,
+        *,
+        cls_token: bool | None = None,
+        labels: Labels | None = None,
+        data: Mapping[str, object] | None = None,
+    ) -> None:
+        self._pixels = pixels
+        self._begun: Iterator[PixelBatch] | None = (
+            None  # what is left after a look at the first batch, which is put back
+        )
+        super().__init__(n_examples, cls_token, labels, data)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """The batches of which at least one example is not before `start`."""
+        begun, self._begun = self._begun, None
+        first = 0
+        for pixels in self._pixels if begun is None else begun:
+            end = first + len(pixels)
+            if end > self.n_examples:
+                raise ArgumentError(
+                    f"there are at least {end} examples, but n_examples is {self.n_examples}", where="source"
+                )
+            if end > start:
+                yield Batch((pixels,), first)
+            first = end
+
+    def _shape(self) -> tuple[int, ...]:
+        rest = iter(self._pixels) if self._begun is None else self._begun
+        for pixels in rest:
+            self._begun = itertools.chain([pixels], rest)
+            return tuple(pixels.shape)
+        raise ArgumentError("there are no batches; there must be at least one", where="source")

@@ -1,0 +1,224 @@
+"""`Recorder`: the vectors of one batch, at chosen hook points of chosen blocks.
+
+Each hook has its position on the layer axis, so `layers=(11, 3)` gives block 11 first and block 3 second. Appending outputs in
+the order in which hooks run would exchange them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from saev_store.core.layout import RESID_POST
+from saev_store.errors import ArgumentError, SaevStoreError, brief
+from saev_store.record._adapt import adapt
+from saev_store.record._adapters import resolve_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from saev_store.record._adapters import Adapter
+
+
+class Recorder:
+    """Records the activations of batches; a context manager that adds hooks to the model.
+
+    Inside the `with` block the model is in evaluation mode. On leaving, the mode of each module is restored and the hooks are
+    removed.
+
+    Args:
+        model: A transformer of `transformers`, see `adapt`, or an adapter.
+        layers: Labels of the blocks to record: 0 is the first block, -1 the last one. Their order is that of
+            the layer axis.
+        hook_points: Where in each of these blocks, such as `("resid_pre", "mlp_out")`. On the layer axis all hook points of
+            the first layer come first, then those of the second.
+        cls_token: For images: whether to keep the CLS token as token 0. None keeps it if the architecture has one. Register
+            and distillation tokens are never kept.
+
+    Raises:
+        LayerNotFoundError: the model has no such block.
+        ArgumentError: `layers` is empty or names a block twice, a hook point does not exist in this architecture, or the
+            blocks of the model cannot be identified.
+        MissingDependencyError: torch is not installed.
+
+    Attributes:
+        adapter: What is known of the model.
+        layers: The labels as given.
+        depths: Index of the block of each label, from 0.
+        hook_points: The hook points as given.
+        axis: (label, hook point) of each entry of the layer axis.
+        cls_token: Whether the CLS token is kept.
+
+    ```python
+    with Recorder(model, layers=(-1, 3)) as recorder:
+        acts = recorder(pixel_values)  # (batch, 2, tokens, d_model)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Adapter,
+        layers: Sequence[int],
+        *,
+        hook_points: Sequence[str] = (RESID_POST,),
+        cls_token: bool | None = None,
+    ) -> None:
+        self.adapter = adapt(model)
+        self.layers = tuple(layers)
+        self.depths = resolve_layers(self.layers, len(self.adapter.blocks))
+        self.hook_points = _checked_points(hook_points)
+        self.axis = tuple((label, point) for label in self.layers for point in self.hook_points)
+        self._hooked = [self.adapter.hooked(depth, point) for depth in self.depths for point in self.hook_points]
+        self.cls_token = self.adapter.keeps_cls(cls_token)
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
+        self._handles: list[RemovableHandle] = []
+        self._batch: _Captured | None = None
+
+    def __enter__(self) -> Self:
+        if self._handles:
+            raise ArgumentError("this recorder is already entered; it hooks its model once", where="Recorder")
+        model = self.adapter.model
+        self._modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        for slot, (module, side) in enumerate(self._hooked):
+            if side == "input":
+                self._handles.append(module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True))
+            else:
+                self._handles.append(module.register_forward_hook(self._on_output(slot)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._batch = None
+        for module, is_training in self._modes:
+            module.training = is_training
+
+    def __call__(self, *inputs: object) -> torch.Tensor:
+        """The activations of one batch, computed without gradients.
+
+        Args:
+            inputs: NumPy or torch. For a model of images: pixels (batch, channels, height, width), normalised as the model
+                requires; they are converted to its dtype. For a model of tokens: token ids (batch, tokens), and if there is
+                padding, which must be on the right, a mask of the same shape, false for padding.
+
+        Returns:
+            (batch, layer, token, d_model) in the CPU's memory, in the dtype that the model computes in. Of images, token 0
+            is CLS if `cls_token`, then come the patches in row-major order; of texts, all tokens of the batch are there.
+            The tensor is the caller's.
+
+        Raises:
+            ArgumentError: the batch is not one of this model's, or a module did not run once on it.
+        """
+        import torch
+
+        if not self._handles:
+            raise ArgumentError(
+                "the hooks are not in place", where="Recorder", remedy="Call it inside `with Recorder(…) as recorder:`."
+            )
+        tensors = tuple(_as_tensor(value) for value in inputs)
+        n_special, n_content = self.adapter.content_of(*tensors)
+        captured = _Captured(len(self.axis), self.adapter.d_model, n_special, n_content, int(self.cls_token))
+        self._batch = captured
+        try:
+            with torch.inference_mode():
+                self.adapter.forward(*tensors)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if isinstance(error, (SaevStoreError, torch.OutOfMemoryError)):
+                raise
+            shape = tuple(tensors[0].shape)
+            raise ArgumentError(f"the model refuses a batch of shape {shape}: {error}", where="inputs") from error
+        finally:
+            self._batch = None
+        silent = [
+            f"{point} of layer {label}" for slot, (label, point) in enumerate(self.axis) if slot not in captured.seen
+        ]
+        if captured.out is None or silent:
+            raise ArgumentError(f"{', '.join(silent)} did not run in the forward pass", where="layers")
+        return captured.out
+
+    def _on_input(self, slot: int) -> Callable[[torch.nn.Module, tuple[object, ...], Mapping[str, object]], None]:
+        def keep(_module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+            self._keep(slot, args[0] if args else kwargs.get("hidden_states"))
+
+        return keep
+
+    def _on_output(self, slot: int) -> Callable[[torch.nn.Module, object, object], None]:
+        def keep(_module: torch.nn.Module, _args: object, output: object) -> None:
+            self._keep(slot, cast("tuple[object, ...]", output)[0] if isinstance(output, tuple) else output)
+
+        return keep
+
+    def _keep(self, slot: int, hidden: object) -> None:
+        if self._batch is not None:  # else the model runs outside of this recorder
+            label, point = self.axis[slot]
+            self._batch.keep(slot, hidden, f"{point} of layer {label}")
+
+
+class _Captured:
+    """What hooks have captured of one batch.
+
+    Attributes:
+        out: (batch, layer, token, d_model); None before the first hook has run.
+        seen: Positions on the layer axis that are there.
+    """
+
+    def __init__(self, n_layers: int, d_model: int, n_special: int, n_content: int, n_cls: int) -> None:
+        self.out: torch.Tensor | None = None
+        self.seen: set[int] = set()
+        self._n_layers, self._d_model = n_layers, d_model
+        self._n_special, self._n_content, self._n_cls = n_special, n_content, n_cls
+
+    def keep(self, slot: int, hidden: object, name: str) -> None:
+        """Copy what a module put out or got. It is copied at once: nothing that the model does later can reach it."""
+        import torch
+
+        expected = (self._n_special + self._n_content, self._d_model)
+        shape = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+        if not isinstance(hidden, torch.Tensor) or shape[1:] != expected or hidden.ndim != 3:
+            raise ArgumentError(
+                f"{name} has the shape {shape}; the batch and the special tokens of the model make (batch, "
+                f"{expected[0]}, {expected[1]})",
+                where="model",
+            )
+        if slot in self.seen:
+            raise ArgumentError(f"the module of {name} ran twice in one forward pass", where="model")
+        with torch.inference_mode(mode=False):  # callers may change what they get
+            if self.out is None:
+                n, n_tokens = hidden.shape[0], self._n_cls + self._n_content
+                self.out = torch.empty((n, self._n_layers, n_tokens, self._d_model), dtype=hidden.dtype)
+            elif self.out.dtype != hidden.dtype:
+                self.out = self.out.to(torch.promote_types(self.out.dtype, hidden.dtype))
+        self.seen.add(slot)
+        n_cls = self._n_cls
+        self.out[:, slot, :n_cls].copy_(hidden[:, :n_cls])
+        self.out[:, slot, n_cls:].copy_(hidden[:, self._n_special :])
+
+
+def _as_tensor(value: object) -> torch.Tensor:
+    """A tensor of what was given as a batch; `ArgumentError` for what is none."""
+    import torch
+
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"the batch is no array of numbers: {error}", where="inputs") from error
+
+
+def _checked_points(hook_points: Sequence[str]) -> tuple[str, ...]:
+    """The hook points; `ArgumentError` for none, for one twice, and for what is no list of names."""
+    if isinstance(hook_points, str) or not hook_points:
+        raise ArgumentError(
+            f"hook_points is {brief(hook_points)}; it must be a list of at least one name", where="hook_points"
+        )
+    names = tuple(hook_points)
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"hook_points is {brief(names)}, which names one twice", where="hook_points")
+    return names

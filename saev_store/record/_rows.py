@@ -1,0 +1,72 @@
+"""The arithmetic of texts: documents lie end to end, and each row that a model runs is a range of their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from saev_store.core.layout import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows that tile a text: row i has the tokens `starts[i]` to `starts[i + 1] - 1` of all documents laid end to end.
+
+    Attributes:
+        starts: int64, one more than there are rows; the last one is the number of tokens.
+    """
+
+    starts: IntArray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row_of(self, token: int) -> int:
+        """The row that has a token.
+
+        >>> Rows(np.array([0, 4, 6, 10])).row_of(5)
+        1
+        """
+        return int(np.searchsorted(self.starts, token, side="right")) - 1
+
+
+def cut_documents(document_starts: IntArray, context: int) -> Rows:
+    """Rows of at most `context` tokens, each of one document.
+
+    Args:
+        document_starts: int64: where each document begins, and the number of tokens at the end.
+        context: Most tokens of a row.
+
+    >>> cut_documents(np.array([0, 5, 5, 7]), 3).starts.tolist()
+    [0, 3, 5, 7]
+    """
+    lengths = np.diff(document_starts)
+    n_rows = -(-lengths // context)
+    # The rows of a document begin at its start, and `context` after each other.
+    first_row = np.cumsum(n_rows) - n_rows
+    within = np.arange(int(n_rows.sum()), dtype=np.int64) - np.repeat(first_row, n_rows)
+    starts = np.repeat(document_starts[:-1], n_rows) + within * context
+    return Rows(np.append(starts, document_starts[-1]).astype(np.int64))
+
+
+def cut_evenly(n_tokens: int, context: int) -> Rows:
+    """Rows of `context` tokens whatever the documents; the last one may be shorter.
+
+    >>> cut_evenly(7, 3).starts.tolist()
+    [0, 3, 6, 7]
+    """
+    return Rows(np.append(np.arange(0, n_tokens, context, dtype=np.int64), n_tokens))
+
+
+def documents_of(document_starts: IntArray, first: int, last: int) -> tuple[IntArray, IntArray]:
+    """(document, position in it) of the tokens `first` to `last - 1`; int64.
+
+    >>> documents_of(np.array([0, 5, 5, 7]), 3, 7)
+    (array([0, 0, 2, 2]), array([3, 4, 0, 1]))
+    """
+    tokens = np.arange(first, last, dtype=np.int64)
+    documents = np.searchsorted(document_starts, tokens, side="right") - 1
+    return documents, tokens - document_starts[documents]

@@ -1,0 +1,179 @@
+"""`saev-store record` on a model and a tokenizer in a folder: the store, the flags, the file of options, errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import VOCABULARY, tiny_language
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.record import Texts, record
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXTS = ["the cat sat", "on the mat and the cat sat on the mat", "cat"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, as `save_pretrained` writes them, and a corpus."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_language("Qwen3ForCausalLM").save_pretrained(folder)
+    words = ["<pad>", "<s>", "<unk>", "the", "cat", "sat", "on", "mat", "and"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", unk_token="<unk>").save_pretrained(
+        folder
+    )
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+@pytest.fixture
+def run(capfd, monkeypatch: pytest.MonkeyPatch):
+    """The command in this process, which does not ask the hub: (exit code, standard output, standard error)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["record", "--no-progress", *map(str, arguments)])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def flags(folder: Path, root: Path) -> list[object]:
+    return [
+        "--model",
+        folder,
+        "--text",
+        folder / "corpus.jsonl",
+        "--context",
+        4,
+        "--layers",
+        "2,0",
+        "--batch-size",
+        3,
+        "--to",
+        root,
+    ]
+
+
+def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> None:
+    code, out, _ = run(
+        *flags(folder, tmp_path / "a"), "--hook-points", "mlp_out,resid_post", "--dtype", "bfloat16", "--json"
+    )
+    assert code == 0
+    found = json.loads(out)
+    store = ShardStore.open(found["url"])
+    assert (found["shape"], found["dtype"], found["layers"]) == ([5, 4, 5, 32], "bfloat16", [2, 2, 0, 0])
+    assert found["nbytes"] == store.nbytes
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    by_library = record(
+        tiny_language("Qwen3Model"),
+        Texts(TEXTS, tokenizer, context=4, batch_size=3),
+        tmp_path / "b",
+        layers=(2, 0),
+        hook_points=("mlp_out", "resid_post"),
+        dtype="bfloat16",
+        ckpt="same",
+        progress=False,
+    )
+    assert store[:].tobytes() == by_library[:].tobytes()
+    assert store.metadata.ckpt == str(folder)
+    assert store.metadata.text == by_library.metadata.text | {"tokenizer": store.metadata.text["tokenizer"]}
+    assert store.metadata.text["tokenizer"]["digest"] == by_library.metadata.text["tokenizer"]["digest"]
+    code, out, _ = run(*flags(folder, tmp_path / "a"), "--hook-points", "mlp_out,resid_post", "--dtype", "bfloat16")
+    assert (code, out.strip()) == (0, store.url)  # nothing is left to do
+
+
+def test_options_come_from_a_file_and_flags_take_precedence(run, folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "dump.toml"
+    config.write_text(
+        f'model = "{folder}"\ntext = "{folder}/corpus.jsonl"\nto = "{tmp_path / "a"}"\nlayers = [2, 0]\ncontext = 9\n'
+        'batch_size = 3\nlayout = "stream"\nbos = "none"\nhook_points = ["resid_pre"]\n'
+    )
+    code, out, _ = run("--config", config, "--context", 4)
+    assert code == 0
+    by_flags = run(*flags(folder, tmp_path / "b"), "--layout", "stream", "--bos", "none", "--hook-points", "resid_pre")
+    assert by_flags[0] == 0
+    first, second = ShardStore.open(out.strip()), ShardStore.open(by_flags[1].strip())
+    assert first.metadata == second.metadata
+    assert first[:].tobytes() == second[:].tobytes()
+    assert first.metadata.text["layout"] == "stream"
+
+
+def test_token_files(run, folder: Path, tmp_path: Path) -> None:
+    from saev_store.sources.mmididx import IndexedDatasetBuilder
+
+    documents = [[3, 4, 5], [6, VOCABULARY - 1]]
+    with IndexedDatasetBuilder(tmp_path / "tokens", dtype=np.uint16) as builder:
+        for document in documents:
+            builder.add_document(document)
+    options = [
+        "--model",
+        folder,
+        "--tokens",
+        tmp_path / "tokens.idx",
+        "--context",
+        4,
+        "--layers",
+        1,
+        "--to",
+        tmp_path,
+        "--bos",
+        7,
+    ]
+    code, out, _ = run(*options)
+    assert code == 0
+    store = ShardStore.open(out.strip())
+    assert store.origin(1, 1).place.token_id == VOCABULARY - 1
+    assert store.metadata.data["recording"]["source"]["bos_id"] == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        (["--text", "missing.jsonl"], 1, "missing.jsonl: there is no such file"),
+        (["--model", "missing/model"], 1, "missing/model: it could not be loaded"),
+        (["--layers", "3"], 1, "--layers: layer 3 is not a block"),
+        (["--hook-points", "attn"], 2, "--hook-points: 'attn' is not a hook point"),
+        (["--context", "0"], 2, "--context: context is 0"),
+        (["--context", "41"], 2, "--context: a row has 41 tokens"),
+        (["--bos", "first"], 2, "--bos"),
+        (["--tokens", "x.idx"], 2, "--text, --tokens: one of the two"),
+        (["--config", "missing.toml"], 1, "missing.toml: it cannot be read"),
+        (["--device", "abacus"], 2, "--device: 'abacus' cannot be used"),
+        (["--layout", "packed"], 2, "packed"),
+    ],
+)
+def test_mistakes_have_exit_codes_and_name_their_option(
+    run, folder: Path, tmp_path: Path, changes: list, code: int, said: str
+) -> None:
+    found, _, err = run(*flags(folder, tmp_path), *changes)
+    assert (found, said in err) == (code, True), err
+    assert not list(tmp_path.rglob("metadata.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layers = [1", "is no TOML"),
+        ('layers = "1,2"', "layers in"),
+        ("layer = [1]", "layer in"),
+        ("pack = 1", "pack in"),
+        ("layers = [1]\ncontext = 4\ntext = 'x'\nto = 'y'", "model: Field required"),
+    ],
+)
+def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "dump.toml").write_text(text)
+    code, _, err = run("--config", tmp_path / "dump.toml")
+    assert (code, said in err) == (2, True), err

@@ -1,0 +1,296 @@
+"""When two recordings are the same, what resuming refuses, and what a kept example is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import VOCABULARY, tiny_language, tiny_vision
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
+from saev_store.record import HookPoint, ImageBatches, Images, Texts, adapt, record
+from saev_store.record._identity import weights_digest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+N = 7
+IDS = np.random.default_rng(2).integers(3, VOCABULARY, (N, 5))
+WORDS = ["ab", "cd ef", "gh", "ab gh", "cd", "ef ef ef", "ab"]
+OPTIONS = {"layers": (1, 0), "ckpt": "tiny", "progress": False, "max_tokens_per_shard": 2 * 5 * 3}
+
+
+def words(*, vocabulary: str = "ab cd ef gh") -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(["?", *vocabulary.split()])}, unk_token="?")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return made
+
+
+def texts(**changes: object) -> Texts:
+    return Texts(IDS, **({"context": 5, "batch_size": 3} | changes))
+
+
+def begun(
+    root: Path, model: object, source: object, n_there: int, change: Callable = lambda acts: acts, **options: object
+) -> ShardStore:
+    """An unfinished store of the first examples of a recording, maybe changed; the whole recording is returned."""
+    whole = record(model, source, root / "whole", **(OPTIONS | options))
+    with (
+        pytest.raises(IncompleteStoreError),
+        ShardStore.create(root / "cut", whole.metadata, progress=False) as writer,
+    ):
+        arrays = {name: values[:n_there] for name, values in whole.token_arrays.items()}
+        writer.append(change(whole.read(slice(0, n_there), dtype="stored").copy()), **arrays)
+    return whole
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# -- the hash ----------------------------------------------------------------------------------------------------------
+
+
+def changed_weight() -> object:
+    model = tiny_language("LlamaModel")
+    with torch.no_grad():
+        model.norm.weight[3] += 1e-3
+    return model
+
+
+#: What is changed: (model, source, options), and the key of the metadata that says so.
+CHANGES = {
+    "a weight": (changed_weight, texts, {}, "data.recording.model.weights.digest"),
+    "the configuration": (lambda: tiny_language("LlamaModel", rms_norm_eps=1e-3), texts, {}, "data.recording.model.config"),
+    "attention": (lambda: tiny_language("LlamaModel", attn_implementation="eager"), texts, {}, "data.recording.computation.attention is 'sdpa' there"),
+    "the dtype of computation": (lambda: tiny_language("LlamaModel").bfloat16(), texts, {"dtype": "bfloat16"}, "data.recording.computation.dtype is 'float32' there"),
+    "the batch size": (None, lambda: texts(batch_size=2), {}, "data.recording.source.batch_size is 3 there, 2 in this call"),
+    "the context": (None, lambda: texts(context=4), {}, "content_tokens_per_example"),
+    "packing": (None, lambda: texts(pack=True), {}, "data.recording.source.packed is False there"),
+    "BOS": (None, lambda: texts(bos=1), {}, "data.recording.source.bos_id is None there, 1 in this call"),
+    "the layout": (None, lambda: texts(layout="stream"), {}, "text.layout is 'window' there"),
+    "a token": (None, lambda: Texts(IDS[::-1], context=5, batch_size=3), {}, "data.digest.digest"),
+    "the layers": (None, texts, {"layers": (0, 1)}, "layers is "),
+    "the hook point": (None, texts, {"hook_points": ("mlp_out",)}, "hook_points is absent there"),
+    "the dtype": (None, texts, {"dtype": "float16"}, "dtype is 'bfloat16' there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_recording_has_another_folder_and_is_not_resumed(tmp_path: Path, what: str) -> None:
+    make, source, options, named = CHANGES[what]
+    model = tiny_language("LlamaModel")
+    options = OPTIONS | {"dtype": "bfloat16"} | options
+    whole = begun(tmp_path, model, texts(), 4, dtype="bfloat16")
+    before = contents(tmp_path / "cut")
+    other = model if make is None else make()
+    with pytest.raises(ResumeError, match="there is nothing to resume") as refused:
+        record(other, source(), tmp_path / "cut", resume=True, **options)
+    assert named in str(refused.value)
+    assert contents(tmp_path / "cut") == before
+    assert record(other, source(), tmp_path / "other", **options).name != whole.name
+
+
+def test_another_version_of_a_package_is_another_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from saev_store.record import _identity
+
+    begun(tmp_path, tiny_language("LlamaModel"), texts(), 4)
+    monkeypatch.setattr(_identity, "version", lambda name: "0.1")
+    with pytest.raises(ResumeError, match=r"data.recording.packages.torch is '.*' there, '0.1' in this call"):
+        record(tiny_language("LlamaModel"), texts(), tmp_path / "cut", resume=True, **OPTIONS)
+
+
+def test_another_tokenizer_is_another_recording_also_where_the_tokens_are_equal(tmp_path: Path) -> None:
+    model = tiny_language("LlamaModel")
+    source = Texts(WORDS, words(), context=5, batch_size=3)
+    begun(tmp_path, model, source, 4)
+    larger = Texts(WORDS, words(vocabulary="ab cd ef gh ij"), context=5, batch_size=3)
+    with pytest.raises(ResumeError, match="text.tokenizer.digest"):
+        record(model, larger, tmp_path / "cut", resume=True, **OPTIONS)
+
+
+def test_a_hook_point_of_the_same_name_elsewhere_is_another_recording(tmp_path: Path) -> None:
+    model = tiny_language("GPT2Model")
+    made = adapt(model)
+    options = OPTIONS | {"hook_points": ("probe",), "layers": (1,)}
+    adapters = [
+        dataclasses.replace(made, points={"probe": HookPoint("mlp")}),
+        dataclasses.replace(made, points={"probe": HookPoint("attn")}),
+        dataclasses.replace(made, points={"probe": HookPoint("mlp", "input")}),
+        dataclasses.replace(made, points={"probe": HookPoint("mlp")}, blocks=list(made.blocks)[::-1]),
+        dataclasses.replace(made, points={"probe": HookPoint("mlp")}, blocks=list(made.blocks)[:2]),
+    ]
+    stores = [record(adapter, texts(), tmp_path / str(i), **options) for i, adapter in enumerate(adapters)]
+    assert (
+        len({store[:].tobytes() for store in stores}) == 3
+    )  # the middle one of three blocks is that of the reversed list
+    assert len({store.name for store in stores}) == 3
+    for store in stores[3:]:
+        assert store.name == stores[0].name
+
+
+def test_equal_models_and_sources_are_one_recording(tmp_path: Path) -> None:
+    first = record(tiny_language("LlamaForCausalLM"), texts(), tmp_path, **OPTIONS)
+    model = tiny_language("LlamaModel")
+    model.load_state_dict(tiny_language("LlamaForCausalLM").model.state_dict())
+    second = record(model, texts(), tmp_path, exist_ok=True, **OPTIONS)  # the head has no part in it
+    assert second.metadata == first.metadata
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_digest_of_weights_sees_every_bit_name_and_shape(dtype: str) -> None:
+    def made(**changes: torch.Tensor) -> str:
+        model = torch.nn.Module()
+        tensors = {"a": torch.arange(6).reshape(2, 3).to(getattr(torch, dtype)), "b": torch.tensor(5)} | changes
+        for name, value in tensors.items():
+            model.register_buffer(name, value)
+        return weights_digest(model)
+
+    numbers = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
+    other = numbers.clone()
+    other[1, 2] *= 1.01
+    found = [
+        made(),
+        made(a=other),
+        made(a=numbers.reshape(3, 2)),
+        made(b=torch.tensor(6)),
+        made(b=torch.tensor(5, dtype=torch.int32)),
+        made(c=torch.tensor(1)),
+    ]
+    assert len(set(found)) == len(found)
+    assert made(a=numbers.T.contiguous().T) == made()
+
+
+# -- what is there is computed again -----------------------------------------------------------------------------------
+
+
+def scaled(factor: float) -> Callable:
+    def change(acts: np.ndarray) -> np.ndarray:
+        acts[-1] = (acts[-1].astype(np.float32) * factor).astype(acts.dtype)
+        return acts
+
+    return change
+
+
+@pytest.mark.parametrize("layout", ["window", "stream"])
+@pytest.mark.parametrize("n_there", [1, 3, 4, 6])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_example_that_the_model_does_not_give_any_more_is_refused(
+    tmp_path: Path, layout: str, n_there: int, dtype: str
+) -> None:
+    model, source = tiny_language("LlamaModel"), texts(layout=layout)
+    begun(tmp_path, model, source, n_there, scaled(1.5), dtype=dtype)
+    before = contents(tmp_path / "cut")
+    for recheck in ("exact", "close"):
+        with pytest.raises(
+            ResumeError, match=f"example {n_there - 1} is not what the model gives now: .* of 320 numbers differ"
+        ):
+            record(model, source, tmp_path / "cut", recheck=recheck, **(OPTIONS | {"dtype": dtype}))
+    assert {name: bytes_ for name, bytes_ in contents(tmp_path / "cut").items() if name.startswith("acts")} == {
+        name: bytes_ for name, bytes_ in before.items() if name.startswith("acts")
+    }
+    assert not list(tmp_path.glob("cut/*/metadata.json"))
+    store = record(model, source, tmp_path / "cut", recheck="off", **(OPTIONS | {"dtype": dtype}))
+    assert len(store) == N
+
+
+def test_a_difference_of_rounding_is_accepted_on_request(tmp_path: Path) -> None:
+    model, source = tiny_language("LlamaModel"), texts()
+    whole = begun(tmp_path, model, source, 4, scaled(1 + 2.0**-20))
+    with pytest.raises(ResumeError, match="example 3 is not what the model gives now"):
+        record(model, source, tmp_path / "cut", **OPTIONS)
+    store = record(model, source, tmp_path / "cut", recheck="close", **OPTIONS)
+    assert store[4:].tobytes() == whole[4:].tobytes()
+    assert store[3].tobytes() != whole[3].tobytes()
+
+
+def test_a_model_that_computes_otherwise_with_the_same_weights_is_refused(tmp_path: Path) -> None:
+    source = texts()
+    begun(tmp_path, tiny_language("LlamaModel"), source, 4)
+    model = tiny_language("LlamaModel")
+    model.layers[0].register_forward_hook(lambda _module, _args, out: out * 1.001)
+    with pytest.raises(ResumeError, match="example 3 is not what the model gives now"):
+        record(model, source, tmp_path / "cut", **OPTIONS)
+
+
+def test_numbers_that_float16_does_not_hold_are_refused_or_saturated_also_where_they_are_compared(
+    tmp_path: Path,
+) -> None:
+    model, source = tiny_language("GPT2Model"), texts()
+    with torch.no_grad():
+        model.h[0].mlp.c_proj.bias[3] = 1e6
+        model.h[0].mlp.c_proj.bias[4] = -65519.0
+    options = OPTIONS | {"dtype": "float16", "layers": (0,)}
+    with pytest.raises(ArgumentError, match="numbers that float16 cannot hold"):
+        record(model, source, tmp_path / "refused", **options)
+    assert not list(tmp_path.rglob("metadata.json"))
+    whole = record(model, source, tmp_path / "whole", on_overflow="saturate", **options)
+    assert (whole[..., 3] == 65504).all()
+    with (
+        pytest.raises(IncompleteStoreError),
+        ShardStore.create(tmp_path / "cut", whole.metadata, progress=False) as writer,
+    ):
+        writer.append(whole[:4], **{name: values[:4] for name, values in whole.token_arrays.items()})
+    record(model, source, tmp_path / "cut", on_overflow="saturate", **options)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    with pytest.raises(ArgumentError, match="on_overflow is 'allow'"):
+        record(model, source, tmp_path, on_overflow="allow", **options)
+
+
+@pytest.mark.parametrize("recheck", ["exact", "off"])
+@pytest.mark.parametrize("kind", ["images", "batches of images", "window", "stream"])
+def test_a_recording_that_only_has_to_be_published(tmp_path: Path, kind: str, recheck: str) -> None:
+    pixels = np.random.default_rng(3).standard_normal((N, 3, 32, 32)).astype(np.float32)
+    source = {
+        "images": lambda: Images(pixels, 1),
+        "batches of images": lambda: ImageBatches([pixels[:4], pixels[4:]], N),
+        "window": texts,
+        "stream": lambda: texts(layout="stream", example_tokens=7),
+    }[kind]
+    model = tiny_vision("ViTModel") if "images" in kind else tiny_language("LlamaModel")
+    options = OPTIONS | {"max_tokens_per_shard": 2 * 17 * 3}
+    whole = record(model, source(), tmp_path / "whole", **options)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardStore.create(tmp_path / "cut", whole.metadata, progress=False) as writer,
+    ):
+        writer.append(whole[:], **{name: values[:] for name, values in whole.token_arrays.items()})
+        raise KeyboardInterrupt
+    assert not list(tmp_path.glob("cut/*/metadata.json"))
+    record(model, source(), tmp_path / "cut", recheck=recheck, **options)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_images_are_compared_too(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(3).standard_normal((N, 3, 32, 32)).astype(np.float32)
+    model, source = tiny_vision("Dinov2Model"), Images(pixels, 3)
+    options = OPTIONS | {"max_tokens_per_shard": 2 * 17 * 3}
+    begun(tmp_path, model, source, 5, scaled(1.5), **options)
+    with pytest.raises(ResumeError, match="example 4 is not"):
+        record(model, source, tmp_path / "cut", **options)
+
+
+def test_a_store_in_a_bucket_is_compared_where_it_is(tmp_path: Path) -> None:
+    root = f"memory://recheck-{tmp_path.name}"
+    model, source = tiny_language("LlamaModel"), texts()
+    whole = record(model, source, tmp_path, **OPTIONS)
+    for factor in (1.0, 1.5):
+        with (
+            pytest.raises(IncompleteStoreError),
+            ShardStore.create(f"{root}-{factor}", whole.metadata, progress=False) as writer,
+        ):
+            arrays = {name: values[:4] for name, values in whole.token_arrays.items()}
+            acts = whole[:4]
+            acts[2] *= factor  # the last one of a whole shard, which is all that a bucket keeps
+            writer.append(acts, **arrays)
+    with pytest.raises(ResumeError, match="example 2 is not"):
+        record(model, source, f"{root}-1.5", **OPTIONS)
+    store = record(model, source, f"{root}-1.0", **OPTIONS)
+    assert store[:].tobytes() == whole[:].tobytes()
