@@ -24,6 +24,8 @@ from saev_store.loaders import ShuffledLoader
 LAYERS = (3, 7, 11)
 #: Vectors of a batch; a multiple of the loader's eight partitions, with three layers and with one.
 BATCH = 16_368
+#: Much less than the store, as in real life: where a window holds everything, all is read before the first batch.
+WINDOW_BYTES = 256 << 20
 
 
 def bytes_per_s(folder: Path, *, stacked: bool, cold: bool) -> float:
@@ -35,7 +37,9 @@ def bytes_per_s(folder: Path, *, stacked: bool, cold: bool) -> float:
         forget(folder)
     rows = ShardStore.open(folder).sel(layer=LAYERS if stacked else LAYERS[2], tokens="content", stack_layers=stacked)
     times = list[float]()
-    with ShuffledLoader(rows, batch_size=BATCH // (len(LAYERS) if stacked else 1), seed=17) as loader:
+    with ShuffledLoader(
+        rows, batch_size=BATCH // (len(LAYERS) if stacked else 1), seed=17, window_bytes=WINDOW_BYTES
+    ) as loader:
         for _ in range(2 if cold else 6):
             if cold:
                 forget(folder)
