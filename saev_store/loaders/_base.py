@@ -374,7 +374,7 @@ class Loader(ABC):
         return {
             "version": STATE_VERSION,
             "kind": self.kind,
-            "rows": fingerprint(self._space),
+            "rows": fingerprint(self._rows),
             "n_rows": self.n_samples,
             "global_batch_size": self._batching.batch_size,
             "drop_last": self.drop_last,

@@ -4,19 +4,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from saev_store.core.indexing import Progression
-from saev_store.core.rows import Layers, RowSpace, Tokens
+from saev_store.core.rows import Layers, Tokens
 from saev_store.errors import ArgumentError
 from saev_store.order import shuffled
 from saev_store.stats import sampled_stats
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
 
 STATE_VERSION = 1
 
@@ -71,13 +77,13 @@ def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2
     return value
 
 
-def fingerprint(space: RowSpace) -> str:
-    """16 hex digits that tell row spaces apart: what was chosen of what, what was left out, and whether layers are stacked.
+def fingerprint(rows: Selection) -> str:
+    """16 hex digits that tell rows apart: what was recorded, what was chosen of it, what was left out, and whether layers are stacked.
 
     Not where it lies, nor beside which other layers and tokens, nor how it is cut into shards: a staged copy continues a
     state.
     """
-    layout = space.layout
+    space, layout = rows.space, rows.space.layout
     layers = tuple(layout.layer_keys[position] for position in space.layer_idx)
     tokens = (space.tokens.start - layout.n_special_tokens, space.tokens.count)
     digest = hashlib.sha256(repr((layout.n_examples, layout.d_model, layers, tokens, len(space))).encode())
@@ -90,7 +96,18 @@ def fingerprint(space: RowSpace) -> str:
     digest.update(space.condition)
     if space.stacks_layers:
         digest.update(b"stacked")
+    if rows.metadata is not None:
+        digest.update(_recorded(rows.metadata))
     return digest.hexdigest()[:16]
+
+
+def _recorded(metadata: Metadata) -> bytes:
+    """Which model and which data were recorded, the same in every version of the protocol."""
+    data = metadata.data
+    if isinstance(data, str):
+        with contextlib.suppress(ValueError, RecursionError):  # protocol 2.1 has the object as text, or any other text
+            data = cast("object", json.loads(data))
+    return json.dumps([metadata.family, metadata.ckpt, data], sort_keys=True, default=repr).encode()
 
 
 #: Rows whose norms are averaged: the standard error of the mean is then a hundredth of the norms' spread.

@@ -112,7 +112,13 @@ class StorePair:
         kept = _kept(a.space) & _kept(b.space)
         condition = xxh3_128(np.packbits(kept).data).digest()
         rows = [
-            Selection(one.reader, keeping(one.space, kept, _STAYS, condition), one.dtype, token_arrays=one.token_arrays)
+            Selection(
+                one.reader,
+                keeping(one.space, kept, _STAYS, condition),
+                one.dtype,
+                token_arrays=one.token_arrays,
+                metadata=one.metadata,
+            )
             for one in (a, b)
         ]
         return PairSelection(*rows)

@@ -19,6 +19,7 @@ from saev_store.store.reader import FloatArray, NumberArray
 from saev_store.store.token_arrays import MASK, TokenArrays, kept_tokens
 
 if TYPE_CHECKING:
+    from saev_store.documents import Metadata
     from saev_store.store.estimate import Estimate, Prices
     from saev_store.store.reader import Reader
 
@@ -48,11 +49,13 @@ class Selection:
         reader: Reader,
         space: RowSpace,
         dtype: np.dtype[np.generic] = FLOAT32,
-        *,
         token_arrays: TokenArrays | None = None,
+        metadata: Metadata | None = None,
     ) -> None:
         self.reader = reader
         self.space = space
+        #: Of the store, where the rows come from one.
+        self.metadata = metadata
         #: Of the store, where the rows come from one.
         self.token_arrays = token_arrays
         #: Of the vectors that come out.

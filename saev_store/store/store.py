@@ -264,7 +264,7 @@ class ShardStore(TextReading, Importing):
             self.layout, self.token_arrays, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels,
             where=where, masked=masked, stack_layers=stack_layers,
         )  # fmt: skip
-        return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype), token_arrays=self.token_arrays)
+        return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype), self.token_arrays, self.metadata)
 
     def as_numpy(self, key: Key = ..., *, copy: bool | None = None, dtype: ReadDtype = "float32") -> FloatArray:
         """The tensor, or `key` of it, as one NumPy array.

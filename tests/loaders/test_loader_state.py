@@ -12,6 +12,9 @@ from plain_stores import plain_store
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.transport import open_transport
+from saev_store.writer import create_store
+from saev_store.writer.copying import copy_store
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +269,30 @@ def test_epochs(rows):
     for bad in (-1, 1.5, True):
         with pytest.raises(ArgumentError, match="epoch"):
             loader.set_epoch(bad)
+
+
+@pytest.mark.parametrize(
+    "change", [{"ckpt": "another"}, {"family": "siglip"}, {"data": {"__class__": "Plain", "seed": 1}}]
+)
+def test_rows_of_another_recording_do_not_continue(tmp_path, change):
+    """Of equal shape: the order would go on, over other vectors."""
+    plain = plain_store(tmp_path / "one", n=20)
+    store = ShardStore.open(plain.path)
+    metadata = store.metadata.replace(**change)
+    with create_store(open_transport(tmp_path / "two"), metadata, progress=False) as writer:
+        writer.append(plain.acts)
+    other = ShardStore.open(tmp_path / "two" / metadata.hash)
+    for kind in (OrderedLoader, ShuffledLoader):
+        state = kind(store.sel(layer=5), batch_size=4).state_dict()
+        with pytest.raises(ArgumentError, match="rows"):
+            kind(other.sel(layer=5), batch_size=4).load_state_dict(state)
+
+
+def test_rows_in_another_version_of_the_protocol_continue(tmp_path):
+    plain = plain_store(tmp_path / "one", n=20)
+    state = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5), batch_size=4).state_dict()
+    copy = copy_store(plain.path, tmp_path / "two", protocol="2.1", progress=False)
+    ShuffledLoader(ShardStore.open(copy).sel(layer=5), batch_size=4).load_state_dict(state)
 
 
 def test_the_same_rows_elsewhere_continue(tmp_path):
