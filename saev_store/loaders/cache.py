@@ -77,12 +77,17 @@ class CachedTransport:
         self._asking: dict[str, ForkSafeLock] = {}
         try:
             os.makedirs(self._folder, exist_ok=True)
+            owner = os.lstat(self._folder).st_uid
             self._ledger = Ledger(os.path.join(self._folder, ".bytes"))
             self._ledger.recount(self._count)
         except DeadlineError:
             raise
         except OSError as error:
             raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
+        if owner not in {os.geteuid(), 0}:  # whoever made the folder would choose the vectors
+            raise ArgumentError(
+                f"{self._folder} belongs to user {owner}", where="cache_dir", remedy="Choose a folder of your own."
+            )
         self.hits = self.misses = 0
 
     def __reduce__(self) -> tuple[object, ...]:

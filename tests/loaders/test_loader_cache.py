@@ -203,6 +203,19 @@ def test_a_planted_link_is_not_written_through(tmp_path):
     assert precious.read_text() == "a text that is longer than the number of bytes"
 
 
+def test_what_another_user_has_kept_is_not_handed_out(tmp_path, monkeypatch):
+    """No digest is compared: whoever made the folder would choose the vectors."""
+    far = MemoryTransport({NAME: b"a" * 64})
+    CachedTransport(far, tmp_path / "cache", 100).close()
+    (folder,) = (tmp_path / "cache").iterdir()
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ArgumentError, match=r"belongs to user .*a folder of your own"):
+        CachedTransport(far, tmp_path / "cache", 100)
+
+
 def test_extents_of_another_version_make_room(tmp_path):
     """Also those of releases whose names tell none."""
     file = tmp_path / "far" / NAME

@@ -407,7 +407,7 @@ def test_the_remedy_for_a_damaged_token_array_helps(made, name, how):
         with pytest.raises(DocumentError) as caught:
             ShardStore.open(path)
         assert "damaged_ok=True" in caught.value.remedy
-        assert "restore_array" in caught.value.remedy
+        assert "restore_array" in str(caught.value)
     store = ShardStore.open(path, damaged_ok=True)
     with pytest.raises((DocumentError, NotFoundError)) as caught:
         store.token_arrays[name]

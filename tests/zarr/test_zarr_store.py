@@ -30,6 +30,7 @@ from zarr.testing.store import StoreTests
 
 from saev_store import ShardStore
 from saev_store.core.chunk_grid import Extent
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import SaevStoreWarning
 from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, Writes, open_transport
 from saev_store.zarr import ZarrView
@@ -49,6 +50,7 @@ class Ranges:
     transport: Transport
     extents: dict[str, Extent] = field(default_factory=dict)
     converts: bool = False
+    token_arrays: dict[str, TokenArray] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self.extents == other.extents
