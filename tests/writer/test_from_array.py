@@ -330,7 +330,11 @@ def test_another_part_of_a_mapped_file_is_another_store(tmp_path: Path, monkeypa
         with pytest.raises(Interrupted):
             ShardStore.from_array(mapped[:5], tmp_path / "out", **OPTIONS)
     assert_same_bits(ShardStore.from_array(mapped[5:], tmp_path / "out", **OPTIONS), acts[5:])
-    assert_same_bits(ShardStore.from_array(mapped[:5], tmp_path / "out", **OPTIONS), acts[:5])
+    first = ShardStore.from_array(mapped[:5], tmp_path / "out", **OPTIONS)
+    assert_same_bits(first, acts[:5])
+    assert first.metadata.data["imported"]["url"].endswith("acts.npy::0:2400")
+    whole = ShardStore.from_array(mapped.view(np.uint32).view(np.float32), tmp_path / "out", **OPTIONS)
+    assert whole.metadata.data["imported"]["url"].endswith("acts.npy")
 
 
 def _interrupted(writer: object) -> None:

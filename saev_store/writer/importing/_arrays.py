@@ -382,7 +382,6 @@ def _part_of_map(array: object) -> str:
     """Which bytes a part of a `numpy.memmap` has, since a part has the name of the whole file; "" for what is no part."""
     if not isinstance(array, np.memmap) or not isinstance(array.base, np.ndarray):
         return ""
-    whole = cast("npt.NDArray[np.generic]", array.base)
-    first, _ = byte_bounds(whole)
-    start, end = byte_bounds(cast("npt.NDArray[np.generic]", array))
-    return f"::{start - first}:{end - first}"
+    whole = byte_bounds(cast("npt.NDArray[np.generic]", array.base))
+    part = byte_bounds(cast("npt.NDArray[np.generic]", array))
+    return "" if part == whole else f"::{part[0] - whole[0]}:{part[1] - whole[0]}"
