@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from saev_store.core.dtypes import dtype_name
 from saev_store.errors import ArgumentError
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
 from saev_store.record._identity import config_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
     import torch
@@ -138,19 +140,14 @@ class Images(_ImageSource):
 
     def _pixels(self, examples: range) -> npt.NDArray[np.float32]:
         """(examples, channels, height, width): what the model is given."""
+        images = [self.images[i] for i in examples]
+        for i, image in zip(examples, images, strict=True):
+            if isinstance(image, (tuple, Mapping)):
+                raise _not_alone(f"image {i}", cast("object", image))
         if self.processor is not None:
-            made = self.processor(images=[self.images[i] for i in examples], return_tensors="np")["pixel_values"]
+            made = self.processor(images=images, return_tensors="np")["pixel_values"]
             return np.asarray(made, dtype=np.float32)
-        pixels: list[npt.NDArray[np.float32]] = []
-        for i in examples:
-            image = np.asarray(self.images[i])
-            if image.dtype.kind != "f":
-                raise ArgumentError(
-                    f"image {i} has {image.dtype.name} numbers; pixels are normalised floats",
-                    where="images",
-                    remedy="Pass the model's image processor as processor=…, or normalise them.",
-                )
-            pixels.append(image.astype(np.float32, copy=False))
+        pixels = [_as_pixels(image, f"image {i}") for i, image in zip(examples, images, strict=True)]
         shapes = {image.shape for image in pixels}
         if len(shapes) != 1:
             raise ArgumentError(
@@ -204,6 +201,7 @@ class ImageBatches(_ImageSource):
         begun, self._begun = self._begun, None
         first = 0
         for pixels in self._pixels if begun is None else begun:
+            _check_batch(pixels, first)
             end = first + len(pixels)
             if end > self.n_examples:
                 raise ArgumentError(
@@ -216,6 +214,46 @@ class ImageBatches(_ImageSource):
     def _shape(self) -> tuple[int, ...]:
         rest = iter(self._pixels) if self._begun is None else self._begun
         for pixels in rest:
+            _check_batch(pixels, 0)
             self._begun = itertools.chain([pixels], rest)
             return tuple(pixels.shape)
         raise ArgumentError("there are no batches; there must be at least one", where="source")
+
+
+def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:
+    """An image as float32; `ArgumentError` for one that is no array of floats."""
+    detach = getattr(image, "detach", None)
+    try:
+        found = cast("torch.Tensor", detach()) if callable(detach) else np.asarray(image)
+    except ValueError as error:
+        raise ArgumentError(f"{what} is no array of numbers: {error}", where="images") from error
+    _check_floats(found.dtype, what)
+    # NumPy has no bfloat16.
+    return found.astype(np.float32, copy=False) if isinstance(found, np.ndarray) else found.float().cpu().numpy()
+
+
+def _check_batch(pixels: object, first: int) -> None:
+    """Refuse a batch that is no array of floats."""
+    what = f"the batch from image {first} on"
+    if not hasattr(pixels, "shape"):
+        raise _not_alone(what, pixels)
+    _check_floats(getattr(pixels, "dtype", None), what)
+
+
+def _check_floats(dtype: object, what: str) -> None:
+    name = dtype_name(dtype)
+    if name is None or "float" not in name:
+        raise ArgumentError(
+            f"{what} has {name} numbers; pixels are normalised floats",
+            where="images",
+            remedy="Pass the model's image processor as processor=… of `Images`, or normalise them.",
+        )
+
+
+def _not_alone(what: str, value: object) -> ArgumentError:
+    """The error for pixels that come with something else, such as a label."""
+    return ArgumentError(
+        f"{what} is a {type(value).__name__}; it must be pixels alone",
+        where="images",
+        remedy="Of pairs (image, label) hand over the images alone.",
+    )

@@ -225,9 +225,41 @@ def test_the_models_own_processor_makes_the_pixels(model: torch.nn.Module, tmp_p
     assert len({*names, store.name, plain.name}) == 3  # equal processors are one recording
 
 
-def test_pixels_that_are_not_normalised_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="image 0 has uint8 numbers; pixels are normalised floats"):
-        record(model, Images(np.zeros((2, 3, 16, 16), np.uint8)), tmp_path, **OPTIONS)
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (lambda: Images(np.zeros((2, 3, 16, 16), np.uint8)), "image 0 has uint8 numbers; pixels are normalised floats"),
+        (lambda: Images(torch.zeros((2, 3, 16, 16), dtype=torch.uint8)), "image 0 has uint8 numbers"),
+        (lambda: ImageBatches([np.zeros((2, 3, 16, 16), np.uint8)], 2), "the batch from image 0 on has uint8 numbers"),
+        (lambda: ImageBatches([torch.zeros((2, 3, 16, 16), dtype=torch.uint8)], 2), "has uint8 numbers"),
+        (
+            lambda: ImageBatches([IMAGES[:2], np.zeros((1, 3, 16, 16), np.int64)], 3),
+            "from image 2 on has int64 numbers",
+        ),
+        (lambda: Images([(IMAGES[0], 7)]), r"image 0 is a tuple.*\(image, label\)"),
+        (lambda: Images([(IMAGES[0], 7)], processor=print), "image 0 is a tuple"),
+        (lambda: Images([{"image": IMAGES[0]}]), "image 0 is a dict"),
+        (lambda: Images([[IMAGES[0], 7]]), "image 0 is no array of numbers"),
+        (lambda: ImageBatches([(torch.tensor(IMAGES[:2]), torch.arange(2))], 2), "from image 0 on is a tuple"),
+        (lambda: ImageBatches([[torch.tensor(IMAGES[:2]), torch.arange(2)]], 2), r"is a list.*\(image, label\)"),
+        (lambda: ImageBatches([IMAGES[:2], [IMAGES[2:4], np.arange(2)]], 4), "from image 2 on is a list"),
+        (lambda: ImageBatches([{"pixel_values": IMAGES[:2]}], 2), "from image 0 on is a dict"),
+    ],
+)
+def test_raw_pixels_and_pairs_with_labels_are_refused(
+    model: torch.nn.Module, tmp_path: Path, source: Callable[[], object], match: str
+) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        record(model, source(), tmp_path, **OPTIONS)
+    assert not list(tmp_path.glob("*/metadata.json"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_tensors_of_every_float_are_pixels(model: torch.nn.Module, tmp_path: Path, dtype: str) -> None:
+    tensor = torch.tensor(IMAGES).to(getattr(torch, dtype)).requires_grad_()
+    store = record(model, Images(tensor, 4), tmp_path, **OPTIONS)
+    plain = record(model, Images(tensor.detach().float().numpy(), 4), tmp_path / "plain", **OPTIONS)
+    assert store[:].tobytes() == plain[:].tobytes()
 
 
 def test_images_that_cannot_be_batches() -> None:

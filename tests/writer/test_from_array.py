@@ -139,6 +139,20 @@ def test_xarray_names_its_axes_and_layers(tmp_path: Path):
     assert_same_bits(store, acts)
 
 
+def test_token_arrays_whose_axes_are_named_in_another_order_are_refused(tmp_path: Path):
+    xr = pytest.importorskip("xarray")
+    acts, labels = numbers(shape=(5, 3, 5, 8)), np.arange(25, dtype=np.uint8).reshape(5, 5)
+    for dims in (("token", "example"), ("content_token", "example"), ("token", "row")):
+        turned = {"labels": xr.DataArray(labels, dims=dims)}
+        with pytest.raises(ArgumentError, match="axes") as found:
+            ShardStore.from_array(acts, tmp_path, **OPTIONS, token_arrays=turned)
+        assert found.value.where == "labels"
+    for number, dims in enumerate([("example", "token"), ("example", "content_token"), ("row", "position")]):
+        named = {"labels": xr.DataArray(labels, dims=dims)}
+        store = ShardStore.from_array(acts, tmp_path / str(number), **OPTIONS, token_arrays=named)
+        np.testing.assert_array_equal(store.labels, labels)
+
+
 def test_three_axes_are_examples_tokens_and_numbers(tmp_path: Path):
     acts = numbers(shape=(11, 5, 8))
     store = ShardStore.from_array(acts, tmp_path, **MODEL, layers=[7], cls_token=True)
@@ -305,6 +319,26 @@ def test_a_file_that_has_changed_is_refused(resume: object, tmp_path: Path):
     with pytest.raises(ResumeError, match="has changed since the import"):
         ShardStore.from_array(Failing(acts, 99), tmp_path, **OPTIONS, resume=resume)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_part_of_a_mapped_file_is_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    acts = numbers(shape=(10, 3, 5, 8))
+    np.save(tmp_path / "acts.npy", acts)
+    mapped = np.load(tmp_path / "acts.npy", mmap_mode="r")
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer.ShardWriter, "checkpoint", _interrupted)
+        with pytest.raises(Interrupted):
+            ShardStore.from_array(mapped[:5], tmp_path / "out", **OPTIONS)
+    assert_same_bits(ShardStore.from_array(mapped[5:], tmp_path / "out", **OPTIONS), acts[5:])
+    first = ShardStore.from_array(mapped[:5], tmp_path / "out", **OPTIONS)
+    assert_same_bits(first, acts[:5])
+    assert first.metadata.data["imported"]["url"].endswith("acts.npy::0:2400")
+    whole = ShardStore.from_array(mapped.view(np.uint32).view(np.float32), tmp_path / "out", **OPTIONS)
+    assert whole.metadata.data["imported"]["url"].endswith("acts.npy")
+
+
+def _interrupted(writer: object) -> None:
+    raise Interrupted
 
 
 def test_another_reading_of_an_unchanged_file_is_another_store(tmp_path: Path):

@@ -17,6 +17,7 @@ from typing import Any, Protocol, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from numpy.lib.array_utils import byte_bounds
 
 from saev_store.core.dtypes import ITEMSIZES, LARGEST, StoredDtype
 from saev_store.core.token_arrays import DTYPES, MEANINGS
@@ -197,6 +198,14 @@ def checked_token_arrays(
                 "example, none for CLS",
                 where=name,
             )
+        dims = getattr(value, "dims", None)  # of xarray
+        named = cast("tuple[object, ...]", dims) if isinstance(dims, tuple) else ()
+        if "example" in named[1:] or "token" in named[:1]:
+            raise ArgumentError(
+                f"{name} has the axes {brief(named)}; they must be example and token, in this order",
+                where=name,
+                remedy=f"Transpose it: {name}.transpose().",
+            )
         dtypes[name] = MEANINGS.get(name) or _numbers(arrays[name]).name
         if dtypes[name] not in DTYPES:
             raise ArgumentError(f"{name} has dtype {dtypes[name]}; it must be one of {', '.join(DTYPES)}", where=name)
@@ -366,4 +375,13 @@ def _address(array: object) -> str | None:
     if isinstance(name := getattr(file, "filename", None), str):  # h5py
         return f"{name}::{getattr(array, 'name', '')}"
     path = getattr(array, "filename", None) or getattr(array, "store_path", None)  # numpy.memmap, zarr
-    return None if path is None else str(path)
+    return None if path is None else f"{path}{_part_of_map(array)}"
+
+
+def _part_of_map(array: object) -> str:
+    """Which bytes a part of a `numpy.memmap` has, since a part has the name of the whole file; "" for what is no part."""
+    if not isinstance(array, np.memmap) or not isinstance(array.base, np.ndarray):
+        return ""
+    whole = byte_bounds(cast("npt.NDArray[np.generic]", array.base))
+    part = byte_bounds(cast("npt.NDArray[np.generic]", array))
+    return "" if part == whole else f"::{part[0] - whole[0]}:{part[1] - whole[0]}"
