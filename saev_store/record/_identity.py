@@ -63,11 +63,15 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names."""
+    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
+
+    Also of buffers that are not saved with the model, such as the frequencies of rotary embeddings.
+    """
     import torch
 
     digest = xxhash.xxh3_128()
-    for name, value in sorted(cast("Mapping[str, torch.Tensor]", model.state_dict()).items()):
+    tensors = {**dict(model.named_buffers()), **cast("Mapping[str, torch.Tensor]", model.state_dict())}
+    for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)

@@ -294,3 +294,15 @@ def test_a_store_in_a_bucket_is_compared_where_it_is(tmp_path: Path) -> None:
         record(model, source, f"{root}-1.5", **OPTIONS)
     store = record(model, source, f"{root}-1.0", **OPTIONS)
     assert store[:].tobytes() == whole[:].tobytes()
+
+
+def test_buffers_that_are_not_saved_with_a_model_count():
+    """The frequencies of rotary embeddings are such: a model with others gives other vectors."""
+
+    def made(frequency: float) -> torch.nn.Module:
+        model = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(model.weight)
+        model.register_buffer("inv_freq", torch.tensor([1.0, frequency]), persistent=False)
+        return model
+
+    assert weights_digest(made(0.5)) == weights_digest(made(0.5)) != weights_digest(made(0.25))
