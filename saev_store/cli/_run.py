@@ -101,6 +101,8 @@ def _top(
 def _option_names(where: str, argv: Sequence[str]) -> str:
     """The `where` of an error about Python arguments, as the options of the command in `argv`.
 
+    An argument and its option may differ in number: `layer` of the library is `--layers` of `copy`.
+
     >>> _option_names("max_mb_per_s", ["copy", "a", "b"]), _option_names("acts000001.bin", ["info", "a"])
     ('--max-mb-per-s', 'acts000001.bin')
     """
@@ -110,7 +112,12 @@ def _option_names(where: str, argv: Sequence[str]) -> str:
     for parameter in command.params if command is not None else ():
         is_option = parameter.opts[0].startswith("-")
         names[parameter.name] = parameter.opts[-1] if is_option else parameter.metavar or parameter.opts[0].upper()
-    return ", ".join(names.get(part, part) for part in where.split(", "))
+
+    def option_of(part: str) -> str:
+        found = (names[name] for name in (part, f"{part}s", part.removesuffix("s")) if name in names)
+        return next(found, part)
+
+    return ", ".join(map(option_of, where.split(", ")))
 
 
 def _usage_text(error: Exception) -> UsageText | None:

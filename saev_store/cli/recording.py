@@ -133,7 +133,7 @@ def _run(plan: _Plan, storage: dict[str, object] | None, *, progress: bool | Non
         raise ArgumentError("one of the two is needed, and only one", where="text, tokens")
     documents = Path(plan.text) if plan.text is not None else open_source(plan.tokens or "")
     model, tokenizer = load_language_model(
-        plan.model, tokenizer=plan.tokenizer, dtype=plan.compute_dtype, attention=plan.attention
+        plan.model, tokenizer=plan.tokenizer, dtype=plan.compute_dtype, attention=plan.attention, progress=progress
     )
     texts = Texts(
         documents,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, LayerNotFoundError, brief
 from saev_store.record._architectures import RESIDUAL, HookPoint
 
@@ -98,13 +99,14 @@ class Adapter:
         """Whether the CLS token is recorded; None: if there is one.
 
         Raises:
-            ArgumentError: it is wanted, and there is none.
+            ArgumentError: it is wanted, and there is none; or `wanted` is no boolean.
         """
+        wanted = check_flag(wanted, name="cls_token", other=None)
         if wanted and not self.has_cls:
             raise ArgumentError(
                 f"{type(self.model).__name__} has no CLS token", where="cls_token", remedy="Use False or None."
             )
-        return self.has_cls if wanted is None else bool(wanted)
+        return self.has_cls if wanted is None else wanted
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the model's device."""

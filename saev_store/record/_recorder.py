@@ -6,6 +6,7 @@ the order in which hooks run would exchange them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import RESID_POST
@@ -68,6 +69,8 @@ class Recorder:
         cls_token: bool | None = None,
     ) -> None:
         self.adapter = adapt(model)
+        if not isinstance(cast("object", layers), Iterable):
+            raise ArgumentError(f"layers is {brief(layers)}; it must be a list of integers", where="layers")
         self.layers = tuple(layers)
         self.depths = resolve_layers(self.layers, len(self.adapter.blocks))
         self.hook_points = _checked_points(hook_points)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import TextAdapter
 from saev_store.record._documents import Tokenizer, as_documents
@@ -77,18 +78,19 @@ class Texts(ExampleSource):
     ) -> None:
         if layout not in get_args(TextLayout):
             raise ArgumentError(f"layout is {brief(layout)}; it must be 'window' or 'stream'", where="layout")
-        if layout == "stream" and pack:
+        self.pack = check_flag(pack, name="pack")
+        if layout == "stream" and self.pack:
             raise ArgumentError("a stream is packed already", where="pack", remedy="Leave pack out.")
         if layout == "window" and example_tokens is not None:
             raise ArgumentError("a window has `context` tokens", where="example_tokens", remedy="Leave it out.")
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        self.context, self.layout, self.pack = _positive(context, "context"), layout, bool(pack)
+        self.context, self.layout = _positive(context, "context"), layout
         self.example_tokens = self.context if example_tokens is None else _positive(example_tokens, "example_tokens")
         self.batch_size = check_batch_size(batch_size)
         self.bos = _bos(bos, self.tokenizer)
         self.documents = as_documents(documents, self.tokenizer, text_key=text_key)
         starts = self.documents.starts
-        self._rows = cut_evenly(int(starts[-1]), self.context) if pack else cut_documents(starts, self.context)
+        self._rows = cut_evenly(int(starts[-1]), self.context) if self.pack else cut_documents(starts, self.context)
 
     def describe(self) -> dict[str, object]:
         return self.documents.describe()

@@ -589,6 +589,8 @@ def test_the_list_of_commands_has_whole_descriptions(run):
         (["copy", "STORE", "OUT", "--max-mb-per-s", "0"], "--max-mb-per-s"),
         (["stats", "STORE", "--sample", "0"], "--sample, --seed"),
         (["head", "STORE", "--layer", "99"], "--layer"),
+        (["head", "STORE", "--token-array", "nix"], "--token-array"),
+        (["copy", "STORE", "OUT", "--layers", "99"], "--layers"),
         (["serve", "STORE", "--port", "70000"], "--port"),
     ],
 )

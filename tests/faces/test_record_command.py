@@ -95,6 +95,12 @@ def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> 
     assert (code, out.strip()) == (0, store.url)  # nothing is left to do
 
 
+def test_nothing_but_the_error_is_on_standard_error(run, folder: Path, tmp_path: Path) -> None:
+    code, out, err = run(*flags(folder, tmp_path), "--layers", "3", "--json")
+    assert (code, out, json.loads(err)["error"]["where"]) == (1, "", "--layers")
+    assert transformers.utils.logging.is_progress_bar_enabled()  # as it was
+
+
 def test_options_come_from_a_file_and_flags_take_precedence(run, folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "dump.toml"
     config.write_text(

@@ -190,6 +190,12 @@ def test_hook_points_that_do_not_exist(points: tuple, match: str) -> None:
         Recorder(tiny_language("LlamaModel"), layers=(0,), hook_points=points)
 
 
+@pytest.mark.parametrize("layers", [0, None, 1.5])
+def test_layers_that_are_no_list(layers: object) -> None:
+    with pytest.raises(ArgumentError, match=f"layers is {layers}; it must be a list of integers"):
+        Recorder(tiny_language("GPT2Model"), layers=layers)
+
+
 def test_layers_that_do_not_exist() -> None:
     with pytest.raises(LayerNotFoundError, match="which has 3"):
         Recorder(tiny_language("GPT2Model"), layers=(3,))

@@ -288,6 +288,7 @@ def test_records_of_a_batch_file_are_windows(tmp_path: Path, model) -> None:
         ({"batch_size": 0}, "batch_size is 0"),
         ({"layout": "packed"}, "layout is 'packed'"),
         ({"layout": "stream", "pack": True}, "packed already"),
+        ({"pack": "no"}, "pack is 'no'; it must be True or False"),
         ({"example_tokens": 4}, "a window has `context` tokens"),
         ({"layout": "stream", "example_tokens": 0}, "example_tokens is 0"),
         ({"bos": -1}, "bos is -1"),

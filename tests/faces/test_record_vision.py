@@ -238,6 +238,8 @@ def test_what_is_no_batch_of_pixels(batch: object) -> None:
 def test_a_model_without_cls_cannot_keep_one() -> None:
     with pytest.raises(ArgumentError, match="no CLS token"):
         Recorder(tiny("SiglipVisionModel"), layers=(1,), cls_token=True)
+    with pytest.raises(ArgumentError, match="cls_token is 'no'; it must be True, False or None"):
+        Recorder(tiny("ViTModel"), layers=(1,), cls_token="no")
 
 
 def test_models_whose_blocks_cannot_be_told() -> None:

@@ -623,6 +623,14 @@ def test_an_npy_file_of_a_server_is_refused(tmp_path: Path):
         import_cache("memory://npy/acts.npy", tmp_path, **MODEL, layers=[5])
 
 
+def test_a_file_that_is_no_array_is_refused(tmp_path: Path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("{}")
+    with pytest.raises(NotFoundError, match=r"corpus.jsonl: there is no cache of a known format"):
+        import_cache(path, tmp_path / "stores", **MODEL, layers=[5])
+    assert not (tmp_path / "stores").exists()
+
+
 def test_what_is_no_cache_is_refused(tmp_path: Path):
     (tmp_path / "readme.txt").touch()
     with pytest.raises(NotFoundError, match="no cache of a known format"):

@@ -405,8 +405,9 @@ def test_a_finished_store_is_compared_and_not_written_again(tmp_path: Path):
     ShardStore.from_array(acts, tmp_path, **options)
     assert files_of(folder) == before
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
-    with pytest.raises(StoreExistsError):
+    with pytest.raises(StoreExistsError, match="the store is complete.*without resume=False") as refused:
         ShardStore.from_array(acts, tmp_path, **options, resume=False)
+    assert "exist_ok" not in str(refused.value)  # from_array has no such option
     # Example 3 is none of the eight that name the store.
     ids[3, 2] += 1
     with pytest.raises(StoreExistsError, match="examples 2 to 3 are not those of the source"):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import RESID_POST, LayerKey
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.transport import Entry, Lists, Transport
 from saev_store.writer.importing import Block
 
@@ -141,11 +141,16 @@ def sizes_of(entries: Sequence[Entry]) -> dict[str, int]:
 
 
 def entries_of(transport: Transport, path: str = "") -> Sequence[Entry]:
-    """The names in a folder.
+    """The names in a folder; none below a file.
 
     Raises:
         ArgumentError: the address cannot be listed.
     """
     if not isinstance(transport, Lists):
         raise ArgumentError("this address cannot be listed, so its files are not known", where=transport.url)
-    return transport.list(path)
+    try:
+        return transport.list(path)
+    except NotFoundError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            return ()
+        raise

@@ -56,10 +56,16 @@ def import_examples(
     if part is None:  # else whoever gives the parts away looks once
         check_unchanged(root, metadata)
     writer = create_store(
-        root, metadata, resume=options.resume, exist_ok=options.resume is not False, part=part, pad=options.pad,
+        root, metadata, resume=options.resume, exist_ok=True, part=part, pad=options.pad,
         on_nonfinite=options.on_nonfinite, on_overflow=options.on_overflow, progress=options.progress,
     )  # fmt: skip
     with writer:
+        if writer.complete and options.resume is False:
+            raise StoreExistsError(
+                "the store is complete",
+                where=f"{root.url}/{metadata.hash}",
+                remedy="Open it, or import without resume=False, which compares it with the source.",
+            )
         first, end = writer.example_range
         kept = writer.next_example
         comparison = Comparison(root, metadata, kept, options.on_overflow, published=writer.complete)
