@@ -527,6 +527,17 @@ def test_a_far_document_that_promises_many_tokens_takes_no_memory(plain, dtype, 
             tracemalloc.stop()
 
 
+def far_store_that_promises(n_examples: int) -> ShardStore:
+    """Its shard has 64 bytes."""
+    metadata = new_metadata(
+        family="f", ckpt="c", layers=[1, 2], content_tokens_per_example=16, cls_token=False, d_model=1,
+        n_examples=n_examples, max_tokens_per_shard=32 * n_examples,
+    )  # fmt: skip
+    shards = json.dumps([{"name": "acts000000.bin", "n_examples": n_examples}]).encode()
+    files = {"metadata.json": metadata.raw, "shards.json": shards, "acts000000.bin": bytes(64)}
+    return ShardStore.open(Far(files, label=metadata.hash))
+
+
 HUGE_ARRAYS = {
     "coordinates": lambda store: store.sel().coordinates(),
     "coordinates of a slice": lambda store: store.sel(layer=2).coordinates(slice(1, None, 3)),
@@ -537,14 +548,8 @@ HUGE_ARRAYS = {
 @pytest.mark.parametrize("n_examples", [2**50, 2**55])
 @pytest.mark.parametrize("what", HUGE_ARRAYS)
 def test_arrays_for_all_rows_of_a_far_store_that_promises_too_many_are_refused(what: str, n_examples: int):
-    metadata = new_metadata(
-        family="f", ckpt="c", layers=[1, 2], content_tokens_per_example=16, cls_token=False, d_model=1,
-        n_examples=n_examples, max_tokens_per_shard=32 * n_examples,
-    )  # fmt: skip
-    shards = json.dumps([{"name": "acts000000.bin", "n_examples": n_examples}]).encode()
-    files = {"metadata.json": metadata.raw, "shards.json": shards, "acts000000.bin": bytes(64)}
     with (
-        ShardStore.open(Far(files, label=metadata.hash)) as store,
+        far_store_that_promises(n_examples) as store,
         pytest.raises(ArgumentError, match=r"[\d,]+ positions need [\d,]+ bytes in each array.*Ask for fewer at once"),
     ):
         HUGE_ARRAYS[what](store)
@@ -553,11 +558,5 @@ def test_arrays_for_all_rows_of_a_far_store_that_promises_too_many_are_refused(w
 @pytest.mark.parametrize("n_examples", [2**50, 2**55])
 @pytest.mark.parametrize("key", [..., np.s_[:, 0]], ids=["all", "layer"])
 def test_an_estimate_of_a_far_store_that_promises_too_many_looks_at_a_file_first(key, n_examples: int):
-    metadata = new_metadata(
-        family="f", ckpt="c", layers=[1, 2], content_tokens_per_example=16, cls_token=False, d_model=1,
-        n_examples=n_examples, max_tokens_per_shard=32 * n_examples,
-    )  # fmt: skip
-    shards = json.dumps([{"name": "acts000000.bin", "n_examples": n_examples}]).encode()
-    files = {"metadata.json": metadata.raw, "shards.json": shards, "acts000000.bin": bytes(64)}
-    with ShardStore.open(Far(files, label=metadata.hash)) as store, pytest.raises(CorruptShardError, match="64 bytes"):
+    with far_store_that_promises(n_examples) as store, pytest.raises(CorruptShardError, match="64 bytes"):
         store.estimate(key)
