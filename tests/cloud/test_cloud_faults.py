@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+import socket
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -154,6 +158,39 @@ def test_a_slow_part_does_not_hold_an_upload_up_for_ever(s3_bucket):
             sink.write(0, [memoryview(bytes(9 << 20))])
             sink.commit()
         assert time.monotonic() - start < 60
+
+
+def test_a_proxy_that_ends_leaves_no_connection_open():
+    """A warning of one would fail whichever test is running when its garbage is collected."""
+    left, stop = [], threading.Event()
+    hook, sys.unraisablehook = sys.unraisablehook, left.append
+
+    def connect(port):
+        clients = []
+        while not stop.is_set() and len(clients) < 200:
+            client = socket.socket()
+            clients.append(client)
+            with contextlib.suppress(OSError):
+                client.connect(("127.0.0.1", port))
+                client.send(b"GET /x HTTP/1.1\r\n\r\n")
+        for client in clients:
+            client.close()
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as upstream:
+            for _ in range(10):
+                with Proxy(f"http://127.0.0.1:{upstream.getsockname()[1]}") as proxy:
+                    thread = threading.Thread(target=connect, args=[int(proxy.url.rpartition(":")[2])])
+                    thread.start()
+                    while not proxy.open_now and thread.is_alive():
+                        time.sleep(0.001)
+                stop.set()
+                thread.join(HANG_S)
+                stop.clear()
+                gc.collect()
+    finally:
+        sys.unraisablehook = hook
+    assert not left
 
 
 def test_nothing_is_left_open(s3_bucket):

@@ -134,7 +134,7 @@ class Proxy:
         started = threading.Event()
 
         async def start() -> None:
-            self._server = await asyncio.start_server(self._client, "127.0.0.1", 0, backlog=512, limit=1 << 20)
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=512, limit=1 << 20)
             self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
             started.set()
 
@@ -146,29 +146,36 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         async def stop() -> None:
+            # Accept nothing more, but close later: asyncio leaks connections that it was accepting when a server closes.
+            self._loop.remove_reader(self._server.sockets[0].fileno())
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(others, timeout=0.1)
             self._server.close()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # transports close one step after `abort`
 
         asyncio.run_coroutine_threadsafe(stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
 
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._client(reader, writer))
         self._tasks.add(task)
         self.open_now += 1
-        try:
-            while await self._request(reader, writer):
-                pass
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
+
+        def end(_: asyncio.Task) -> None:  # also of a task that was cancelled before its first step
             self.open_now -= 1
             self._tasks.discard(task)
             writer.transport.abort()
+
+        task.add_done_callback(end)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while await self._request(reader, writer):
+                pass
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Serve one request; False closes the connection."""
