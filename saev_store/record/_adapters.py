@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Adapter:
+class Adapter(ABC):
     """A model as recording sees it. `adapt` makes one for models of `transformers`; for others make a `VisionAdapter` or `TextAdapter`.
 
     Attributes:
@@ -71,14 +72,15 @@ class Adapter:
                 remedy="Make the adapter by hand, with points=….",
             ) from None
 
+    @abstractmethod
     def forward(self, *inputs: torch.Tensor) -> None:
         """Run the model on one batch; what it returns is not used.
 
         Raises:
             ArgumentError: the batch is not one of this model's.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
         """(special, content): how many tokens of a batch are special ones at the beginning, and how many come behind them.
 
@@ -88,7 +90,6 @@ class Adapter:
         Raises:
             ArgumentError: the batch is not one of this model's.
         """
-        raise NotImplementedError
 
     @property
     def has_cls(self) -> bool:

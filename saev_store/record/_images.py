@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -87,9 +88,9 @@ class _ImageSource(ExampleSource):
                 remedy="The store is unfinished; call again with all of them.",
             )
 
+    @abstractmethod
     def _shape(self) -> tuple[int, ...]:
         """The shape of a batch, (batch, channels, height, width)."""
-        raise NotImplementedError
 
     def _identity(self) -> dict[str, object]:
         return {}
