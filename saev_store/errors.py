@@ -8,6 +8,7 @@ SaevStoreError
 │   └── UnknownProtocolError                     a protocol or dtype this version cannot read (a *breaking* change)
 ├── UnsafeContentError     (ValueError)          a name in a file that leaves the store's folder
 ├── LayerNotFoundError     (KeyError)            a layer label the store does not hold
+├── TokenArrayNotFoundError (KeyError)           a token array the store does not have
 ├── SelectionError         (IndexError)          an index, slice, mask or option that does not fit the store
 ├── ArgumentError          (ValueError)          any other argument that breaks a rule
 ├── CorruptShardError      (OSError)             a shard is missing, short or differs from its digest
@@ -150,6 +151,12 @@ class LayerNotFoundError(SaevStoreError, KeyError):
     """A layer *label* is not in `layers`."""
 
     kind = "layer_not_found"
+
+
+class TokenArrayNotFoundError(SaevStoreError, KeyError):
+    """No token array of the store has this name."""
+
+    kind = "token_array_not_found"
 
 
 class SelectionError(SaevStoreError, IndexError):

@@ -23,7 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is not None:
         return run(list(argv))
-    code = run(sys.argv[1:])
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # another one, while the first was handled
+        code = INTERRUPTED
     if code == INTERRUPTED:
         # A blocked read in another thread must not delay the end of an interrupted command.
         sys.stderr.flush()

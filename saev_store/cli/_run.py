@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -26,6 +27,10 @@ _HELP = """Inspect, validate and copy stores of transformer activations.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 1 a problem of a store or an
 address, 2 wrong usage, 3 a defect of this program, 130 interrupted."""
+#: A keyword argument in a sentence of the library.
+_KEYWORD = re.compile(r"""\b([a-z_]+)=("[^"]*"|'[^']*'|\[[^]]*\]|\([^)]*\)|\w+|…)""")
+#: What Python writes around values and between those of a list.
+_NOT_IN_A_SHELL = r"""["'()\[\] ]"""
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -34,6 +39,7 @@ class Parameter(Protocol):
 
     name: str | None
     opts: Sequence[str]
+    secondary_opts: Sequence[str]
     metavar: str | None
 
 
@@ -98,26 +104,56 @@ def _top(
         raise typer.Exit(2)
 
 
-def _option_names(where: str, argv: Sequence[str]) -> str:
-    """The `where` of an error about Python arguments, as the options of the command in `argv`.
+class _Options:
+    """The names of a command's options, for errors that name arguments of the library.
 
     An argument and its option may differ in number: `layer` of the library is `--layers` of `copy`.
 
-    >>> _option_names("max_mb_per_s", ["copy", "a", "b"]), _option_names("acts000001.bin", ["info", "a"])
+    >>> options = _Options(["copy", "a", "b"])
+    >>> options.names("max_mb_per_s"), options.names("acts000001.bin")
     ('--max-mb-per-s', 'acts000001.bin')
+    >>> options.text('Use dtype="float32", resume=False or copy=None.')
+    'Use --dtype float32, --no-resume or copy=None.'
     """
-    commands = app().commands
-    command = next((commands[word] for word in argv if word in commands), None)
-    names: dict[str | None, str] = {}
-    for parameter in command.params if command is not None else ():
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        commands = app().commands
+        command = next((commands[word] for word in argv if word in commands), None)
+        self._parameters: dict[str | None, Parameter] = {}
+        for parameter in command.params if command is not None else ():
+            self._parameters[parameter.name] = parameter
+
+    def _parameter(self, argument: str) -> Parameter | None:
+        for name in (argument, f"{argument}s", argument.removesuffix("s")):
+            if name in self._parameters:
+                return self._parameters[name]
+        return None
+
+    def _name(self, argument: str) -> str:
+        parameter = self._parameter(argument)
+        if parameter is None:
+            return argument
         is_option = parameter.opts[0].startswith("-")
-        names[parameter.name] = parameter.opts[-1] if is_option else parameter.metavar or parameter.opts[0].upper()
+        return parameter.opts[-1] if is_option else parameter.metavar or parameter.opts[0].upper()
 
-    def option_of(part: str) -> str:
-        found = (names[name] for name in (part, f"{part}s", part.removesuffix("s")) if name in names)
-        return next(found, part)
+    def names(self, where: str) -> str:
+        """Arguments, separated by commas, as options; other text as it is."""
+        return ", ".join(map(self._name, where.split(", ")))
 
-    return ", ".join(map(option_of, where.split(", ")))
+    def text(self, text: str) -> str:
+        """A sentence with its keyword arguments as options."""
+        return _KEYWORD.sub(self._as_option, text)
+
+    def _as_option(self, found: re.Match[str]) -> str:
+        argument, value = found.groups()
+        parameter = self._parameter(argument)
+        if parameter is None or not parameter.opts[0].startswith("-"):
+            return found[0]
+        if value == "True":
+            return parameter.opts[-1]
+        if value == "False" and parameter.secondary_opts:
+            return parameter.secondary_opts[-1]
+        return f"{parameter.opts[-1]} {re.sub(_NOT_IN_A_SHELL, '', value)}"
 
 
 def _usage_text(error: Exception) -> UsageText | None:
@@ -168,8 +204,10 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except SaevStoreError as error:
+        options = _Options(argv)
         if isinstance(error, ArgumentError | SelectionError | LayerNotFoundError) and error.where:
-            error.where = _option_names(error.where, argv)
+            error.where = options.names(error.where)
+        error.remedy = None if error.remedy is None else options.text(error.remedy)
         return fail(error, USAGE if isinstance(error, ArgumentError) else REFUSED)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else REFUSED

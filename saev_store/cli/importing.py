@@ -79,16 +79,22 @@ def import_(
 
     if context is not None and context < 1:
         raise ArgumentError(f"it is {context}; it must be more than 0", where="--context")
-    with import_cache(
-        url, to, format=format, family=family, ckpt=ckpt,
-        layers=None if layers is None else layer_keys(layers, where="--layers"),
-        layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
-        context=context, bos_token=bos_token, cls_token=cls_token, dims=None if dims is None else dims.split(","),
-        dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
-        verify=verify, storage_options=storage_options(options, option),
-        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
-        on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
-    ) as store:  # fmt: skip
+    try:
+        store = import_cache(
+            url, to, format=format, family=family, ckpt=ckpt,
+            layers=None if layers is None else layer_keys(layers, where="--layers"),
+            layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
+            context=context, bos_token=bos_token, cls_token=cls_token, dims=None if dims is None else dims.split(","),
+            dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
+            verify=verify, storage_options=storage_options(options, option),
+            dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+            on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
+        )  # fmt: skip
+    except ArgumentError as error:
+        if error.where in {"acts", "array"}:  # the library was not told where they come from
+            error.where = url
+        raise
+    with store:
         if as_json:
             emit_json({"url": store.url, "shape": list(store.shape), "dtype": store.dtype.name})
         else:

@@ -86,6 +86,8 @@ class Loader(ABC):
         self.d_model, self.n_samples = layout.d_model, space.n_rows
         self._reader, self._transports = rows.reader, layers_of(rows.reader.transport)
         self._reader.check_wide()
+        # Tables of the order grow with the rows that the documents promise; up to some 64 million they are small.
+        self._reader.check_large(space.n_rows // 64)
         self._medium = medium_of(self._reader.transport, layout, options.medium)
         is_busy = self._medium.kind in _BUSY
         most = max(1, n_cores() - self._n_busy) if is_busy and self._n_busy else 64

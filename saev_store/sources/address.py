@@ -22,11 +22,15 @@ def split_address(url: Url) -> tuple[str, str]:
     ('s3://lab/tokens', 'train.idx')
     >>> split_address("zip://a/train.batch::file:///data/all.zip")
     ('zip://a::file:///data/all.zip', 'train.batch')
+    >>> split_address("/data/caches/old/..")  # relative ones are those of the working directory
+    ('/data', 'caches')
     """
     text = _text(url)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{brief(text)} is not an address: pass a path or a URL as str", where="url")
     links = text.split("::")
+    if text.rpartition("/")[2] in {".", "..", "~"} and "::" not in text and "://" not in text:
+        links = [os.path.abspath(os.path.expanduser(text))]
     at = next((i for i, link in enumerate(links) if link.partition("://")[2]), len(links) - 1)
     path, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
     scheme, mark, below = path.rpartition("://")

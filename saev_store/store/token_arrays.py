@@ -12,7 +12,7 @@ from saev_store.core.layout import Layout
 from saev_store.core.rows import labels_that_stay, no_labels
 from saev_store.core.token_arrays import TokenArray
 from saev_store.documents import parse_token_array_size, rewriting
-from saev_store.errors import DocumentError, NotFoundError, SelectionError, brief
+from saev_store.errors import DocumentError, NotFoundError, SelectionError, TokenArrayNotFoundError, brief
 from saev_store.transport.fetch import map_check
 
 if TYPE_CHECKING:
@@ -82,9 +82,14 @@ class TokenArrays(Mapping[str, TokenValues]):
         """What is known of an array without reading it.
 
         Raises:
-            KeyError: there is no such array.
+            TokenArrayNotFoundError: there is no such array.
         """
-        return self._known()[name]
+        known = self._known()
+        if name not in known:
+            raise TokenArrayNotFoundError(
+                f"the store has no token array {brief(name)}; it has {sorted(known)}", where=self._transport.url
+            )
+        return known[name]
 
     def described(self) -> tuple[TokenArray, ...]:
         """What is known of all arrays without reading them."""
@@ -94,7 +99,7 @@ class TokenArrays(Mapping[str, TokenValues]):
         """The values of an array: a view of the mapped file locally; a remote file is read once.
 
         Raises:
-            KeyError: there is no such array.
+            TokenArrayNotFoundError: there is no such array.
             NotFoundError: its file is missing.
             DocumentError: its file has another size than the documents imply, or holds what is no bool.
             CorruptShardError: the mapped file was cut since.
@@ -103,9 +108,8 @@ class TokenArrays(Mapping[str, TokenValues]):
         if values is not None:
             map_check(self._transport)(f"{name}.bin", values.nbytes)
             return values
-        self._read[name] = values = read_token_array(
-            self._transport, self._layout, self._known()[name], is_declared=self.is_declared
-        )
+        array, is_declared = self.declared(name), self.is_declared
+        self._read[name] = values = read_token_array(self._transport, self._layout, array, is_declared=is_declared)
         return values
 
 
@@ -217,7 +221,7 @@ def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDAr
 def _named(arrays: TokenArrays, name: str) -> TokenValues:
     try:
         return arrays[name]
-    except KeyError:
+    except TokenArrayNotFoundError:
         raise SelectionError(
             f"the store has no token array {brief(name)}; it has {list(arrays)}",
             where="where",

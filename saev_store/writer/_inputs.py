@@ -205,7 +205,7 @@ def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str
             raise ArgumentError(
                 message,
                 where="acts",
-                remedy='Nothing of this batch was written. on_nonfinite="warn" or "allow" records such values as they are.',
+                remedy='Nothing of this batch was written. on_nonfinite="allow" records such values as they are.',
             )
         warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=4)
         return

@@ -494,6 +494,20 @@ def test_a_defect_is_no_traceback_either(run, monkeypatch, store):
     assert "Traceback" in run("info", store.path, "--debug")[2]
 
 
+def test_a_second_interrupt_while_the_first_is_handled_ends_the_process():
+    code = (
+        "import sys, threading\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "from saev_store import cli\n"
+        "def run(argv):\n"
+        "    raise KeyboardInterrupt\n"
+        "cli.run = run\n"
+        "sys.exit(cli.main())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert (found.returncode, found.stderr) == (130, "")
+
+
 def test_warnings_are_one_line_on_stderr(run, store):
     renamed = store.path.with_name("mine")
     store.path.rename(renamed)
@@ -599,6 +613,15 @@ def test_errors_name_options_instead_of_arguments(run, store, tmp_path, argument
     code, _, err = run(*(places.get(argument, argument) for argument in arguments))
     assert code in {1, 2}
     assert err.startswith(f"error: {name}: ")
+
+
+def test_remedies_name_options_instead_of_arguments(run, tmp_path):
+    np.save(tmp_path / "acts.npy", np.full((2, 3), np.nan, np.float32))
+    command = ["import", str(tmp_path / "acts.npy"), "--to", str(tmp_path / "out"), "--family", "a", "--ckpt", "b"]
+    assert "Pass one for each entry of that axis: --layers …." in run(*command)[2]
+    refused = run(*command, "--layers", "3")[2]
+    assert refused.startswith(f"error: {tmp_path / 'acts.npy'}: example 0 holds 3 values that are not finite")
+    assert refused.endswith("--on-nonfinite allow records such values as they are.\n")
 
 
 def test_ls_of_a_damaged_store(run, store):

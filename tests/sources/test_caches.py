@@ -608,6 +608,7 @@ def _npy(header: str, data: bytes = b"") -> bytes:
         (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 8)}", bytes(63)), CorruptShardError, "the file has"),
         (_npy("{'descr': '|O', 'fortran_order': False, 'shape': (2, 8)}", b"cos\nsystem\n"), DocumentError, "Python objects"),
         (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 8)}"), DocumentError, "is empty"),
+        (b"\x93NUMPY\x01\xff" + _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}", bytes(8))[8:], DocumentError, "version"),
         (_npy("__import__('os').abort()"), DocumentError, "no .npy file"),
     ],
 )  # fmt: skip

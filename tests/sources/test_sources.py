@@ -69,7 +69,16 @@ def test_addresses_are_cut_where_their_file_begins(url, folder, name):
     assert split_address(url) == (folder, name)
 
 
-@pytest.mark.parametrize("url", ["", "/", "..", "a/..", ".", "~", "a\0b", 3, None, b"x", "s3://"])
+@pytest.mark.parametrize("url", [".", "..", "a/..", "./a/.", "~"])
+def test_a_folder_may_be_named_as_a_shell_does(url, tmp_path, monkeypatch):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "b" / "c")
+    monkeypatch.setenv("HOME", str(tmp_path / "b"))
+    names = {".": "b/c", "..": "b", "a/..": "b/c", "./a/.": "b/c/a", "~": "b"}
+    assert "/".join(split_address(url)) == str(tmp_path / names[url])
+
+
+@pytest.mark.parametrize("url", ["", "/", "a\0b", 3, None, b"x", "s3://", "s3://lab/.."])
 def test_what_names_no_file(url):
     with pytest.raises(ArgumentError):
         split_address(url)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dense_stores import PlainStore, plain_store
 from plain_stores import plain_store as numbered_store
+from token_stores import token_store
 from transports import CountingTransport
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
@@ -25,6 +26,7 @@ from saev_store.errors import (
     MissingShardError,
     NotFoundError,
     SelectionError,
+    TokenArrayNotFoundError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.names import CLAIM_PATH
@@ -538,6 +540,15 @@ def far_store_that_promises(n_examples: int) -> ShardStore:
     return ShardStore.open(Far(files, label=metadata.hash))
 
 
+def test_a_token_array_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    arrays = ShardStore.open(token_store(tmp_path, arrays={"labels": "uint8"}).path).token_arrays
+    for ask in (lambda: arrays["nix"], lambda: arrays.declared("nix")):
+        with pytest.raises(TokenArrayNotFoundError, match=r"no token array 'nix'; it has \['labels'\]"):
+            ask()
+    assert arrays.get("nix") is None
+    assert issubclass(TokenArrayNotFoundError, KeyError)
+
+
 HUGE_ARRAYS = {
     "coordinates": lambda store: store.sel().coordinates(),
     "coordinates of a slice": lambda store: store.sel(layer=2).coordinates(slice(1, None, 3)),
@@ -553,6 +564,13 @@ def test_arrays_for_all_rows_of_a_far_store_that_promises_too_many_are_refused(w
         pytest.raises(ArgumentError, match=r"[\d,]+ positions need [\d,]+ bytes in each array.*Ask for fewer at once"),
     ):
         HUGE_ARRAYS[what](store)
+
+
+@pytest.mark.parametrize("n_examples", [2**40, 2**55])
+@pytest.mark.parametrize("make", [OrderedLoader, ShuffledLoader])
+def test_a_loader_of_a_far_store_that_promises_too_many_looks_at_a_file_first(make, n_examples: int):
+    with far_store_that_promises(n_examples) as store, pytest.raises(CorruptShardError, match="64 bytes"):
+        make(store.sel(layer=2), batch_size=1024)
 
 
 @pytest.mark.parametrize("n_examples", [2**50, 2**55])

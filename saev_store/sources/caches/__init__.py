@@ -161,7 +161,7 @@ def _kind(names: Sequence[str], format: str | None, where: str) -> type[Cache]:
     raise NotFoundError(
         "there is no cache of a known format",
         where=where,
-        remedy=f"Known are {', '.join(FORMATS)}: folders as their programs write them, and .npy files.",
+        remedy=f"Known are {', '.join(FORMATS)}: the folder as its program writes it, or one .npy file.",
     )
 
 

@@ -15,6 +15,8 @@ from saev_store.transport import Transport
 
 ENDING = ".npy"
 _MAX_HEADER_NBYTES = 1 << 16
+#: Version 3 differs from 2 in the names of fields only, which no array of numbers has.
+_VERSIONS = {(1, 0), (2, 0), (3, 0)}
 
 
 def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> npt.NDArray[np.generic]:
@@ -38,8 +40,10 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> npt.ND
     path, nbytes = f"{transport.local_path}/{name}", transport.size(name)
     try:
         with open(path, "rb") as file:
-            major, _ = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+            version = np.lib.format.read_magic(file)
+            if version not in _VERSIONS:
+                raise ValueError(f"version {version} of the format is not known")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, found = read(file, max_header_size=_MAX_HEADER_NBYTES)
             start = file.tell()
     except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises

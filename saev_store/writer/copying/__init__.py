@@ -154,7 +154,7 @@ def copy_store(
         if dtype is not None and rounding is None:
             layout = target.metadata.layout
             rounding = unchanged(dtype, layout.n_examples * layout.vectors_per_example)
-    return Copied(target.url, rounding)
+    return Copied(target.url if to.local_path is None else to.at(target.name).url, rounding)
 
 
 class Target(NamedTuple):

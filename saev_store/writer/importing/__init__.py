@@ -125,5 +125,5 @@ def _labels_of(array: object) -> Sequence[int] | IntArray:
     raise ArgumentError(
         "the labels of the layers are not known",
         where="layers",
-        remedy="Pass layers=[…], one for each entry of that axis.",
+        remedy="Pass one for each entry of that axis: layers=[…].",
     )
