@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BeforeValidator
 
-from saev_store.core.rows import Tokens
+from saev_store.core.rows import Labels, Tokens
 from saev_store.loaders import (
     Explanation,
     Metrics,
@@ -92,10 +92,11 @@ class TorchPairLoader(EpochLoader[PairConfig, PairLoader]):
             masked=cfg.masked,
             dtype=cfg.dtype,
         )
-        super().__init__(cfg, self._make(cfg, rows), copies)
+        labels = self.a.labels if self.a.has_labels else self.b.labels
+        super().__init__(cfg, self._make(cfg, rows, labels), copies)
 
     @abstractmethod
-    def _make(self, cfg: PairConfig, rows: PairSelection) -> PairLoader:
+    def _make(self, cfg: PairConfig, rows: PairSelection, labels: Labels | None) -> PairLoader:
         """The loader of NumPy batches."""
 
     @property
@@ -132,9 +133,8 @@ class OrderedPairDataLoader(TorchPairLoader[OrderedPairConfig]):
     [((16, 8), (16, 2, 8)), ((12, 8), (12, 2, 8))]
     """
 
-    def _make(self, cfg: OrderedPairConfig, rows: PairSelection) -> PairLoader:
+    def _make(self, cfg: OrderedPairConfig, rows: PairSelection, labels: Labels | None) -> PairLoader:
         """See `TorchPairLoader`."""
-        labels = self.a.labels if self.a.has_labels else self.b.labels
         return OrderedPairLoader(rows, options_of(cfg, ReadOptions), labels=labels)
 
 
@@ -153,7 +153,6 @@ class ShuffledPairDataLoader(TorchPairLoader[ShuffledPairConfig]):
     3
     """
 
-    def _make(self, cfg: ShuffledPairConfig, rows: PairSelection) -> PairLoader:
+    def _make(self, cfg: ShuffledPairConfig, rows: PairSelection, labels: Labels | None) -> PairLoader:
         """See `TorchPairLoader`."""
-        labels = self.a.labels if self.a.has_labels else self.b.labels
         return ShuffledPairLoader(rows, options_of(cfg, ShuffleOptions), labels=labels)

@@ -40,18 +40,6 @@ def shell(*arguments: object, **options: object) -> subprocess.CompletedProcess[
 
 
 @pytest.fixture
-def run(capfd):
-    """The command in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> Plain:
     return plain_store(tmp_path / "root", labels=True)
 

@@ -10,18 +10,7 @@ import pytest
 from safetensors_files import safetensors
 
 from saev_store import ShardStore
-from saev_store.cli import main
 from saev_store.sources import caches
-
-
-@pytest.fixture
-def run(capfd):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture
