@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 
 import numpy as np
@@ -209,6 +210,40 @@ def test_a_read_is_tried_four_times(n_failures: int, plain: Plain, monkeypatch):
         with pytest.raises(TransportError, match="busy"):
             list(loader)
     assert loader.metrics().n_retries == min(n_failures, 3)
+
+
+class RecordedEvent(threading.Event):
+    """Records how long it is waited for, and does not wait; it is set during one of the waits."""
+
+    def __init__(self, set_in_wait: int | None) -> None:
+        super().__init__()
+        self.waits_s, self._set_in_wait = [], set_in_wait
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits_s.append(timeout)
+        if len(self.waits_s) == self._set_in_wait:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("set_in_wait", [None, 1, 2, 3])
+def test_a_failed_read_waits_longer_each_time_and_is_given_up_when_the_loader_is_closed(
+    set_in_wait: int | None, plain: Plain
+):
+    files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
+    far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * 9)
+    with pytest.warns(match="renamed|no recipe"):
+        reader = ShardStore.open(far).sel(layer=5).reader
+    reader.check_size(0)
+    far.armed = True
+    stop = RecordedEvent(set_in_wait)
+    reads = Reads(reader, Totals(64), stop, task_bytes=1 << 20)
+    runs = Runs(column(0), column(0), column(0), column(8), column(0))
+    ((task, _),) = reads.tasks(runs, np.empty((8, 16), np.float32))
+    with pytest.raises(TransportError, match="busy"):
+        task()
+    assert stop.waits_s == [0.05, 0.2, 0.8][:set_in_wait]
+    assert len(far.errors) == 9 - (set_in_wait or 4)
 
 
 def test_what_will_not_pass_is_not_tried_again(plain: Plain):

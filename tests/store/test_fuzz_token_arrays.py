@@ -222,6 +222,8 @@ def test_large_numbers_are_compared_exactly():
     with pytest.raises(SelectionError):  # NumPy makes floats of such a list
         chosen([2**63, 2**53])
     assert chosen(np.array([2**63 + 2, 2**53 + 1], np.uint64)) == [2]
+    assert chosen(np.array([2**63 - 1, 2**63], np.uint64)) == [0]
+    assert chosen(np.array([2**64 - 1], np.uint64)) == []
 
 
 def test_an_empty_condition_is_none_and_needs_no_memory():

@@ -10,6 +10,7 @@ from token_stores import token_store
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.store import reader
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 N, LAYERS, CONTENT, D = 11, (2, 5, 5), 6, 8
@@ -89,6 +90,23 @@ def test_every_engine_reads_what_numpy_has(made, engine):
     for name, values in arrays.items():
         same(store.token_arrays[name], values)
     same(store.labels, arrays["labels"])
+
+
+@pytest.mark.parametrize("n_vectors", [1, 2, 5, 6, 7, 1000])
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_rows_are_converted_to_their_places_however_many_threads_and_pieces_there_are(
+    made, engine, n_vectors, monkeypatch
+):
+    """The sizes at which rows are shared among threads, and converted at a time, are a few vectors."""
+    path, acts, _ = made
+    monkeypatch.setattr(reader, "THREAD_BYTES", n_vectors * D * 2)
+    monkeypatch.setattr(reader, "SCRATCH_BYTES", 2 * D * 2)
+    monkeypatch.setattr(reader, "n_threads", lambda nbytes, part_bytes: max(1, min(nbytes // part_bytes, 3)))
+    rows = ShardStore.open(path, engine=engine).sel(layer=[(5, "resid_post"), 2], tokens="content", masked=True)
+    flat = acts[:, [2, 0], 1:].reshape(-1, D).astype(np.float32)
+    in_first_shard = [3, 40, 3, 0, 17, 22, 41, 5, 30, 12, 12]
+    for picked in (in_first_shard, [*in_first_shard, 131, 60, 100]):
+        same(rows.rows(picked), flat[picked])
 
 
 def test_a_view_has_the_stored_dtype(made):
