@@ -544,10 +544,11 @@ def test_blocks_far_apart_are_asked_for_together(plain):
 
 
 @every_kind
-def test_a_system_without_threads_is_a_named_error_and_the_loader_goes_on_later(plain, kind, monkeypatch):
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_system_without_threads_is_a_named_error_and_the_loader_goes_on_later(plain, kind, at, monkeypatch):
     loader, start = make(plain, kind), threading.Thread.start
-    expected = np.concatenate([batch["act"].copy() for batch in loader])
-    loader.set_epoch(0)
+    expected = np.concatenate([batch["act"].copy() for batch in loader][at:])
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "batch": at})
 
     def refused(thread):
         if thread.name.startswith("saev-batches"):
@@ -558,6 +559,7 @@ def test_a_system_without_threads_is_a_named_error_and_the_loader_goes_on_later(
         patch.setattr(threading.Thread, "start", refused)
         with pytest.raises(TransportError, match="gives no more threads"):
             iter(loader)
+    assert (loader.epoch, loader.next_batch) == (0, at)
     np.testing.assert_array_equal(np.concatenate([batch["act"].copy() for batch in loader]), expected)
     loader.close()
     assert our_threads() == []

@@ -555,11 +555,24 @@ def test_measures_add_up(plain, store):
     found = loader.metrics()
     assert (found.n_rows, found.n_batches) == (n, len(loader)) == (301, 19)
     assert found.bytes_read >= rows.nbytes
-    assert found.rows_per_s > 0
-    assert found.copy_s > 0
+    assert found.rows_per_s == pytest.approx(n / found.elapsed_s)
+    assert found.mb_per_s == pytest.approx(rows.nbytes / found.elapsed_s / 1e6)
+    assert 0 < found.copy_s <= found.read_s
+    assert 0 <= found.waited_s <= found.elapsed_s
     assert found.n_requests > 0
     assert found.n_retries == 0
     assert Path(plain.path).exists()
+    assert loader.metrics() == found  # the clock stops with the epoch
+
+
+def test_measures_of_an_epoch_that_was_left_stop_with_it(store):
+    loader = OrderedLoader(store.sel(layer=5, tokens="content"), batch_size=16)
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    found = loader.metrics()
+    assert (found.n_rows, found.n_batches) == (16, 1)
+    assert loader.metrics() == found
 
 
 def test_a_ring_lends_so_many_batches_and_then_gives_copies():
