@@ -194,8 +194,11 @@ def test_indexed_batches_from_a_disk(plain, monkeypatch):
 def test_a_disk_is_told_of_many_vectors_at_once(tmp_path, monkeypatch, takes_it):
     """Of each that lies apart, and of nothing else; a system that does not listen is read all the same."""
     plain, told = plain_store(tmp_path, n=60, tokens=7, per_shard=25, d_model=2048), set[tuple[int, int]]()
+    of_files = dict[int, int]()  # what was said last of a whole file
 
     def advise(fd: int, start: int, length: int, advice: int) -> None:
+        if (start, length) == (0, 0):
+            of_files[os.fstat(fd).st_ino] = advice
         if advice == os.POSIX_FADV_WILLNEED:
             told.add((start, length))
             if not takes_it:
@@ -211,7 +214,13 @@ def test_a_disk_is_told_of_many_vectors_at_once(tmp_path, monkeypatch, takes_it)
     assert torch.equal(dataset.batch(picked)["act"], torch.from_numpy(plain.acts.reshape(-1, 2048)[picked]))
     wanted = {(int(vector) % (25 * 24) * 8192, 8192) for vector in picked}
     assert told == wanted if takes_it else told < wanted
+    shards = {path.stat().st_ino for path in plain.path.glob("acts*.bin")}
+    assert of_files == dict.fromkeys(shards, os.POSIX_FADV_RANDOM)
+    for bad in (-1, len(dataset)):
+        with pytest.raises(SelectionError):
+            dataset.batch([*picked, bad])
     dataset.close()
+    assert of_files == dict.fromkeys(shards, os.POSIX_FADV_NORMAL)  # others read them as before
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
