@@ -16,7 +16,7 @@ from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, TransportError
-from saev_store.loaders import CachedTransport, OrderedLoader
+from saev_store.loaders import CachedTransport, OrderedLoader, cache
 from saev_store.loaders.cache import Ledger
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, open_transport
 
@@ -119,6 +119,27 @@ def test_a_folder_that_is_removed_stops_nobody(plain, tmp_path):
     found = np.concatenate([batch["act"] for batch in OrderedLoader(rows, batch_size=16)])
     np.testing.assert_array_equal(found, expected)
     assert near.kept_bytes == 0
+
+
+@pytest.mark.parametrize("failing", ["write", "rename"])
+def test_an_extent_that_cannot_be_kept_gives_its_room_back(plain, tmp_path, monkeypatch, failing):
+    """Such as on a disk that is full: reading goes on, and later there is room again."""
+    near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 64 + 16)
+    with monkeypatch.context() as patch:
+        if failing == "write":
+
+            def opened(name, mode, **more):
+                return open(os.devnull, "rb", **more) if mode == "r+b" else open(name, mode, **more)
+
+            patch.setattr(cache, "open", opened, raising=False)
+        else:
+            patch.setattr(Ledger, "place", lambda *_: os.rename(tmp_path / "no", tmp_path / "where"))
+        assert head(near) == plain.shard(0).read_bytes()[:64]
+    assert near.kept_bytes == 0
+    assert [path.name for path in tmp_path.glob("cache/*/*") if path.name != ".bytes"] == []
+    for _ in range(2):
+        assert head(near) == plain.shard(0).read_bytes()[:64]
+    assert (near.kept_bytes, near.hits) == (80, 3)
 
 
 def test_a_store_over_a_cache_travels(plain, tmp_path, monkeypatch):
