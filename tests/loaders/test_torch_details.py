@@ -64,6 +64,30 @@ def test_a_state_taken_where_an_iteration_begins_again_is_of_its_beginning(tmp_p
     assert next(again)["example_idx"].tolist() == first[0]
 
 
+@pytest.mark.parametrize("kind", ["ordered", "shuffled"])
+@pytest.mark.parametrize(
+    ("options", "n_ready"),
+    [
+        ({"buffer_size": 5}, 5),
+        ({"buffer_size": 5, "buffer_bytes": 3 * 8 * 64}, 3),
+        ({"buffer_size": 5, "buffer_bytes": 3 * 8 * 64 - 1}, 2),
+        ({"buffer_size": 2, "buffer_bytes": 3 * 8 * 64}, 2),
+        ({"buffer_size": 5, "buffer_bytes": 1}, 1),  # one batch at a time is the least
+        ({"buffer_size": 5, "buffer_bytes": 3 * 8 * 64, "prefetch_batches": 4}, 4),
+    ],
+)
+def test_so_many_batches_wait_as_have_room(tmp_path, kind, options, n_ready):
+    plain = plain_store(tmp_path, n=24, tokens=4, d_model=16)
+    make, config = {
+        "ordered": (OrderedDataLoader, OrderedConfig),
+        "shuffled": (ShuffledDataLoader, ShuffledConfig),
+    }[kind]
+    options = {"window_bytes": 1 << 20, **options} if kind == "shuffled" else options
+    found = make(config(shards=plain.path, layer=5, batch_size=8, **options)).explain()
+    least = make(config(shards=plain.path, layer=5, batch_size=8, **{**options, "prefetch_batches": 1})).explain()
+    assert found.buffer_bytes - least.buffer_bytes == (n_ready - 1) * 8 * 64
+
+
 @pytest.mark.parametrize(
     "chosen", [slice(1, 5), slice(None, None, 2), slice(-3, None), slice(4, 1, -2), slice(5, 99), slice(3, 3)], ids=str
 )
