@@ -34,6 +34,7 @@ from saev_store.errors import (
 from saev_store.testing._reading import follow
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Transport, open_transport
+from saev_store.transport._remote import again, run_in_loop
 from saev_store.transport.obstore._client import bucket_region
 from saev_store.transport.obstore._options import only_obstore_understands, place_of
 from saev_store.transport.obstore._transport import ObstoreTransport
@@ -343,6 +344,82 @@ def test_what_is_far_ahead_of_a_gap_is_refused(s3_bucket, monkeypatch):
     sink.write(900, [memoryview(bytes(500))])
     with pytest.raises(ArgumentError, match="ahead of byte 0, which is still missing"):
         sink.write(2000, [memoryview(b"1")])
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 17 << 20])
+def test_an_upload_that_arrives_with_another_length_is_an_error(s3_bucket, monkeypatch, nbytes):
+    async def head(*_: object) -> dict[str, int]:
+        return {"size": 256}
+
+    sink = open_s3(s3_bucket).open_sink("a.bin", used_nbytes=nbytes, file_nbytes=nbytes)
+    sink.write(0, [memoryview(bytes(nbytes))])
+    monkeypatch.setattr(obstore, "head_async", head)
+    with pytest.raises(TransportError, match=f"256 bytes arrived of {nbytes:,}"):
+        sink.commit()
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_more_bytes_may_take_more_time(s3_bucket, monkeypatch, engine):
+    """A second for each MiB, so that a slow line ends nothing that still comes in."""
+    limits_s: list[float] = []
+
+    def limited(work, loop, *, limit_s):
+        limits_s.append(limit_s)
+        return run_in_loop(work, loop, limit_s=limit_s)
+
+    monkeypatch.setattr(f"saev_store.transport.{engine}._client.run_in_loop", limited)
+    transport, memory = open_transport(s3_bucket.url, s3_bucket.options, engine=engine), bytearray(3 << 20)
+    for call in (
+        lambda: transport.put("a.bin", memory),
+        lambda: transport.get_ranges("a.bin", starts=[0, 2 << 20], ends=[2 << 20, 3 << 20]),
+        lambda: transport.readinto("a.bin", starts=[0], buffers=[memoryview(memory)]),
+        lambda: transport.create("b.bin", memory),
+    ):
+        limits_s.clear()
+        call()
+        assert max(limits_s) == 60 + 3
+    limits_s.clear()
+    assert transport.size("a.bin") == 3 << 20
+    assert limits_s == [60]
+
+
+def test_waits_before_other_tries_are_kept(monkeypatch):
+    """The last failure is the one that is told; what does not pass is not tried again."""
+    waits_s: list[float] = []
+    errors = [TimeoutError(str(n)) for n in range(3)]
+    left = errors.copy()
+
+    async def work() -> str:
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    async def no_wait(wait_s: float) -> None:
+        waits_s.append(wait_s)
+
+    monkeypatch.setattr(asyncio, "sleep", no_wait)
+    assert asyncio.run(again(work, (0.1, 0.2, 0.4, 0.8), lambda error: error in errors)) == "done"
+    assert waits_s == [0.1, 0.2, 0.4]
+    for passes, n_waits in ((lambda _: True, 2), (lambda error: error is not errors[1], 1)):
+        left, waits_s = errors.copy(), []
+        with pytest.raises(TimeoutError, match=str(n_waits)):
+            asyncio.run(again(work, (0.1, 0.2), passes))
+        assert waits_s == [0.1, 0.2][:n_waits]
+
+
+@pytest.mark.parametrize(("status", "n_tries"), [(409, 3), (500, 1)])
+def test_a_creation_is_tried_again_while_the_service_has_not_decided(s3_bucket, monkeypatch, status, n_tries):
+    monkeypatch.setattr("saev_store.transport.obstore._transport._BUSY_WAITS_S", (0.0, 0.0))
+    tries = []
+
+    async def busy(*_: object, **__: object) -> None:
+        tries.append(1)
+        raise obstore.exceptions.GenericError(f"Server returned non-2xx status code: {status} Conflict")
+
+    monkeypatch.setattr(obstore, "put_async", busy)
+    with pytest.raises(TransportError) as caught:
+        open_s3(s3_bucket).create("a.json", b"{}")
+    assert (len(tries), caught.value.transient) == (n_tries, True)
 
 
 # Errors
