@@ -308,6 +308,29 @@ def test_pages_that_are_not_kept_are_dropped_to_the_last(keeps: bool, plain: Pla
     assert wanted <= found
 
 
+@pytest.mark.skipif(not _medium.TAKES_ADVICE, reason="this system takes no advice")
+@pytest.mark.parametrize("leaves", ["at the end", "in the middle"])
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_others_read_as_before_once_an_iteration_has_ended(kind: type, leaves: str, plain: Plain, monkeypatch):
+    said = dict[int, int]()
+
+    def advise(fd: int, start: int, length: int, advice: int) -> None:
+        if (start, length) == (0, 0):
+            said[os.fstat(fd).st_ino] = advice
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", 1)
+    loader = kind(ShardStore.open(plain.path, engine="pread").sel(layer=5), batch_size=9, n_threads=2, medium="flash")
+    batches = iter(loader)
+    next(batches)
+    assert set(said.values()) == {os.POSIX_FADV_RANDOM}
+    if leaves == "at the end":
+        list(batches)
+    else:
+        loader.close()
+    assert set(said.values()) == {os.POSIX_FADV_NORMAL}
+
+
 # -- media and ranks ---------------------------------------------------------------------------------------------------
 
 
