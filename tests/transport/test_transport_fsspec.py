@@ -34,6 +34,8 @@ from saev_store.errors import (
 from saev_store.transport import open_transport
 from saev_store.transport._remote import task_group
 from saev_store.transport.fsspec._client import means_exists, safe_url
+from saev_store.transport.fsspec._ranges import ranges
+from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport
 
 # In this process threads are running when it forks: that is the very thing to be tested.
@@ -210,6 +212,50 @@ def test_a_document_is_one_request_and_no_longer_than_allowed(fake):
         fake.read("a.bin", max_bytes=100)
     assert FakeFileSystem.asked == [(0, 101)]
     assert fake.read("a.bin", max_bytes=256) == FakeFileSystem.content
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [("bytes 3-8/256", 256), ("bytes 3-8/*", None), ("", None), ("bytes 4-9/256", "other"), ("bytes 2-7/*", "other")],
+)
+def test_a_range_that_says_to_be_another_one_is_not_taken(said, size):
+    """A cache between us and the server may mix up answers; the length alone does not tell."""
+
+    async def get(fs, path, start, end):
+        return bytes(range(start, end)), {"Content-Range": said, "ETag": "v1"}
+
+    def found():
+        return asyncio.run(ranges(get, None, "a.bin", [3], [9], where="there/a.bin"))
+
+    if size == "other":
+        with pytest.raises(TransportError, match=r"there/a\.bin: .* but bytes 3 to 9 were asked for") as caught:
+            found()
+        assert caught.value.transient
+    else:
+        assert found() == [(bytes(range(3, 9)), ("v1", size))]
+
+
+def test_unfinished_uploads_are_listed_to_the_last_page():
+    """A bucket lists a thousand at a time."""
+    asked = []
+
+    class Client:
+        def ask(self, *operation: str, **given: object) -> dict[str, object]:
+            asked.append((operation, given))
+            number = len(asked)
+            keys = [f"lab/{number}/a.bin", f"lab2/{number}/a.bin"]
+            page = {"Uploads": [{"Key": key, "UploadId": f"id{number}"} for key in keys], "IsTruncated": number < 3}
+            return {**page, "NextKeyMarker": keys[-1], "NextUploadIdMarker": f"id{number}"}
+
+    found = list_uploads(Client(), "bucket", "lab", folder="bucket/lab")
+    assert [(upload.path, upload.upload_id) for upload in found] == [(f"{n}/a.bin", f"id{n}") for n in (1, 2, 3)]
+    where = {"Bucket": "bucket", "Prefix": "lab"}
+    assert {operation for operation, _ in asked} == {("call_s3", "list_multipart_uploads")}
+    assert [given for _, given in asked] == [
+        where,
+        {**where, "KeyMarker": "lab2/1/a.bin", "UploadIdMarker": "id1"},
+        {**where, "KeyMarker": "lab2/2/a.bin", "UploadIdMarker": "id2"},
+    ]
 
 
 def test_nothing_hangs_longer_than_its_deadline(fake):
