@@ -436,6 +436,32 @@ def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch):
         IndexedDataset("x", transport=PreadTransport(tmp_path))
 
 
+def test_another_data_set_of_as_many_sequences_that_comes_meanwhile_is_noticed():
+    """Where nothing tells one file from another of its size, at least the headers are compared."""
+
+    class Replaced(MemoryTransport):
+        is_armed = False
+
+        def size(self, path: str) -> int:
+            nbytes = super().size(path)
+            if path == "x.bin" and self.is_armed:
+                self.is_armed = False
+                for name, content in other.files.items():
+                    self.put(name, content)
+            return nbytes
+
+    other, transport = MemoryTransport(), Replaced()
+    for place, dtype in ((other, "int32"), (transport, "uint16")):
+        with IndexedDatasetBuilder("x", dtype, transport=place) as builder:
+            for i in range(3):
+                builder.add_document([i] * 4)
+    assert other.size("x.idx") == transport.size("x.idx")
+    transport.is_armed = True
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        IndexedDataset("x", transport=transport)
+    assert IndexedDataset("x", transport=transport).dtype == np.int32
+
+
 def test_objects_that_are_replaced_after_opening(s3_bucket):
     writing, reading = (open_transport(s3_bucket.url, s3_bucket.options) for _ in range(2))
     _replaced(writing, 0)
