@@ -11,6 +11,7 @@ from waiting import HANG_S
 
 from saev_store.errors import CorruptShardError, IncompleteStoreError
 from saev_store.writer import create_store, finalize_store
+from saev_store.writer.folder import Folder
 
 N_SHARDS = 6
 
@@ -135,3 +136,25 @@ def test_what_is_missing_is_told_for_all_parts() -> None:
         del files[f"{this.name}/.saev_store/receipts/acts{shard_idx:06d}.json"]
     with pytest.raises(IncompleteStoreError, match=r"part 0 .* lacks 2 of 3 shards; part 1 .* lacks 1 of 3 shards"):
         finalize_store(Far(files, meets="read .saev_store/receipts/"), this.metadata)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "n_at_once"), [(0, 32), (1 << 20, 32), (2 << 20, 32), ((2 << 20) + 1, 31), (16 << 20, 4), (65 << 20, 1)]
+)
+def test_answers_of_a_service_take_a_bounded_part_of_memory(nbytes: int, n_at_once: int):
+    """Of long answers fewer are fetched at once: 64 MiB of them, or one."""
+    lock, more, begun, ended, most = threading.Lock(), threading.Event(), [], [], []
+
+    def ask(item: int) -> int:
+        with lock:
+            begun.append(item)
+            most.append(len(begun) - len(ended))
+            if most[-1] > n_at_once:
+                more.set()
+        more.wait(0.05)  # for others that would be too many
+        return item
+
+    for item in Folder(Far({}), "").each(ask, range(2 * n_at_once), most_nbytes=nbytes):
+        ended.append(item)
+    assert ended == list(range(2 * n_at_once))
+    assert max(most) <= n_at_once
