@@ -14,7 +14,7 @@ from plain_stores import Plain, plain_store, spans
 
 from saev_store import ShardStore
 from saev_store.documents import parse_metadata, parse_shards
-from saev_store.errors import CorruptShardError
+from saev_store.errors import CorruptShardError, MissingShardError
 from saev_store.problems import Problem
 from saev_store.transport import FREE, Entry, MemoryTransport, open_transport
 from saev_store.validation import Report, merge_ranges, problem_to_dict, quick_checks, validate
@@ -68,6 +68,18 @@ def test_missing_shard(store, shard_idx):
         report.raise_if_bad()
     assert caught.value.problems == report.problems
     assert pickle.loads(pickle.dumps(caught.value)).problems == report.problems
+
+
+def test_the_only_shard_of_a_store_is_missing_by_its_name(tmp_path):
+    store = plain_store(tmp_path, n=2)
+    assert store.n_shards == 1
+    store.shard(0).unlink()
+    report = look(store)
+    assert [(problem.kind, problem.where, problem.lost) for problem in report.problems] == [
+        ("missing_shard", "acts000000.bin", ((0, 2),))
+    ]
+    with pytest.raises(MissingShardError):
+        ShardStore.open(store.path)
 
 
 def test_all_shards_gone_is_one_finding(store):
