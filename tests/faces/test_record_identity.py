@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,19 @@ def test_a_difference_of_rounding_is_accepted_on_request(tmp_path: Path) -> None
     store = record(model, source, tmp_path / "cut", recheck="close", **OPTIONS)
     assert store[4:].tobytes() == whole[4:].tobytes()
     assert store[3].tobytes() != whole[3].tobytes()
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+@pytest.mark.parametrize(("factor", "is_close"), [(1.009, True), (1.011, False), (0.992, True), (0.989, False)])
+def test_a_hundredth_of_the_largest_number_is_close_however_large_that_is(
+    tmp_path: Path, size: float, factor: float, is_close: bool
+) -> None:
+    model, source = tiny_language("LlamaModel"), texts()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _module, _args, out: out * size)
+    begun(tmp_path, model, source, 4, scaled(factor))
+    with nullcontext() if is_close else pytest.raises(ResumeError, match="example 3 is not what the model gives now"):
+        record(model, source, tmp_path / "cut", recheck="close", **OPTIONS)
 
 
 def test_a_model_that_computes_otherwise_with_the_same_weights_is_refused(tmp_path: Path) -> None:

@@ -175,3 +175,51 @@ def test_latency_waits_once_per_operation_and_for_bytes(naps):
 def test_latency_refuses_impossible_numbers(latency_s, bytes_per_s):
     with pytest.raises(ArgumentError):
         LatencyTransport(MemoryTransport(), latency_s, bytes_per_s)
+
+
+# Limits
+
+
+def test_a_limit_counts_bytes_or_requests_whichever_takes_longer(naps, monkeypatch):
+    """At 1000 bytes and 10 requests in a second; a part of a file is sent when enough was written."""
+    monkeypatch.setattr(time, "monotonic", lambda: sum(naps))
+    rate = Rate(1000, 10)
+    transport = LimitTransport(MemoryTransport({"a.bin": bytes(500)}), rate)
+    memory = memoryview(bytearray(200))
+    sinks = [transport.open_sink("d.bin", used_nbytes=40, file_nbytes=40)]
+    calls = {
+        "size": (lambda: transport.size("a.bin"), 0.1),
+        "read": (lambda: transport.read("a.bin"), 0.5),
+        "get_ranges": (lambda: transport.get_ranges("a.bin", starts=[0, 9, 90], ends=[30, 9, 110]), 0.2),
+        "get_ranges, long": (lambda: transport.get_ranges("a.bin", starts=[0, 90], ends=[300, 100]), 0.31),
+        "get_ranges, empty": (lambda: transport.get_ranges("a.bin", starts=[9], ends=[9]), 0.0),
+        "readinto": (lambda: transport.readinto("a.bin", starts=[0], buffers=[memory]), 0.2),
+        "list": (transport.list, 0.1),
+        "put": (lambda: transport.put("b.bin", bytes(300)), 0.3),
+        "create": (lambda: transport.create("c.bin", bytes(20)), 0.1),
+        "delete": (lambda: transport.delete("b.bin"), 0.1),
+        "open_sink": (lambda: sinks.append(transport.open_sink("e.bin", used_nbytes=0, file_nbytes=0)), 0.1),
+        "write": (lambda: sinks[0].write(0, [memory[:40]]), 0.04),
+        "sync": (lambda: sinks[0].sync(), 0.1),
+        "read_back": (lambda: sinks[0].read_back(0, 40), 0.1),
+        "commit": (lambda: sinks[0].commit(), 0.1),
+    }
+    rate.take(0, 0)
+    for name, (call, cost_s) in calls.items():
+        naps[:] = [1.0]
+        rate.take(0, 0)
+        call()
+        before_s = sum(naps)
+        rate.take(0, 0)
+        assert sum(naps) - before_s == pytest.approx(cost_s), name
+
+
+def test_pieces_of_a_long_range_are_requests_each(naps, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: sum(naps))
+    rate = Rate(requests_per_s=1)
+    transport = LimitTransport(MemoryTransport({"a.bin": bytes(16 << 20)}), rate)
+    for nbytes, n_requests in ((1, 1), (8 << 20, 1), ((8 << 20) + 1, 2), (16 << 20, 2)):
+        before_s = sum(naps)
+        transport.get_ranges("a.bin", starts=[0], ends=[nbytes])
+        rate.take(0, 0)
+        assert sum(naps) - before_s == pytest.approx(n_requests)

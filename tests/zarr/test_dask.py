@@ -56,6 +56,13 @@ def test_any_chunks_and_selection_equal_numpy(layout: Layout, data: st.DataObjec
     assert found.tobytes() == expected.tobytes()
 
 
+def test_small_shards_share_a_task():
+    """A scheduler spends as much on a small task as on one of 128 MiB."""
+    plain = plain_store(LAYOUT, tail="cut")
+    array = ShardStore.open(MemoryTransport(plain.files, label=plain.name)).as_dask()
+    assert array.chunks == ((7,), (3,), (5,), (8,))
+
+
 def test_blocks_of_a_local_store_are_copies(tmp_path: Path):
     """A view of a mapped file would end the worker if the file were cut while a task computes."""
     plain = plain_store(LAYOUT)
