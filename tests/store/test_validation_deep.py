@@ -347,6 +347,13 @@ def test_padding_is_looked_at_piece_by_piece(store, monkeypatch, position):
     assert kinds(look(store, Bad(store, {"acts000002.bin"}, padding + position))) == []
 
 
+@pytest.mark.parametrize("position", [0, 479, 480, 959])
+def test_padding_of_several_blocks_is_looked_at_in_each(store, position):
+    store.write_digests(64)
+    overwrite(store.shard(2), store.truth(2).nbytes + position, b"\1")
+    assert kinds(look(store)) == ["nonzero_padding"]
+
+
 def test_bytes_after_a_full_shard_are_not_called_padding(store):
     with store.shard(2).open("ab") as file:
         file.write(b"\1\1\1")

@@ -814,6 +814,40 @@ def test_a_sink_on_something_strange(tmp_path):
         MmapTransport(tmp_path).open_sink("pipe", used_nbytes=4, file_nbytes=4, resume=True)
 
 
+def test_what_is_written_during_a_flush_is_not_counted_as_flushed(tmp_path, monkeypatch):
+    name = "fdatasync" if hasattr(os, "fdatasync") else "fsync"
+    flush = getattr(os, name)
+    sink = open_transport(tmp_path).open_sink("a.bin", used_nbytes=9, file_nbytes=9)
+    sink.write(0, [memoryview(b"abc")])
+
+    def late(fd: int) -> None:
+        flush(fd)
+        sink.write(3, [memoryview(b"def")])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, late)
+        assert sink.sync() == 3
+    assert sink.sync() == 6
+    sink.abort()
+
+
+@pytest.mark.parametrize(
+    ("code", "passes"),
+    [
+        *((getattr(errno, name), True) for name in (
+            "EAGAIN", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EINTR", "EIO", "ENETUNREACH", "EPIPE",
+            "ESTALE", "ETIMEDOUT",
+        )),
+        *((getattr(errno, name), False) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EMFILE", "EINVAL", "ENAMETOOLONG")),
+    ],
+)  # fmt: skip
+def test_failures_that_may_pass_say_so(code: int, passes: bool):
+    """Loaders try these again."""
+    error = from_os_error(OSError(code, ""), where="a.bin", doing="read")
+    assert isinstance(error, TransportError)
+    assert error.transient is passes
+
+
 def test_a_killed_writer_leaves_what_it_has_synced(tmp_path):
     script = """
         import os, signal, sys

@@ -200,9 +200,9 @@ def test_a_limit_counts_bytes_or_requests_whichever_takes_longer(naps, monkeypat
         "delete": (lambda: transport.delete("b.bin"), 0.1),
         "open_sink": (lambda: sinks.append(transport.open_sink("e.bin", used_nbytes=0, file_nbytes=0)), 0.1),
         "write": (lambda: sinks[0].write(0, [memory[:40]]), 0.04),
-        "sync": (lambda: sinks[0].sync(), 0.1),
+        "sync": (sinks[0].sync, 0.1),
         "read_back": (lambda: sinks[0].read_back(0, 40), 0.1),
-        "commit": (lambda: sinks[0].commit(), 0.1),
+        "commit": (sinks[0].commit, 0.1),
     }
     rate.take(0, 0)
     for name, (call, cost_s) in calls.items():

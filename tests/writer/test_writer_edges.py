@@ -422,3 +422,30 @@ def test_a_receipt_of_a_complete_shard_must_count_all_its_bytes(posix):
         assert writer.next_example == 2
         writer.append(this.acts[2:])
     this.check(disk.content(this.name))
+
+
+@pytest.mark.parametrize("posix", [True, False])
+def test_an_append_that_was_cut_short_at_its_very_end_publishes_nothing(posix: bool, monkeypatch: pytest.MonkeyPatch):
+    """All bytes were taken, and the last shard was not completed: what is there would lack its digests."""
+    this = case(n=7, per_shard=3, pad=False, block_bytes=64)
+    disk = Disk(posix=posix)
+    writer = create_store(disk, this.metadata, pad=False, **OPTIONS)
+    this.append(writer, 0, 6)
+    submit = writer._background.submit
+
+    def interrupted(job) -> None:
+        if getattr(getattr(job, "func", None), "__name__", "") == "finish":
+            raise KeyboardInterrupt
+        submit(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._background, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            this.append(writer, 6, 7)
+    writer.close()
+    assert not writer.complete
+    assert not any(path.endswith("/metadata.json") for path in disk.files)
+    with create_store(disk, this.metadata, pad=False, resume=True, **OPTIONS) as writer:
+        this.append(writer, writer.next_example, 7)
+    files = {path: disk.read(f"{this.name}/{path}") for path in this.files()}
+    assert ShardStore.open(MemoryTransport(files, label=this.name))[...].tobytes() == this.acts.tobytes()

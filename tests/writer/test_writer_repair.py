@@ -146,6 +146,25 @@ def test_a_store_of_another_tool(tmp_path: Path) -> None:
     assert ShardStore.open(folder)[...].tobytes() == this.acts.tobytes()
 
 
+@pytest.mark.parametrize("pads", [True, False])
+def test_a_last_shard_that_is_gone_gets_the_length_that_its_place_gives_it(tmp_path: Path, pads: bool) -> None:
+    """A tail of zeros is a hole on a disk, and would be sent to a service."""
+    this = case(n=11, per_shard=3, pad=pads, block_bytes=48)
+    folder = tmp_path / this.name
+    folder.mkdir()
+    for name, data in this.files().items():
+        (folder / name).write_bytes(data)
+    (folder / "acts000003.bin").unlink()
+    transport = open_transport(folder)
+    if not pads:
+        transport = MemoryTransport({path.name: path.read_bytes() for path in folder.iterdir()})
+    with opened(transport, this) as writer:
+        fill(writer, this)
+    layout = this.metadata.layout
+    assert transport.size("acts000003.bin") == (layout.shard_nbytes if pads else layout.used_nbytes(3))
+    assert transport.read("acts000003.bin") == this.files()["acts000003.bin"]
+
+
 def test_nothing_lost_is_nothing_to_do() -> None:
     this = case()
     memory = store_of(this)

@@ -265,6 +265,15 @@ def test_illegal_shapes_and_addresses(tmp_path: Path):
         store.to_tensorstore_spec(base="ftp://somewhere/x")
 
 
+@pytest.mark.parametrize("url", ["s3://lab/{{x}}/store", "memory://lab/store", "simplecache::s3://lab/store"])
+def test_an_address_that_others_cannot_use_has_to_be_given(tmp_path: Path, url: str):
+    store = small_store(tmp_path)
+    store.url = url
+    with pytest.raises(ArgumentError, match="no meaning for other processes"):
+        _references.usable_base(store, None)
+    assert _references.usable_base(store, "s3://lab/store/") == "s3://lab/store"
+
+
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path):
     pytest.importorskip("fastparquet")
     store = small_store(tmp_path)

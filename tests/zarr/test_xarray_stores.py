@@ -103,6 +103,16 @@ def test_a_group_is_a_store_below_a_root(root: Path, stores: list[PlainStore]):
         xr.open_dataset(root / stores[1].name, engine=SaevBackend, group=f"../{stores[0].name}")
 
 
+def test_options_are_those_of_the_file_system_of_a_root(root: Path, stores: list[PlainStore]):
+    """A local one has none, and says so."""
+    for options in ({"group": stores[1].name}, {}):
+        where = root if options else root / stores[1].name
+        with pytest.raises(ArgumentError, match="local files take no options"):
+            xr.open_dataset(where, engine=SaevBackend, storage_options={"anon": True}, **options)
+    with pytest.raises(ArgumentError, match="local files take no options"):
+        xr.open_datatree(root, engine=SaevBackend, storage_options={"anon": True})
+
+
 # -- example -----------------------------------------------------------------------------------------------------------
 
 
