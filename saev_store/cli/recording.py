@@ -12,10 +12,12 @@ import typer
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, integers, storage_options
+from saev_store.cli.finishing import emit_part, parse_part
 from saev_store.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
     from saev_store import ShardStore
+    from saev_store.record import Part, RecordedPart
 
 Layout = Literal["window", "stream"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -84,6 +86,10 @@ def record(
         Resume | None,
         typer.Option(help="strict: never beside unfinished stores of other options [default: auto]."),
     ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1; auto: as torchrun or Slurm says."),
+    ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -91,7 +97,8 @@ def record(
 ) -> None:
     """Record a language model over texts; the same command continues an interrupted recording.
 
-    A finished recording of the same options is not made again.
+    A finished recording of the same options is not made again. With --part several processes record one store, each its own
+    shards: 1/4 to 4/4 for four processes. The last one publishes it. Any other number of them can go on.
     """
     flags: dict[str, object] = {
         "model": model, "text": text, "tokens": tokens, "to": to, "context": context, "layout": layout, "pack": pack,
@@ -102,14 +109,19 @@ def record(
         "hook_points": None if hook_points is None else hook_points.split(","),
     }  # fmt: skip
     plan = _plan(config, {name: value for name, value in flags.items() if value is not None})
+    of_ranks = None if part is None else parse_part(part)
     try:
-        store = _run(plan, storage_options(options, option), progress=progress)
+        store = _run(plan, storage_options(options, option), of_ranks, progress=progress)
     except KeyboardInterrupt:
         print(
             f"\nRecorded examples are kept; continue with: {shlex.join(['saev-store', *sys.argv[1:]])}", file=sys.stderr
         )
         raise typer.Exit(130) from None
-    if as_json:
+    from saev_store.record import RecordedPart
+
+    if isinstance(store, RecordedPart):
+        emit_part(store, as_json=as_json)
+    elif as_json:
         emit_json(
             {
                 "url": store.url,
@@ -123,7 +135,9 @@ def record(
         emit(store.url)
 
 
-def _run(plan: _Plan, storage: dict[str, object] | None, *, progress: bool | None) -> ShardStore:
+def _run(
+    plan: _Plan, storage: dict[str, object] | None, part: Part | None, *, progress: bool | None
+) -> ShardStore | RecordedPart:
     """Load, record, open."""
     from saev_store.record import Texts, load_language_model
     from saev_store.record import record as record_texts
@@ -158,6 +172,7 @@ def _run(plan: _Plan, storage: dict[str, object] | None, *, progress: bool | Non
         device=plan.device,
         max_tokens_per_shard=plan.max_tokens_per_shard,
         storage_options=storage,
+        part=part,
         resume=_RESUME[plan.resume],
         exist_ok=True,
         progress=progress,

@@ -16,7 +16,9 @@ from saev_store.record._architectures import HookPoint
 from saev_store.record._examples import ExampleSource
 from saev_store.record._images import ImageBatches, Images
 from saev_store.record._load import load_language_model
+from saev_store.record._part import Part
 from saev_store.record._photos import Photographs, load_photographs
+from saev_store.record._ranks import RecordedPart, finalize
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
 from saev_store.record._texts import Texts
@@ -29,12 +31,15 @@ __all__ = [
     "HookPoint",
     "ImageBatches",
     "Images",
+    "Part",
     "Photographs",
+    "RecordedPart",
     "Recorder",
     "TextAdapter",
     "Texts",
     "VisionAdapter",
     "adapt",
+    "finalize",
     "load_language_model",
     "load_photographs",
     "record",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from saev_store.record._adapt import adapt
 from saev_store.record._adapters import parameter_of, place
 from saev_store.record._examples import ExampleSource
 from saev_store.record._identity import describe_recording
+from saev_store.record._part import this_device, this_part
+from saev_store.record._ranks import write_part
 from saev_store.record._recorder import Recorder
-from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
+from saev_store.writer import create_store
 
 if TYPE_CHECKING:
     import os
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Recorded
+    from saev_store.record._part import Part
+    from saev_store.record._ranks import RecordedPart, RunWriter
+    from saev_store.store.store import ShardStore
     from saev_store.transport import Transport
     from saev_store.writer import ShardWriter
 
@@ -40,6 +45,7 @@ Recheck = Literal["exact", "close", "off"]
 _CLOSE = 0.01
 
 
+@overload
 def record(
     model: torch.nn.Module | Adapter,
     source: ExampleSource,
@@ -55,12 +61,58 @@ def record(
     protocol: str | None = None,
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
+    part: None = None,
     resume: bool | Literal["auto"] = "auto",
     exist_ok: bool = False,
     recheck: Recheck = "exact",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
-) -> ShardStore:
+) -> ShardStore: ...
+@overload
+def record(
+    model: torch.nn.Module | Adapter,
+    source: ExampleSource,
+    root: str | os.PathLike[str],
+    *,
+    layers: Sequence[int],
+    hook_points: Sequence[str] = (RESID_POST,),
+    dtype: StoredDtype | None = None,
+    max_tokens_per_shard: int = 2_400_000,
+    dataset: str | None = None,
+    family: str | None = None,
+    ckpt: str | None = None,
+    protocol: str | None = None,
+    device: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    part: Part,
+    resume: bool | Literal["auto"] = "auto",
+    exist_ok: bool = False,
+    recheck: Recheck = "exact",
+    on_overflow: Literal["raise", "saturate"] = "raise",
+    progress: bool | None = None,
+) -> ShardStore | RecordedPart: ...
+def record(
+    model: torch.nn.Module | Adapter,
+    source: ExampleSource,
+    root: str | os.PathLike[str],
+    *,
+    layers: Sequence[int],
+    hook_points: Sequence[str] = (RESID_POST,),
+    dtype: StoredDtype | None = None,
+    max_tokens_per_shard: int = 2_400_000,
+    dataset: str | None = None,
+    family: str | None = None,
+    ckpt: str | None = None,
+    protocol: str | None = None,
+    device: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    part: Part | None = None,
+    resume: bool | Literal["auto"] = "auto",
+    exist_ok: bool = False,
+    recheck: Recheck = "exact",
+    on_overflow: Literal["raise", "saturate"] = "raise",
+    progress: bool | None = None,
+) -> ShardStore | RecordedPart:
     """Record a model's activations of a source, publish the store and open it.
 
     An interrupted call continues after the last durable example when it is made again. The result has the same bytes as an
@@ -85,6 +137,9 @@ def record(
         protocol: Version of the documents, see `saev_store.new_metadata`; None: the oldest that can say everything.
         device: Device of the computation, such as `"cuda"`; None: that of the model.
         storage_options: Options of the file system of `root`.
+        part: `(rank, n)`, ranks from 0: record only the shards of this rank, while others record theirs. `"auto"`: as torchrun or
+            Slurm has started this process; with `device="cuda"` each rank then takes a GPU of its own. None: record all of it.
+            An unfinished store can be continued by any number of ranks.
         resume: `"auto"` continues an unfinished store of the same metadata, or begins one. True refuses to begin one beside
             unfinished stores of other metadata, False never continues one.
         exist_ok: Open a complete store of the same metadata instead of refusing it.
@@ -94,6 +149,9 @@ def record(
         on_overflow: What to do with finite numbers that become infinite in the store's dtype: refuse them, or store its largest
             finite number.
         progress: Show a bar on standard error; None: when it is a terminal.
+
+    Returns:
+        The store, published. With `part`, while other ranks are not done: a `RecordedPart`. The last rank publishes the store.
 
     Raises:
         ArgumentError: an argument breaks a rule, the source is empty, or this model cannot run it.
@@ -108,7 +166,10 @@ def record(
         raise ArgumentError(
             f"on_overflow is {brief(on_overflow)}; it must be 'raise' or 'saturate'", where="on_overflow"
         )
-    recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
+    of_ranks = this_part(part)
+    recorder = prepare(
+        model, source, layers, hook_points=hook_points, device=this_device(device) if part == "auto" else device
+    )
     metadata = describe(
         recorder,
         source,
@@ -119,25 +180,18 @@ def record(
         ckpt=ckpt,
         protocol=protocol,
     )
-    created = ShardStore.create(
-        root,
-        metadata,
-        storage_options=storage_options,
-        resume=resume,
-        exist_ok=exist_ok,
-        on_overflow=on_overflow,
-        progress=progress,
-    )
-    with created as writer:
-        fill(
-            writer,
-            recorder,
-            source,
-            storage_options=storage_options,
-            recheck=recheck,
-            saturate=on_overflow == "saturate",
+    transport = open_transport(root, storage_options)
+
+    def open_writer(of: tuple[int, int] | None) -> ShardWriter:
+        return create_store(
+            transport, metadata, resume=resume, exist_ok=exist_ok, part=of, on_overflow=on_overflow, progress=progress
         )
-    return ShardStore.open(writer.url, storage_options)
+
+    def write(writer: ShardWriter | RunWriter) -> None:
+        saturate = on_overflow == "saturate"
+        fill(writer, recorder, source, storage_options=storage_options, recheck=recheck, saturate=saturate)
+
+    return write_part(transport, metadata, of_ranks, open_writer, write, continues=resume is not False)
 
 
 def prepare(
@@ -235,7 +289,7 @@ class Filled:
 
 
 def fill(
-    writer: ShardWriter,
+    writer: ShardWriter | RunWriter,
     recorder: Recorder,
     source: ExampleSource,
     *,
@@ -249,11 +303,11 @@ def fill(
         ArgumentError: the source has another number of examples than the metadata.
         ResumeError: the model gives other vectors than those that are there.
     """
-    kept = writer.next_example
-    if writer.complete or (kept == writer.n_examples and recheck == "off"):
+    kept, (first, end) = writer.next_example, writer.example_range
+    if writer.complete or (kept == end and recheck == "off"):
         return Filled(0, 0.0, 0.0)
     # The last kept example is computed again. It is most often of a batch that has to run anyway.
-    start = max(kept - (recheck != "off"), 0)
+    start = max(kept - (recheck != "off"), first)
     there = _Kept(writer, storage_options, saturate=saturate)
     compute_s = append_s = 0.0
     with recorder:
@@ -261,23 +315,28 @@ def fill(
         begun_s = time.perf_counter()
         for recorded in examples:
             computed_s = time.perf_counter()
-            n_kept = min(max(kept - recorded.first, 0), len(recorded.acts))
+            n = min(end - recorded.first, len(recorded.acts))
+            n_kept = min(max(kept - recorded.first, 0), n)
             if recheck != "off":
-                for i in range(n_kept):
+                for i in range(max(first - recorded.first, 0), n_kept):
                     there.compare(recorded, i, recheck)
-            if n_kept < len(recorded.acts):
-                arrays = {name: values[n_kept:] for name, values in recorded.token_arrays.items()}
-                writer.append(recorded.acts[n_kept:], **arrays)
+            if n_kept < n:
+                arrays = {name: values[n_kept:n] for name, values in recorded.token_arrays.items()}
+                writer.append(recorded.acts[n_kept:n], **arrays)
             compute_s += computed_s - begun_s
             begun_s = time.perf_counter()
             append_s += begun_s - computed_s
+            if recorded.first + n == end < writer.layout.n_examples:
+                break
     return Filled(writer.next_example - kept, compute_s, append_s)
 
 
 class _Kept:
     """The examples that an unfinished store holds."""
 
-    def __init__(self, writer: ShardWriter, storage_options: Mapping[str, object] | None, *, saturate: bool) -> None:
+    def __init__(
+        self, writer: ShardWriter | RunWriter, storage_options: Mapping[str, object] | None, *, saturate: bool
+    ) -> None:
         self._writer, self._storage_options, self._saturate = writer, storage_options, saturate
         self._transport: Transport | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
@@ -82,7 +82,7 @@ def parse_receipt(raw: bytes, layout: Layout, shard_idx: int, block_bytes: int) 
     return None
 
 
-def read_receipts(folder: Folder, layout: Layout, shards: range, block_bytes: int) -> Generator[Receipt | None]:
+def read_receipts(folder: Folder, layout: Layout, shards: Sequence[int], block_bytes: int) -> Generator[Receipt | None]:
     """The receipts of some shards, in order; None where there is none that agrees with the layout."""
 
     def read(shard_idx: int) -> Receipt | None:
