@@ -196,7 +196,10 @@ def test_a_slurm_array(run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
-    """Two processes of torchrun at once; one thread each, as it sets them, and so does the process that is alone."""
+    """Two processes of torchrun at once; one thread each, as it sets them, also where one process is alone.
+
+    Four interpreters that load torch take more than three seconds.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def started(*command: str) -> str:
