@@ -29,6 +29,11 @@ class Progress:
         if self._bar is not None:
             self._bar.update(nbytes)
 
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar from its next step on."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -16,8 +16,10 @@ from saev_store.cli.finishing import emit_part, parse_part
 from saev_store.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from saev_store import ShardStore
-    from saev_store.record import Part, RecordedPart
+    from saev_store.record import Part, RecordedPart, RecordingReport
 
 Layout = Literal["window", "stream"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -110,8 +112,9 @@ def record(
     }  # fmt: skip
     plan = _plan(config, {name: value for name, value in flags.items() if value is not None})
     of_ranks = None if part is None else parse_part(part)
+    reports: list[RecordingReport] = []
     try:
-        store = _run(plan, storage_options(options, option), of_ranks, progress=progress)
+        store = _run(plan, storage_options(options, option), of_ranks, on_report=reports.append, progress=progress)
     except KeyboardInterrupt:
         print(
             f"\nRecorded examples are kept; continue with: {shlex.join(['saev-store', *sys.argv[1:]])}", file=sys.stderr
@@ -129,14 +132,21 @@ def record(
                 "dtype": store.metadata.dtype,
                 "layers": store.layers,
                 "nbytes": store.nbytes,
+                "report": reports[-1].to_dict(),
             }
         )
     else:
+        print(reports[-1], file=sys.stderr)
         emit(store.url)
 
 
 def _run(
-    plan: _Plan, storage: dict[str, object] | None, part: Part | None, *, progress: bool | None
+    plan: _Plan,
+    storage: dict[str, object] | None,
+    part: Part | None,
+    *,
+    on_report: Callable[[RecordingReport], object],
+    progress: bool | None,
 ) -> ShardStore | RecordedPart:
     """Load, record, open."""
     from saev_store.record import Texts, load_language_model
@@ -176,6 +186,7 @@ def _run(
         resume=_RESUME[plan.resume],
         exist_ok=True,
         progress=progress,
+        on_report=on_report,
     )
 
 

@@ -21,6 +21,7 @@ from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record._ranks import RecordedPart, finalize
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
+from saev_store.record._report import RecordingReport
 from saev_store.record._texts import Texts
 from saev_store.record.demo import DemoResult, run_demo
 
@@ -35,6 +36,7 @@ __all__ = [
     "Photographs",
     "RecordedPart",
     "Recorder",
+    "RecordingReport",
     "TextAdapter",
     "Texts",
     "VisionAdapter",

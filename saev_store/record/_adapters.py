@@ -110,8 +110,9 @@ class Adapter(ABC):
         return self.has_cls if wanted is None else wanted
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the model's device."""
-        return tensor.to(device=parameter_of(self.model).device, dtype=dtype)
+        """A tensor on the model's device, where it gets its dtype. From pinned memory it is copied while the host goes on."""
+        device = parameter_of(self.model).device
+        return tensor.to(device, non_blocking=tensor.is_pinned()).to(dtype)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,8 +205,9 @@ class TextAdapter(Adapter):
         ids = inputs[0]
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise ArgumentError(f"they are {ids.dtype}; token ids are integers", where="input_ids")
-        ids = self._placed(ids, torch.long)
+        # Before they are placed: a look at numbers on a GPU would wait for it.
         self.check_ids(int(ids.min()), int(ids.max()), where="input_ids")
+        ids = self._placed(ids, torch.long)
         if not self.keywords:
             self.model(ids)
             return

@@ -81,6 +81,7 @@ class _ImageSource(ExampleSource):
             end = batch.first + len(acts)
             labels = {} if self.labels is None else {"labels": self.labels[batch.first : end]}
             yield Recorded(batch.first, acts, labels)
+            del batch, acts  # not held while the next ones are waited for
         if end < self.n_examples:
             raise ArgumentError(
                 f"there are only {end} examples, but n_examples is {self.n_examples}",

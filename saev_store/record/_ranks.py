@@ -288,6 +288,10 @@ class RunWriter:
             if self._writer.next_example == self._writer.example_range[1] and len(self._parts) > 1:
                 self._begin_next()
 
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar; see `ShardWriter.note`."""
+        self._writer.note(text)
+
     def _begin_next(self) -> None:
         self._writer.close()
         self._parts = self._parts[1:]

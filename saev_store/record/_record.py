@@ -6,43 +6,42 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
-import numpy as np
-
-from saev_store.core.dtypes import ITEMSIZES, LARGEST, StoredDtype
-from saev_store.core.layout import RESID_POST, shard_name
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype
+from saev_store.core.layout import RESID_POST
 from saev_store.documents import new_metadata
-from saev_store.errors import ArgumentError, ResumeError, brief
+from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import parameter_of, place
 from saev_store.record._examples import ExampleSource
 from saev_store.record._identity import describe_recording
 from saev_store.record._part import this_device, this_part
+from saev_store.record._pipeline import Lane, Pipeline, closing_in_thread
 from saev_store.record._ranks import write_part
+from saev_store.record._recheck import KeptExamples, Recheck
 from saev_store.record._recorder import Recorder
+from saev_store.record._report import NOTHING_RECORDED, RecordingReport
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
-    from saev_store.record._examples import Recorded
+    from saev_store.record._examples import Batch
+    from saev_store.record._host_copy import HostCopy
     from saev_store.record._part import Part
     from saev_store.record._ranks import RecordedPart, RunWriter
     from saev_store.store.store import ShardStore
-    from saev_store.transport import Transport
     from saev_store.writer import ShardWriter
 
-Recheck = Literal["exact", "close", "off"]
-#: With `recheck="close"`: the largest difference, as a part of the largest number.
-_CLOSE = 0.01
+#: Vectors are appended in pieces of about this length.
+_PIECE_BYTES = 8 << 20
 
 
 @overload
@@ -67,6 +66,7 @@ def record(
     recheck: Recheck = "exact",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
+    on_report: Callable[[RecordingReport], object] | None = None,
 ) -> ShardStore: ...
 @overload
 def record(
@@ -90,6 +90,7 @@ def record(
     recheck: Recheck = "exact",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
+    on_report: Callable[[RecordingReport], object] | None = None,
 ) -> ShardStore | RecordedPart: ...
 def record(
     model: torch.nn.Module | Adapter,
@@ -112,11 +113,15 @@ def record(
     recheck: Recheck = "exact",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
+    on_report: Callable[[RecordingReport], object] | None = None,
 ) -> ShardStore | RecordedPart:
     """Record a model's activations of a source, publish the store and open it.
 
     An interrupted call continues after the last durable example when it is made again. The result has the same bytes as an
     uninterrupted one: batches are cut at the same places, and a batch that was written in part runs as a whole again.
+
+    Reading, the model and writing run beside each other, in the order of the source; `estimate_recording` says beforehand how
+    much memory that takes, and what else a recording costs.
 
     What decides the vectors is in `data["recording"]` of the metadata, so it is part of the store's hash: digests of the
     weights and of the configuration, the dtype of computation, the attention implementation, sizes of batches and contexts, the
@@ -149,6 +154,7 @@ def record(
         on_overflow: What to do with finite numbers that become infinite in the store's dtype: refuse them, or store its largest
             finite number.
         progress: Show a bar on standard error; None: when it is a terminal.
+        on_report: Called with a `RecordingReport` in this thread: after each batch, and once more after publication.
 
     Returns:
         The store, published. With `part`, while other ranks are not done: a `RecordedPart`. The last rank publishes the store.
@@ -181,6 +187,7 @@ def record(
         protocol=protocol,
     )
     transport = open_transport(root, storage_options)
+    report, written_s = NOTHING_RECORDED, time.perf_counter()
 
     def open_writer(of: tuple[int, int] | None) -> ShardWriter:
         return create_store(
@@ -188,10 +195,23 @@ def record(
         )
 
     def write(writer: ShardWriter | RunWriter) -> None:
-        saturate = on_overflow == "saturate"
-        fill(writer, recorder, source, storage_options=storage_options, recheck=recheck, saturate=saturate)
+        nonlocal report, written_s
+        report = fill(
+            writer,
+            recorder,
+            source,
+            storage_options=storage_options,
+            recheck=recheck,
+            saturate=on_overflow == "saturate",
+            before=report,
+            on_report=on_report,
+        )
+        written_s = time.perf_counter()
 
-    return write_part(transport, metadata, of_ranks, open_writer, write, continues=resume is not False)
+    found = write_part(transport, metadata, of_ranks, open_writer, write, continues=resume is not False)
+    if on_report is not None:
+        on_report(report.published_after(time.perf_counter() - written_s))
+    return found
 
 
 def prepare(
@@ -273,21 +293,6 @@ def describe(
     )
 
 
-@dataclass(frozen=True)
-class Filled:
-    """Counts and times of a recording.
-
-    Attributes:
-        n_recorded: Examples that this call recorded; the others were recorded before.
-        compute_s: Seconds of reading the source and running the model.
-        append_s: Seconds in `ShardWriter.append`.
-    """
-
-    n_recorded: int
-    compute_s: float
-    append_s: float
-
-
 def fill(
     writer: ShardWriter | RunWriter,
     recorder: Recorder,
@@ -296,83 +301,72 @@ def fill(
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
     saturate: bool = False,
-) -> Filled:
+    before: RecordingReport = NOTHING_RECORDED,
+    on_report: Callable[[RecordingReport], object] | None = None,
+) -> RecordingReport:
     """Append the missing examples to `writer`; arguments as of `record`, `saturate` as `writer` was made.
+
+    The report counts `before` in, what other writers of the same call have recorded.
+
+    A thread reads the source, another one appends, and this one runs the model, see `Pipeline`: `N_ALIVE` batches are alive at
+    most, `N_WITH_VECTORS` of them with their vectors. So memory is bounded by `pipeline_nbytes`.
 
     Raises:
         ArgumentError: the source has another number of examples than the metadata.
         ResumeError: the model gives other vectors than those that are there.
     """
     kept, (first, end) = writer.next_example, writer.example_range
-    if writer.complete or (kept == end and recheck == "off"):
-        return Filled(0, 0.0, 0.0)
+    n_appended, n_missing, began_s = 0, end - kept, time.perf_counter()
+    if writer.complete or (not n_missing and recheck == "off"):
+        return RecordingReport(0, n_missing, 0, 0.0, 0.0, 0.0).following(before)
     # The last kept example is computed again. It is most often of a batch that has to run anyway.
     start = max(kept - (recheck != "off"), first)
-    there = _Kept(writer, storage_options, saturate=saturate)
-    compute_s = append_s = 0.0
+    there = KeptExamples(writer, storage_options, saturate=saturate)
+    step = max(1, _PIECE_BYTES // writer.layout.example_nbytes)
+
+    def compute(batch: Batch) -> tuple[Batch, HostCopy]:
+        return batch, recorder.begin(*batch.inputs)
+
+    def append(computed: Lane[tuple[Batch, HostCopy]]) -> None:
+        nonlocal n_appended
+        with closing_in_thread(source.assemble(map(_arrived, computed), start)) as examples:
+            for recorded in examples:
+                n = min(end - recorded.first, len(recorded.acts))
+                n_kept = min(max(kept - recorded.first, 0), n)
+                if recheck != "off":
+                    for i in range(max(first - recorded.first, 0), n_kept):
+                        there.compare(recorded, i, recheck)
+                for at in range(n_kept, n, step):
+                    computed.check()  # a slow disk must not keep an interrupt waiting
+                    piece = slice(at, min(at + step, n))
+                    arrays = {name: values[piece] for name, values in recorded.token_arrays.items()}
+                    writer.append(recorded.acts[piece], **arrays)
+                    n_appended = writer.next_example - kept
+                    writer.note(report().brief)
+                if recorded.first + n == end < writer.layout.n_examples:
+                    return
+                del recorded
+
+    def report() -> RecordingReport:
+        return RecordingReport(
+            n_examples=n_appended,
+            n_left=n_missing - n_appended,
+            nbytes=n_appended * writer.layout.example_nbytes,
+            elapsed_s=time.perf_counter() - began_s,
+            source_wait_s=pipeline.source_wait_s,
+            writer_wait_s=pipeline.writer_wait_s,
+        ).following(before)
+
+    pipeline = Pipeline(lambda: recorder.staged(source.batches(start)), compute, append)
     with recorder:
-        examples = source.assemble(((batch, recorder(*batch.inputs)) for batch in source.batches(start)), start)
-        begun_s = time.perf_counter()
-        for recorded in examples:
-            computed_s = time.perf_counter()
-            n = min(end - recorded.first, len(recorded.acts))
-            n_kept = min(max(kept - recorded.first, 0), n)
-            if recheck != "off":
-                for i in range(max(first - recorded.first, 0), n_kept):
-                    there.compare(recorded, i, recheck)
-            if n_kept < n:
-                arrays = {name: values[n_kept:n] for name, values in recorded.token_arrays.items()}
-                writer.append(recorded.acts[n_kept:n], **arrays)
-            compute_s += computed_s - begun_s
-            begun_s = time.perf_counter()
-            append_s += begun_s - computed_s
-            if recorded.first + n == end < writer.layout.n_examples:
-                break
-    return Filled(writer.next_example - kept, compute_s, append_s)
+        pipeline.run(after=lambda: None if on_report is None else on_report(report()))
+    return report()
 
 
-class _Kept:
-    """The examples that an unfinished store holds."""
-
-    def __init__(
-        self, writer: ShardWriter | RunWriter, storage_options: Mapping[str, object] | None, *, saturate: bool
-    ) -> None:
-        self._writer, self._storage_options, self._saturate = writer, storage_options, saturate
-        self._transport: Transport | None = None
-
-    def compare(self, recorded: Recorded, i: int, recheck: Recheck) -> None:
-        """Check that example `i` of `recorded` is what is there; `ResumeError` if it is not."""
-        import torch
-
-        layout, example = self._writer.layout, recorded.first + i
-        fresh, largest = recorded.acts[i], LARGEST[layout.dtype]
-        if self._saturate:
-            fresh = torch.where(fresh.isfinite(), fresh.clamp(-largest, largest), fresh)
-        fresh = fresh.to(getattr(torch, layout.dtype)).contiguous()
-        there = torch.frombuffer(bytearray(self._read(example)), dtype=fresh.dtype).reshape(fresh.shape)
-        if torch.equal(fresh.view(torch.uint8), there.view(torch.uint8)):
-            return
-        difference = (fresh.double() - there.double()).abs().max().item()
-        if recheck == "close" and difference <= _CLOSE * there.double().abs().max().item():
-            return
-        n_other = int((fresh != there).sum())
-        raise ResumeError(
-            f"example {example} is not what the model gives now: {n_other} of {fresh.numel()} numbers differ, by up to "
-            f"{difference:.3g}",
-            where=self._writer.url,
-            remedy="Continue on a machine like the first one and with as many threads. If only rounding differs, "
-            'recheck="close" continues; else throw the store away with `discard_unfinished`.',
-        )
-
-    def _read(self, example: int) -> bytes:
-        """The bytes of an example, all layers."""
-        if self._transport is None:
-            self._transport = open_transport(self._writer.url, self._storage_options)
-        layout = self._writer.layout
-        shard, row = divmod(example, layout.examples_per_shard)
-        start = row * layout.example_nbytes
-        (found,) = self._transport.get_ranges(shard_name(shard), starts=[start], ends=[start + layout.example_nbytes])
-        return bytes(np.asarray(found))
+def _arrived(item: tuple[Batch, HostCopy]) -> tuple[Batch, torch.Tensor]:
+    """A batch with its vectors in the memory of the CPU."""
+    batch, copy = item
+    return batch, copy.result()
 
 
 def _computed_dtype(adapter: Adapter) -> StoredDtype:

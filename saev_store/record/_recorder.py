@@ -7,15 +7,18 @@ the order in which hooks run would exchange them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ArgumentError, SaevStoreError, brief
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import resolve_layers
+from saev_store.record._adapters import parameter_of, resolve_layers
+from saev_store.record._host_copy import HostCopy, pinned
+from saev_store.record._pipeline import closing_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from saev_store.record._adapters import Adapter
+    from saev_store.record._examples import Batch
 
 
 class Recorder:
@@ -80,6 +84,7 @@ class Recorder:
         self._modes: list[tuple[torch.nn.Module, bool]] = []
         self._handles: list[RemovableHandle] = []
         self._batch: _Captured | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> Self:
         if self._handles:
@@ -120,6 +125,17 @@ class Recorder:
         Raises:
             ArgumentError: the batch is not one of this model's, or a module did not run once on it.
         """
+        return self.begin(*inputs).result()
+
+    def begin(self, *inputs: object) -> HostCopy:
+        """As a call, but the vectors may be on their way from a GPU when this returns; the model is done with the batch.
+
+        Args:
+            inputs: As of a call.
+
+        Raises:
+            ArgumentError: as of a call.
+        """
         import torch
 
         if not self._handles:
@@ -145,7 +161,25 @@ class Recorder:
         ]
         if captured.out is None or silent:
             raise ArgumentError(f"{', '.join(silent)} did not run in the forward pass", where="layers")
-        return captured.out
+        return self._to_host(captured.out)
+
+    def staged(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Batches whose inputs are in memory from which they reach the model's device while the host goes on."""
+        if parameter_of(self.adapter.model).device.type != "cuda":
+            return batches
+        return _pinned_batches(batches)
+
+    def _to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """The copy of computed vectors to the host, begun."""
+        import torch
+
+        if not tensor.is_cuda:
+            return HostCopy(tensor, None)
+        if self._stream is None or self._stream.device != tensor.device:
+            self._stream = torch.cuda.Stream(tensor.device)
+        copy = HostCopy(tensor, self._stream)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return copy
 
     def _on_input(self, slot: int) -> Callable[[torch.nn.Module, tuple[object, ...], Mapping[str, object]], None]:
         def keep(_module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -196,13 +230,24 @@ class _Captured:
         with torch.inference_mode(mode=False):  # callers may change what they get
             if self.out is None:
                 n, n_tokens = hidden.shape[0], self._n_cls + self._n_content
-                self.out = torch.empty((n, self._n_layers, n_tokens, self._d_model), dtype=hidden.dtype)
+                # A GPU goes on while its own memory is copied; it would wait for the host's.
+                device = hidden.device if hidden.is_cuda else "cpu"
+                shape = (n, self._n_layers, n_tokens, self._d_model)
+                self.out = torch.empty(shape, dtype=hidden.dtype, device=device)
             elif self.out.dtype != hidden.dtype:
                 self.out = self.out.to(torch.promote_types(self.out.dtype, hidden.dtype))
         self.seen.add(slot)
         n_cls = self._n_cls
         self.out[:, slot, :n_cls].copy_(hidden[:, :n_cls])
         self.out[:, slot, n_cls:].copy_(hidden[:, self._n_special :])
+
+
+def _pinned_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
+    def pin(batch: Batch) -> Batch:
+        return replace(batch, inputs=tuple(pinned(_as_tensor(value)) for value in batch.inputs))
+
+    with closing_in_thread(batches):
+        yield from map(pin, batches)
 
 
 def _as_tensor(value: object) -> torch.Tensor:

@@ -167,12 +167,14 @@ class Texts(ExampleSource):
             n_missing = n_bos + self.context - seen.shape[1]
             computed_acts.masked_fill_(~torch.as_tensor(seen)[:, None, :, None], 0)
             acts = torch.nn.functional.pad(computed_acts, (0, 0, 0, n_missing)) if n_missing else computed_acts
+            del computed_acts
             is_real = np.pad(seen, ((0, 0), (0, n_missing)))[:, n_bos:]
             arrays: dict[str, npt.NDArray[np.generic]] = {}
             for name, values in batch.token_arrays.items():
                 arrays[name] = np.full(is_real.shape, _PADDING[name], np.dtype(_ARRAYS[name]))
                 arrays[name][is_real] = values
             yield Recorded(self._rows.row_of(batch.first), acts, arrays)
+            del batch, acts, arrays  # not held while the next ones are waited for
 
     def _stream(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         """The tokens of all rows end to end, cut into examples."""
@@ -185,6 +187,7 @@ class Texts(ExampleSource):
         for batch, computed_acts in computed:
             is_real = torch.as_tensor(batch.inputs[1])[:, n_bos:]
             found = computed_acts[:, :, n_bos:].transpose(1, 2)[is_real]
+            del computed_acts  # here and below: memory for no more vectors than two batches have
             skip = max(start * width - batch.first, 0)  # tokens of the example before the first one
             acts = found[skip:] if left is None else torch.cat([left, found])
             arrays = {
@@ -192,6 +195,7 @@ class Texts(ExampleSource):
                 for name, values in batch.token_arrays.items()
             }
             padding = -n_tokens % width if batch.first + len(found) == n_tokens else 0
+            del batch, found
             if padding:
                 acts = torch.cat([acts, acts.new_zeros((padding, *acts.shape[1:]))])
                 arrays = {
@@ -204,7 +208,8 @@ class Texts(ExampleSource):
                 yield Recorded(example, acts[: n * width].reshape(n, width, *acts.shape[1:]).transpose(1, 2), whole)
                 example += n
                 arrays = {name: values[n * width :] for name, values in arrays.items()}
-            left = acts[n * width :]
+            left = acts[n * width :].clone()
+            del acts
 
 
 def _positive(value: object, name: str) -> int:

@@ -9,7 +9,7 @@ import errno
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,9 @@ from saev_store.record._adapt import adapt
 from saev_store.record._adapters import VisionAdapter, place
 from saev_store.record._images import Images
 from saev_store.record._photos import GRID, draw, load_photographs, patch_colours, principal_colours, stitch
-from saev_store.record._record import Filled, describe, fill, prepare
+from saev_store.record._record import describe, fill, prepare
 from saev_store.record._recorder import Recorder
+from saev_store.record._report import RecordingReport
 from saev_store.record._weights import load_model
 from saev_store.store.store import ShardStore
 
@@ -55,7 +56,7 @@ class DemoResult:
         shape: (example, layer, token, d_model).
         n_recorded: Examples that this run recorded; fewer than n_examples if an earlier run was interrupted.
         forward_s: Seconds in the model.
-        wait_s: Seconds that recording waited for the writer, publication included.
+        wait_s: Seconds that the model waited for the writer, publication included.
         write_bytes_per_s: Speed of writing a second store without a model, publication included; it is removed.
         validate_s: Seconds of the deep validation.
         problems: Problems that validation found.
@@ -186,9 +187,9 @@ def run_demo(
         nbytes=store.nbytes,
         layers=store.layers,
         shape=store.shape,
-        n_recorded=recorded.n_recorded,
-        forward_s=recorded.compute_s,
-        wait_s=recorded.append_s,
+        n_recorded=recorded.n_examples,
+        forward_s=recorded.elapsed_s - recorded.source_wait_s - recorded.writer_wait_s,
+        wait_s=recorded.writer_wait_s,
         write_bytes_per_s=write_bytes_per_s,
         validate_s=report.elapsed_s,
         problems=problems,
@@ -220,15 +221,12 @@ def writable_folder(folder: Path) -> Path:
     return folder
 
 
-def _sentence(recorded: Filled, n_examples: int) -> str:
-    if not recorded.n_recorded:
+def _sentence(recorded: RecordingReport, n_examples: int) -> str:
+    if not recorded.n_examples:
         return "recorded   nothing: an earlier run finished this store"
-    there = n_examples - recorded.n_recorded
-    after = f" after the {there} that an interrupted run had left" if there else ""
-    return (
-        f"recorded   {recorded.n_recorded} examples{after} in {recorded.compute_s + recorded.append_s:.1f} s: "
-        f"{recorded.compute_s:.1f} s in the model, {recorded.append_s:.2f} s of waiting for the writer"
-    )
+    there = n_examples - recorded.n_examples
+    after = f", after the {there} that an interrupted run had left" if there else ""
+    return f"recorded   {str(recorded).removeprefix('recorded ')}{after}"
 
 
 def _record(
@@ -240,8 +238,8 @@ def _record(
     *,
     layers: Sequence[int],
     progress: bool | None,
-) -> tuple[ShardStore, Filled]:
-    """The published store, and what was recorded; publication is counted as `append_s`."""
+) -> tuple[ShardStore, RecordingReport]:
+    """The published store, and what was recorded; publication is counted."""
     examples = photographs.examples()
     source = Images(
         examples,
@@ -270,7 +268,7 @@ def _record(
     with writer:
         filled = fill(writer, recorder, source, recheck="close")
         begun_s = time.perf_counter()
-    published = replace(filled, append_s=filled.append_s + time.perf_counter() - begun_s)
+    published = filled.published_after(time.perf_counter() - begun_s)
     return ShardStore.open(out / metadata.hash), published
 
 

@@ -203,6 +203,10 @@ class ShardWriter:
         while (held := reorder.take(self.next_example)) is not None:
             self._accept(*held)
 
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar, where there is one."""
+        self._progress.note(text)
+
     def checkpoint(self) -> None:
         """Write what was appended so far and make it durable, where the back end can make part of a shard durable.
 
@@ -348,15 +352,15 @@ class ShardWriter:
 
     def _accept(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
         """Take checked examples, the next ones."""
-        try:
-            if self._has_tokens is None:
-                if self._claim.options.world > 1 and not self.metadata.declares_token_arrays:  # all parts have to agree
-                    self._declare_labelled(labelled=rows is not None)
-                self._has_tokens = rows is not None
-            self._take(batch, rows)
-        except BaseException:
-            self._torn = True  # part of the batch may have been taken: the caller cannot know where to continue
-            raise
+        # Until all of the batch is taken: after an error the caller cannot know where to continue, and a thread that closes the
+        # writer meanwhile must not send a buffer that is being filled.
+        self._torn = True
+        if self._has_tokens is None:
+            if self._claim.options.world > 1 and not self.metadata.declares_token_arrays:  # all parts have to agree
+                self._declare_labelled(labelled=rows is not None)
+            self._has_tokens = rows is not None
+        self._take(batch, rows)
+        self._torn = False
         self._progress.advance(batch.shape[0] * self.layout.example_nbytes)
 
     def _take(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:

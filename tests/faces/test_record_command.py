@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,7 @@ def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> 
     store = ShardStore.open(found["url"])
     assert (found["shape"], found["dtype"], found["layers"]) == ([5, 4, 5, 32], "bfloat16", [2, 2, 0, 0])
     assert found["nbytes"] == store.nbytes
+    assert (found["report"]["n_examples"], found["report"]["nbytes"]) == (5, store.nbytes)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     by_library = record(
         tiny_language("Qwen3Model"),
@@ -93,6 +95,14 @@ def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> 
     assert store.metadata.text["tokenizer"]["digest"] == by_library.metadata.text["tokenizer"]["digest"]
     code, out, _ = run(*flags(folder, tmp_path / "a"), "--hook-points", "mlp_out,resid_post", "--dtype", "bfloat16")
     assert (code, out.strip()) == (0, store.url)  # nothing is left to do
+
+
+def test_the_last_line_says_for_whom_the_model_waited(run, folder: Path, tmp_path: Path) -> None:
+    code, _, err = run(*flags(folder, tmp_path))
+    assert code == 0
+    line = r"recorded 5 examples, 6.2 KiB in \d+\.\d s; the model waited \d+ % of the time for the source and \d+ % for the writer\n"
+    assert re.fullmatch(line, err)
+    assert run(*flags(folder, tmp_path))[2] == "recorded nothing: all examples were there\n"
 
 
 def test_nothing_but_the_error_is_on_standard_error(run, folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""What a recording tells of itself: how fast it is, and for whom the model waited."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from saev_store.store.card import human_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingReport:
+    """Counts and times of a recording, so far or as a whole. Only what this call does counts.
+
+    Attributes:
+        n_examples: Examples that were recorded; those of interrupted calls are not among them.
+        n_left: Examples that are still to be recorded of the shards that are being written.
+        nbytes: Bytes of the recorded vectors.
+        elapsed_s: Seconds since the first batch was asked for.
+        source_wait_s: Seconds of them in which the model waited for the source.
+        writer_wait_s: Seconds of them in which the model waited for the writer; publication is among them.
+
+    >>> report = RecordingReport(n_examples=600, n_left=200, nbytes=3 << 30, elapsed_s=60.0, source_wait_s=15.0,
+    ...                          writer_wait_s=0.6)
+    >>> report.examples_per_s, report.source_wait, report.writer_wait, report.left_s
+    (10.0, 0.25, 0.01, 20.0)
+    >>> print(report)
+    recorded 600 examples, 3.0 GiB in 60 s; the model waited 25 % of the time for the source and 1 % for the writer
+    """
+
+    n_examples: int
+    n_left: int
+    nbytes: int
+    elapsed_s: float
+    source_wait_s: float
+    writer_wait_s: float
+
+    @property
+    def examples_per_s(self) -> float:
+        """Examples per second."""
+        return self._per_s(self.n_examples)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (10^9 bytes) of vectors per second."""
+        return self._per_s(self.nbytes) / 1e9
+
+    @property
+    def source_wait(self) -> float:
+        """Share of the time in which the model waited for the source, from 0 to 1."""
+        return self._per_s(self.source_wait_s)
+
+    @property
+    def writer_wait(self) -> float:
+        """Share of the time in which the model waited for the writer, from 0 to 1."""
+        return self._per_s(self.writer_wait_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the rest takes at the speed so far; None while that is not known."""
+        if not self.n_left:
+            return 0.0
+        return self.n_left / self.examples_per_s if self.n_examples else None
+
+    @property
+    def brief(self) -> str:
+        """A few words for the end of a bar, which has bytes and the time left itself."""
+        waits = f"waited {self.source_wait:.0%} for source, {self.writer_wait:.0%} for writer"
+        return f"{self.examples_per_s:,.1f} examples/s, {waits}"
+
+    def following(self, before: RecordingReport) -> RecordingReport:
+        """This report and an earlier one of the same call as one."""
+        return RecordingReport(
+            n_examples=before.n_examples + self.n_examples,
+            n_left=self.n_left,
+            nbytes=before.nbytes + self.nbytes,
+            elapsed_s=before.elapsed_s + self.elapsed_s,
+            source_wait_s=before.source_wait_s + self.source_wait_s,
+            writer_wait_s=before.writer_wait_s + self.writer_wait_s,
+        )
+
+    def published_after(self, seconds: float) -> Self:
+        """The report when publication, for which the model's work was over, has taken so long."""
+        return replace(self, elapsed_s=self.elapsed_s + seconds, writer_wait_s=self.writer_wait_s + seconds)
+
+    def to_dict(self) -> dict[str, object]:
+        """The attributes and what follows from them, as plain JSON types."""
+        return {
+            **asdict(self),
+            "examples_per_s": self.examples_per_s,
+            "gb_per_s": self.gb_per_s,
+            "source_wait": self.source_wait,
+            "writer_wait": self.writer_wait,
+            "left_s": self.left_s,
+        }
+
+    def __str__(self) -> str:
+        if not self.n_examples:
+            return "recorded nothing: all examples were there"
+        return (
+            f"recorded {self.n_examples:,} examples, {human_bytes(self.nbytes)} in {human_seconds(self.elapsed_s)}; the model "
+            f"waited {100 * self.source_wait:.0f} % of the time for the source and {100 * self.writer_wait:.0f} % for the writer"
+        )
+
+    def _per_s(self, amount: float) -> float:
+        return amount / self.elapsed_s if self.elapsed_s else 0.0
+
+
+NOTHING_RECORDED = RecordingReport(0, 0, 0, 0.0, 0.0, 0.0)
+
+
+def human_seconds(seconds: float) -> str:
+    """A time as text.
+
+    >>> human_seconds(0.25), human_seconds(312.4), human_seconds(4000), human_seconds(200_000)
+    ('0.2 s', '312 s', '67 min', '55.6 h')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
