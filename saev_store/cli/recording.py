@@ -18,8 +18,10 @@ from saev_store.errors import ArgumentError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from saev_store import ShardStore
-    from saev_store.record import Part, RecordedPart, RecordingReport
+    from saev_store.record import Part, RecordedPart, RecordingEstimate, RecordingReport, Texts
 
 Layout = Literal["window", "stream"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -92,6 +94,9 @@ def record(
         str | None,
         typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1; auto: as torchrun or Slurm says."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take; exit code 1 if it does not fit the disk.")
+    ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -112,9 +117,14 @@ def record(
     }  # fmt: skip
     plan = _plan(config, {name: value for name, value in flags.items() if value is not None})
     of_ranks = None if part is None else parse_part(part)
-    reports: list[RecordingReport] = []
+    storage, reports = storage_options(options, option), list["RecordingReport"]()
+    model_and_texts = _load(plan, progress=progress)
+    if dry_run:
+        found = _estimate(plan, *model_and_texts, storage)
+        emit_json(found.to_dict()) if as_json else emit(str(found))
+        raise typer.Exit(int(found.fits is False))
     try:
-        store = _run(plan, storage_options(options, option), of_ranks, on_report=reports.append, progress=progress)
+        store = _run(plan, *model_and_texts, storage, of_ranks, on_report=reports.append, progress=progress)
     except KeyboardInterrupt:
         print(
             f"\nRecorded examples are kept; continue with: {shlex.join(['saev-store', *sys.argv[1:]])}", file=sys.stderr
@@ -140,17 +150,9 @@ def record(
         emit(store.url)
 
 
-def _run(
-    plan: _Plan,
-    storage: dict[str, object] | None,
-    part: Part | None,
-    *,
-    on_report: Callable[[RecordingReport], object],
-    progress: bool | None,
-) -> ShardStore | RecordedPart:
-    """Load, record, open."""
+def _load(plan: _Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
+    """The model and the texts."""
     from saev_store.record import Texts, load_language_model
-    from saev_store.record import record as record_texts
     from saev_store.sources import open_source
 
     if (plan.text is None) == (plan.tokens is None):
@@ -170,6 +172,43 @@ def _run(
         example_tokens=plan.example_tokens,
         text_key=plan.text_key,
     )
+    return model, texts
+
+
+def _estimate(
+    plan: _Plan, model: torch.nn.Module, texts: Texts, storage: dict[str, object] | None
+) -> RecordingEstimate:
+    """What recording would take."""
+    from saev_store.record import estimate_recording
+
+    return estimate_recording(
+        model,
+        texts,
+        plan.to,
+        layers=plan.layers,
+        hook_points=plan.hook_points,
+        dtype=plan.dtype,
+        ckpt=plan.model,
+        dataset=plan.text or plan.tokens,
+        device=plan.device,
+        max_tokens_per_shard=plan.max_tokens_per_shard,
+        storage_options=storage,
+    )
+
+
+def _run(
+    plan: _Plan,
+    model: torch.nn.Module,
+    texts: Texts,
+    storage: dict[str, object] | None,
+    part: Part | None,
+    *,
+    on_report: Callable[[RecordingReport], object],
+    progress: bool | None,
+) -> ShardStore | RecordedPart:
+    """Record, open."""
+    from saev_store.record import record as record_texts
+
     return record_texts(
         model,
         texts,

@@ -13,6 +13,7 @@ Needs the extra `record` (torch and transformers), which is imported by calls on
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import HookPoint
+from saev_store.record._estimate import RecordingEstimate, estimate_recording
 from saev_store.record._examples import ExampleSource
 from saev_store.record._images import ImageBatches, Images
 from saev_store.record._load import load_language_model
@@ -36,11 +37,13 @@ __all__ = [
     "Photographs",
     "RecordedPart",
     "Recorder",
+    "RecordingEstimate",
     "RecordingReport",
     "TextAdapter",
     "Texts",
     "VisionAdapter",
     "adapt",
+    "estimate_recording",
     "finalize",
     "load_language_model",
     "load_photographs",

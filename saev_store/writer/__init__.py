@@ -12,6 +12,7 @@ from saev_store.writer._leftovers import (
     unfinished,
 )
 from saev_store.writer._publish import finalize_store
+from saev_store.writer._requests import writing_requests
 from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
 from saev_store.writer.shard_writer import ShardWriter
 
@@ -32,4 +33,5 @@ __all__ = [
     "load_digests",
     "open_repair",
     "unfinished",
+    "writing_requests",
 ]

@@ -1,0 +1,262 @@
+"""`estimate_recording`: what a recording will take, from a run of the model over a few examples. Nothing is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from saev_store.core.arguments import check_count
+from saev_store.core.layout import RESID_POST
+from saev_store.core.token_arrays import LABELS
+from saev_store.record._pipeline import closing_in_thread, pipeline_nbytes
+from saev_store.record._record import describe, prepare
+from saev_store.record._report import human_seconds
+from saev_store.store.card import human_bytes
+from saev_store.transport import open_transport
+from saev_store.writer import writing_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from saev_store.core.dtypes import StoredDtype
+    from saev_store.record._adapters import Adapter
+    from saev_store.record._examples import Batch, ExampleSource
+    from saev_store.record._recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingEstimate:
+    """What a recording will take; `str()` is a few lines.
+
+    Attributes:
+        name: The store's folder below the root.
+        n_examples: Examples of the store.
+        n_shards: Its shards.
+        vectors_nbytes: Bytes of its vectors.
+        token_arrays_nbytes: Bytes of its token arrays.
+        n_requests: PUT and POST requests to a bucket, see `writing_requests`; None for a disk.
+        n_measured: Examples that the model ran.
+        model_s: Seconds of the model for all examples, at the measured speed.
+        source_s: Seconds of the source for all examples, beside the model.
+        memory_nbytes: Bytes that the batches of the recording take at most, see `pipeline_nbytes`.
+        there_nbytes: Bytes that an earlier call has put on the disk already; 0 for a bucket.
+        free_nbytes: Free bytes of the disk; None for a bucket.
+    """
+
+    name: str
+    n_examples: int
+    n_shards: int
+    vectors_nbytes: int
+    token_arrays_nbytes: int
+    n_requests: int | None
+    n_measured: int
+    model_s: float
+    source_s: float
+    memory_nbytes: int
+    there_nbytes: int
+    free_nbytes: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the store; small documents are not counted."""
+        return self.vectors_nbytes + self.token_arrays_nbytes
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes that are still missing on the disk. Until publication, token arrays are there twice."""
+        return max(0, self.vectors_nbytes + 2 * self.token_arrays_nbytes - self.there_nbytes)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for all examples: the slower of source and model decides, unless the disk or the network is slower still."""
+        return max(self.model_s, self.source_s)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the disk has room for it; None for a bucket."""
+        return None if self.free_nbytes is None else self.needed_nbytes <= self.free_nbytes
+
+    def to_dict(self) -> dict[str, object]:
+        """The attributes and what follows from them, as plain JSON types."""
+        return {
+            **asdict(self),
+            "nbytes": self.nbytes,
+            "needed_nbytes": self.needed_nbytes,
+            "seconds": self.seconds,
+            "fits": self.fits,
+        }
+
+    def __str__(self) -> str:
+        steps = f"{human_seconds(self.model_s)} in the model, beside it {human_seconds(self.source_s)} in the source"
+        lines = [
+            f"store      {self.name}",
+            f"size       {self.n_examples:,} examples, {human_bytes(self.nbytes)} in {self.n_shards:,} shards",
+            f"time       {human_seconds(self.seconds)}: {steps}; measured with {self.n_measured:,} examples",
+            f"memory     {human_bytes(self.memory_nbytes)} for batches",
+        ]
+        if self.n_requests is not None:
+            lines.append(f"requests   {self.n_requests:,} that write")
+        if self.free_nbytes is not None:
+            verdict = "it fits" if self.fits else "IT DOES NOT FIT"
+            lines.append(
+                f"disk       {human_bytes(self.needed_nbytes)} needed, {human_bytes(self.free_nbytes)} free: {verdict}"
+            )
+        return "\n".join(lines)
+
+
+def estimate_recording(
+    model: torch.nn.Module | Adapter,
+    source: ExampleSource,
+    root: str | os.PathLike[str],
+    *,
+    layers: Sequence[int],
+    hook_points: Sequence[str] = (RESID_POST,),
+    dtype: StoredDtype | None = None,
+    max_tokens_per_shard: int = 2_400_000,
+    dataset: str | None = None,
+    family: str | None = None,
+    ckpt: str | None = None,
+    protocol: str | None = None,
+    device: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    n_examples: int = 32,
+) -> RecordingEstimate:
+    """Say what `record` with the same arguments will take. Nothing is written below `root`.
+
+    The model runs the batches of the first examples. What iterates only once, such as a generator of `ImageBatches`, is used
+    up by that. The speed of the disk is not measured.
+
+    Args:
+        model: As of `record`.
+        source: As of `record`.
+        root: As of `record`.
+        layers: As of `record`.
+        hook_points: As of `record`.
+        dtype: As of `record`.
+        max_tokens_per_shard: As of `record`.
+        dataset: As of `record`.
+        family: As of `record`.
+        ckpt: As of `record`.
+        protocol: As of `record`.
+        device: As of `record`.
+        storage_options: As of `record`.
+        n_examples: How many examples to run at least, if there are so many. The first batch is not counted if there is another
+            one: it takes longer.
+
+    Raises:
+        ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
+        AccessError: the root cannot be looked at.
+    """
+    check_count(n_examples, name="n_examples")
+    recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
+    metadata = describe(
+        recorder,
+        source,
+        dtype=dtype,
+        max_tokens_per_shard=max_tokens_per_shard,
+        dataset=dataset,
+        family=family,
+        ckpt=ckpt,
+        protocol=protocol,
+    )
+    layout = metadata.layout
+    arrays = metadata.token_arrays
+    if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
+        arrays = (LABELS,)
+    measured = _measure(recorder, source, n_examples)
+    transport = open_transport(root, storage_options)
+    folder = transport.local_path
+    return RecordingEstimate(
+        name=metadata.hash,
+        n_examples=layout.n_examples,
+        n_shards=layout.n_shards,
+        vectors_nbytes=layout.nbytes,
+        token_arrays_nbytes=sum(array.nbytes(layout) for array in arrays),
+        n_requests=writing_requests(layout, arrays) if folder is None else None,
+        n_measured=measured.n_examples,
+        model_s=measured.model_s_per_example * layout.n_examples,
+        source_s=measured.source_s_per_example * layout.n_examples,
+        memory_nbytes=pipeline_nbytes(measured.inputs_nbytes, measured.vectors_nbytes),
+        there_nbytes=0 if folder is None else _used_nbytes(Path(folder, metadata.hash)),
+        free_nbytes=None if folder is None else _free_nbytes(Path(folder)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a few batches took; bytes are those of the largest one."""
+
+    n_examples: int
+    model_s_per_example: float
+    source_s_per_example: float
+    inputs_nbytes: int
+    vectors_nbytes: int
+
+
+def _measure(recorder: Recorder, source: ExampleSource, n_examples: int) -> _Measured:
+    """Run the first batches, one step after the other, until they make so many examples."""
+    source_s, model_s = list[float](), list[float]()
+    inputs_nbytes = vectors_nbytes = 0
+
+    def computed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        nonlocal inputs_nbytes, vectors_nbytes
+        while True:
+            began_s = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            read_s = time.perf_counter()
+            acts = recorder(*batch.inputs)
+            source_s.append(read_s - began_s)
+            model_s.append(time.perf_counter() - read_s)
+            inputs_nbytes = max(inputs_nbytes, sum(_nbytes(value) for value in batch.inputs))
+            vectors_nbytes = max(vectors_nbytes, acts.nbytes)
+            yield batch, acts
+
+    n_done = n_first = 0
+    with (
+        recorder,
+        closing_in_thread(source.batches(0)) as batches,
+        closing_in_thread(source.assemble(computed(batches), 0)) as examples,
+    ):
+        for recorded in examples:
+            n_done += len(recorded.acts)
+            if len(model_s) == 1:
+                n_first = n_done
+            if n_done >= n_examples:
+                break
+    skip = int(n_done > n_first > 0)
+    n = max(1, n_done - n_first * skip)
+    return _Measured(n_done, sum(model_s[skip:]) / n, sum(source_s[skip:]) / n, inputs_nbytes, vectors_nbytes)
+
+
+def _nbytes(value: object) -> int:
+    """Bytes of an array or a tensor; 0 where it does not say."""
+    found: object = getattr(value, "nbytes", 0)
+    return found if isinstance(found, int) else 0
+
+
+def _used_nbytes(folder: Path) -> int:
+    """Bytes that the files of a folder take on the disk; 0 where there is none."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(os.path.join(parent, name))
+                total += getattr(status, "st_blocks", -(-status.st_size // 512)) * 512
+    return total
+
+
+def _free_nbytes(folder: Path) -> int:
+    """Free bytes of the disk that a folder is on, or will be."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
