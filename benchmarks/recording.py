@@ -1,0 +1,215 @@
+"""What recording costs beside the model: examples/s of `record` against a bare loop of the model, and behind a slow disk.
+
+    python benchmarks/recording.py [--rounds 3] [--batches 6] [--only WORD] [--folder DIR] [--json]
+
+Models have full shapes and random weights: ViT-B/16 (86M) over JPEG files in memory, three of twelve blocks in float32; a language
+model of 160M (the shape of Pythia) over windows of 512 token ids. The bare loop runs the same batches, which are ready in memory, without hooks. Both
+take turns. Ours counts from the first batch to the published store.
+
+Behind a disk of 100 MB/s a ViT of 12 blocks that are 96 wide is recorded at all five hook points, which is more than such a disk takes.
+It can take no less than bytes / speed; the memory of that run, above that of a bare loop in a process of its own, is compared with what is promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from _common import Line, report, seconds
+from PIL import Image
+from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
+
+from saev_store.record import Images, RecordingReport, Texts, record
+from saev_store.record._examples import Batch, ExampleSource
+from saev_store.record._pipeline import pipeline_nbytes
+from saev_store.record._record import describe, fill, prepare
+from saev_store.transport import LimitTransport, Rate, open_transport
+from saev_store.writer import create_store
+
+DISK_BYTES_PER_S = 100e6
+POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+#: Buffers of the writer on a disk, and what threads and the allocator may add.
+WRITER_BYTES, SLACK_BYTES = 48 << 20, 64 << 20
+
+
+class Photographs:
+    """Noise as JPEG files in memory, decoded and normalised when asked for."""
+
+    def __init__(self, n: int) -> None:
+        rng = np.random.default_rng(5)
+        self._files = list[bytes]()
+        for _ in range(n):
+            coarse = Image.fromarray(rng.integers(0, 256, (14, 14, 3), np.uint8)).resize((224, 224))
+            file = io.BytesIO()
+            coarse.save(file, "JPEG")
+            self._files.append(file.getvalue())
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, example: int) -> np.ndarray:
+        pixels = np.asarray(Image.open(io.BytesIO(self._files[example])), np.float32)
+        return np.ascontiguousarray((pixels / 127.5 - 1).transpose(2, 0, 1))
+
+
+def vit(**changes: int) -> ViTModel:
+    torch.manual_seed(3)
+    return ViTModel(ViTConfig(**changes), add_pooling_layer=False).eval()
+
+
+def thin_vit() -> ViTModel:
+    return vit(hidden_size=96, num_attention_heads=3, intermediate_size=384)
+
+
+def language_model() -> GPTNeoXModel:
+    torch.manual_seed(3)
+    config = GPTNeoXConfig(
+        vocab_size=50304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
+    )
+    return GPTNeoXModel(config).eval()
+
+
+def texts(n_rows: int) -> Texts:
+    ids = np.random.default_rng(7).integers(0, 50304, (n_rows, 512))
+    return Texts(list(ids), context=512, batch_size=4)
+
+
+def run_bare(model: torch.nn.Module, batches: Sequence[Batch] | Iterator[Batch]) -> None:
+    """The model alone."""
+    names = ("pixel_values",) if isinstance(model, ViTModel) else ("input_ids", "attention_mask")
+    with torch.inference_mode():
+        for batch in batches:
+            given = {name: torch.as_tensor(value) for name, value in zip(names, batch.inputs, strict=True)}
+            if "attention_mask" in given:
+                given |= {"attention_mask": given["attention_mask"].long(), "use_cache": False}
+            model(**given)
+
+
+def run_recorded(model: torch.nn.Module, source: ExampleSource, folder: Path) -> RecordingReport:
+    """The report of a recording, whose store is removed."""
+    reports = list[RecordingReport]()
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        record(model, source, root, layers=(3, 7, 11), ckpt="benchmark", progress=False, on_report=reports.append)
+    return reports[-1]
+
+
+def compared(name: str, model: torch.nn.Module, source: ExampleSource, folder: Path, rounds: int) -> list[Line]:
+    ready = list(source.batches(0))
+    ours, bare, waits = list[float](), list[float](), list[float]()
+    run_bare(model, ready[:1])
+    for number in range(rounds):
+        for is_ours in (True, False) if number % 2 else (False, True):
+            if is_ours:
+                found = run_recorded(model, source, folder)
+                ours.append(found.elapsed_s)
+                waits.append(found.source_wait + found.writer_wait)
+            else:
+                bare.append(seconds(lambda: run_bare(model, ready)))
+    n = sum(len(np.asarray(batch.inputs[0])) for batch in ready)
+    rate, bare_rate = n / statistics.median(ours), n / statistics.median(bare)
+    wait = statistics.median(waits)
+    return [
+        Line(f"{name}, recorded", rate, bare_rate, "rows/s", "the model alone", ">= 0.95", rate / bare_rate),
+        Line(f"{name}, the model waits", wait, 1.0, "share", "all of the time", "", wait),
+    ]
+
+
+# -- a slow disk -------------------------------------------------------------------------------------------------------
+
+
+def slow_recording(root: str, n_examples: int) -> dict[str, float]:
+    """What a recording to a disk of 100 MB/s takes; in a process of its own, since its peak of memory counts."""
+    source = Images(Photographs(n_examples), 16)
+    recorder = prepare(thin_vit(), source, range(12), hook_points=POINTS)
+    metadata = describe(recorder, source, ckpt="benchmark")
+    with recorder:
+        largest = next(source.batches(0)).inputs[0]
+        vectors_nbytes = recorder(largest).nbytes
+    transport = LimitTransport(open_transport(root), Rate(bytes_per_s=DISK_BYTES_PER_S))
+    began_s = time.perf_counter()
+    with create_store(transport, metadata, progress=False, verify="sizes") as writer:
+        found = fill(writer, recorder, source)
+    elapsed_s = time.perf_counter() - began_s
+    return {
+        "elapsed_s": elapsed_s,
+        "nbytes": metadata.layout.nbytes,
+        "promised_nbytes": pipeline_nbytes(np.asarray(largest).nbytes, vectors_nbytes) + WRITER_BYTES,
+        "source_wait": found.source_wait_s / elapsed_s,
+    }
+
+
+def alone(root: str, n_examples: int) -> dict[str, float]:
+    """The same model over the same batches without a recording, and how fast it would be."""
+    del root
+    source = Images(Photographs(n_examples), 16)
+    model = thin_vit()
+    return {"elapsed_s": seconds(lambda: run_bare(model, source.batches(0)))}
+
+
+def in_a_process(what: str, root: str, n_examples: int) -> dict[str, float]:
+    given = [sys.executable, __file__, "--child", what, "--folder", root, "--examples", str(n_examples)]
+    return json.loads(subprocess.run(given, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def behind_a_slow_disk(folder: Path, rounds: int, n_examples: int) -> list[Line]:
+    slow, bare = list[dict[str, float]](), list[dict[str, float]]()
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=folder) as root:
+            slow.append(in_a_process("slow_recording", root, n_examples))
+            bare.append(in_a_process("alone", root, n_examples))
+
+    def median(found: Sequence[dict[str, float]], key: str) -> float:
+        return statistics.median(each[key] for each in found)
+
+    nbytes, took_s = slow[0]["nbytes"], median(slow, "elapsed_s")
+    predicted_s, bare_s = nbytes / DISK_BYTES_PER_S, median(bare, "elapsed_s")
+    memory = median(slow, "peak_nbytes") - median(bare, "peak_nbytes")
+    promised = slow[0]["promised_nbytes"] + SLACK_BYTES
+    return [
+        Line("thin ViT, disk of 100 MB/s", took_s, predicted_s, "s", "bytes / 100 MB/s", "<= 1.05", took_s / predicted_s),
+        Line("thin ViT without the disk", bare_s, predicted_s, "s", "the same: the model is faster", "< 1", bare_s / predicted_s),
+        Line("thin ViT, waits for the source", median(slow, "source_wait"), 1.0, "share", "all of the time", "", median(slow, "source_wait")),
+        Line("memory above that of the model", memory / 1e6, promised / 1e6, "MB", "what is promised", "<= 1", memory / promised),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--examples", type=int, default=320, help="of the slow disk")
+    parser.add_argument("--only", choices=["vit", "language", "disk"])
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", choices=["slow_recording", "alone"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        found = globals()[args.child](str(args.folder), args.examples)
+        found["peak_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(found))
+        return
+    facts = {"load": os.getloadavg()[0], "threads": torch.get_num_threads(), "torch": torch.__version__}
+    lines = list[Line]()
+    if args.only in {None, "vit"}:
+        lines += compared("ViT-B/16", vit(), Images(Photographs(8 * args.batches), 8), args.folder, args.rounds)
+    if args.only in {None, "language"}:
+        lines += compared("160M language model", language_model(), texts(4 * args.batches), args.folder, args.rounds)
+    if args.only in {None, "disk"}:
+        lines += behind_a_slow_disk(args.folder, args.rounds, args.examples)
+    report(lines, facts, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
