@@ -31,7 +31,7 @@ from _common import Line, report, seconds
 from PIL import Image
 from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 
-from saev_store.record import Images, RecordingReport, Texts, record
+from saev_store.record import Images, RecordingReport, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
 from saev_store.record._pipeline import pipeline_nbytes
 from saev_store.record._record import describe, fill, prepare
@@ -105,8 +105,13 @@ def run_recorded(model: torch.nn.Module, source: ExampleSource, folder: Path) ->
     return reports[-1]
 
 
+def every_batch(source: ExampleSource, model: torch.nn.Module) -> Iterator[Batch]:
+    """All batches of a source."""
+    return source.batches(0, source.geometry(adapt(model)).n_examples)
+
+
 def compared(name: str, model: torch.nn.Module, source: ExampleSource, folder: Path, rounds: int) -> list[Line]:
-    ready = list(source.batches(0))
+    ready = list(every_batch(source, model))
     ours, bare, waits = list[float](), list[float](), list[float]()
     run_bare(model, ready[:1])
     for number in range(rounds):
@@ -135,7 +140,7 @@ def slow_recording(root: str, n_examples: int) -> dict[str, float]:
     recorder = prepare(thin_vit(), source, range(12), hook_points=POINTS)
     metadata = describe(recorder, source, ckpt="benchmark")
     with recorder:
-        largest = next(source.batches(0)).inputs[0]
+        largest = next(source.batches(0, n_examples)).inputs[0]
         vectors_nbytes = recorder(largest).nbytes
     transport = LimitTransport(open_transport(root), Rate(bytes_per_s=DISK_BYTES_PER_S))
     began_s = time.perf_counter()
@@ -155,7 +160,7 @@ def alone(root: str, n_examples: int) -> dict[str, float]:
     del root
     source = Images(Photographs(n_examples), 16)
     model = thin_vit()
-    return {"elapsed_s": seconds(lambda: run_bare(model, source.batches(0)))}
+    return {"elapsed_s": seconds(lambda: run_bare(model, every_batch(source, model)))}
 
 
 def in_a_process(what: str, root: str, n_examples: int) -> dict[str, float]:

@@ -170,7 +170,7 @@ def estimate_recording(
     arrays = metadata.token_arrays
     if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
         arrays = (LABELS,)
-    measured = _measure(recorder, source, n_examples)
+    measured = _measure(recorder, source, n_examples, layout.n_examples)
     transport = open_transport(root, storage_options)
     folder = transport.local_path
     return RecordingEstimate(
@@ -200,8 +200,8 @@ class _Measured:
     vectors_nbytes: int
 
 
-def _measure(recorder: Recorder, source: ExampleSource, n_examples: int) -> _Measured:
-    """Run the first batches, one step after the other, until they make so many examples."""
+def _measure(recorder: Recorder, source: ExampleSource, n_examples: int, n_all: int) -> _Measured:
+    """Run the first batches of a source of `n_all` examples, one step after the other, until they make `n_examples`."""
     source_s, model_s = list[float](), list[float]()
     inputs_nbytes = vectors_nbytes = 0
 
@@ -223,7 +223,7 @@ def _measure(recorder: Recorder, source: ExampleSource, n_examples: int) -> _Mea
     n_done = n_first = 0
     with (
         recorder,
-        closing_in_thread(source.batches(0)) as batches,
+        closing_in_thread(source.batches(0, n_all)) as batches,
         closing_in_thread(source.assemble(computed(batches), 0)) as examples,
     ):
         for recorded in examples:

@@ -92,15 +92,15 @@ class ExampleSource(ABC):
         """The description of the source for `metadata.data`, in plain JSON types."""
 
     @abstractmethod
-    def batches(self, start: int) -> Iterator[Batch]:
-        """The batches that examples from `start` on need, always cut at the same places."""
+    def batches(self, start: int, end: int) -> Iterator[Batch]:
+        """The batches that the examples `start` to `end - 1` need, always cut at the same places."""
 
     @abstractmethod
     def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         """Examples, in order and from `start` or from an earlier one on, of batches and their vectors.
 
         Args:
-            computed: What `batches(start)` gave, each with (rows, layers, tokens, d_model).
+            computed: What `batches(start, …)` gave, each with (rows, layers, tokens, d_model).
             start: As of `batches`.
         """
 

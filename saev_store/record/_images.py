@@ -114,7 +114,7 @@ class Images(_ImageSource):
         data: Description of the data set for the metadata; any JSON object.
 
     >>> images = Images(np.zeros((5, 3, 8, 8)), batch_size=2)
-    >>> [(batch.first, batch.inputs[0].shape[0]) for batch in images.batches(3)]
+    >>> [(batch.first, batch.inputs[0].shape[0]) for batch in images.batches(3, 5)]
     [(2, 2), (4, 1)]
     """
 
@@ -134,9 +134,9 @@ class Images(_ImageSource):
         super().__init__(len(images), cls_token, labels, data)
         self._example_shape: tuple[int, ...] | None = None
 
-    def batches(self, start: int) -> Iterator[Batch]:
-        """The batch that contains example `start`, and all later ones."""
-        for first in range(start // self.batch_size * self.batch_size, self.n_examples, self.batch_size):
+    def batches(self, start: int, end: int) -> Iterator[Batch]:
+        """The batches from the one that contains example `start` to the one that contains `end - 1`."""
+        for first in range(start // self.batch_size * self.batch_size, end, self.batch_size):
             last = min(first + self.batch_size, self.n_examples)
             yield Batch((self._pixels(range(first, last)),), first)
 
@@ -198,20 +198,22 @@ class ImageBatches(_ImageSource):
         )
         super().__init__(n_examples, cls_token, labels, data)
 
-    def batches(self, start: int) -> Iterator[Batch]:
-        """The batches of which at least one example is not before `start`."""
+    def batches(self, start: int, end: int) -> Iterator[Batch]:
+        """The batches of which at least one example is from `start` to `end - 1`."""
         begun, self._begun = self._begun, None
         first = 0
         for pixels in self._pixels if begun is None else begun:
             _check_batch(pixels, first)
-            end = first + len(pixels)
-            if end > self.n_examples:
+            last = first + len(pixels)
+            if last > self.n_examples:
                 raise ArgumentError(
-                    f"there are at least {end} examples, but n_examples is {self.n_examples}", where="source"
+                    f"there are at least {last} examples, but n_examples is {self.n_examples}", where="source"
                 )
-            if end > start:
+            if last > start:
                 yield Batch((pixels,), first)
-            first = end
+            first = last
+            if last >= end and end < self.n_examples:
+                return
 
     def _shape(self) -> tuple[int, ...]:
         rest = iter(self._pixels) if self._begun is None else self._begun

@@ -343,8 +343,6 @@ def fill(
                     writer.append(recorded.acts[piece], **arrays)
                     n_appended = writer.next_example - kept
                     writer.note(report().brief)
-                if recorded.first + n == end < writer.layout.n_examples:
-                    return
                 del recorded
 
     def report() -> RecordingReport:
@@ -357,7 +355,7 @@ def fill(
             writer_wait_s=pipeline.writer_wait_s,
         ).following(before)
 
-    pipeline = Pipeline(lambda: recorder.staged(source.batches(start)), compute, append)
+    pipeline = Pipeline(lambda: recorder.staged(source.batches(start, end)), compute, append)
     with recorder:
         pipeline.run(after=lambda: None if on_report is None else on_report(report()))
     return report()

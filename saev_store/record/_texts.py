@@ -58,7 +58,7 @@ class Texts(ExampleSource):
         NotFoundError, AccessError, DocumentError: a file cannot be read.
 
     >>> texts = Texts([[5, 6, 7, 8, 9], [3]], context=4, bos=1, batch_size=8)
-    >>> ids, is_token = next(texts.batches(0)).inputs
+    >>> ids, is_token = next(texts.batches(0, 1)).inputs
     >>> ids.tolist()
     [[1, 5, 6, 7, 8], [1, 9, 0, 0, 0], [1, 3, 0, 0, 0]]
     """
@@ -116,10 +116,14 @@ class Texts(ExampleSource):
         }  # fmt: skip
         return Geometry(n_examples, self.example_tokens, cls_token, _ARRAYS, text, identity)
 
-    def batches(self, start: int) -> Iterator[Batch]:
-        """The batch with the first token of example `start`, and all later ones."""
-        first_row = start if self.layout == "window" else self._rows.row_of(start * self.example_tokens)
-        for first in range(first_row // self.batch_size * self.batch_size, len(self._rows), self.batch_size):
+    def batches(self, start: int, end: int) -> Iterator[Batch]:
+        """The batches from the one with the first token of example `start` to the one with the last of `end - 1`."""
+        first_row, end_row = start, end
+        if self.layout == "stream":
+            n_tokens = self.documents.n_tokens
+            first_row = self._rows.row_of(start * self.example_tokens)
+            end_row = self._rows.row_of(min(end * self.example_tokens, n_tokens) - 1) + 1
+        for first in range(first_row // self.batch_size * self.batch_size, end_row, self.batch_size):
             yield self._batch(self._rows.starts[first : first + self.batch_size + 1])
 
     def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:

@@ -311,7 +311,7 @@ def _compare(
     last = (len(examples) - 1) // BATCH_SIZE * BATCH_SIZE
     with Recorder(network, store.layers, cls_token=store.layout.cls_token) as recorder:
         for start in sorted({0, last}):
-            batch = next(images.batches(start))
+            batch = next(images.batches(start, start + 1))
             fresh = recorder(*batch.inputs).float().numpy()
             kept = store[batch.first : batch.first + len(fresh)]
             worst = max(worst, float(np.abs(fresh - kept).max()))

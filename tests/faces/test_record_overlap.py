@@ -375,7 +375,7 @@ def test_on_a_gpu_vectors_are_those_of_its_hooks(models: dict[str, torch.nn.Modu
         source = SOURCES[kind]()
         with Recorder(model, (2, 0)) as recorder:
             geometry = source.geometry(recorder.adapter)
-            plain = ((batch, recorder(*batch.inputs)) for batch in source.batches(0))
+            plain = ((batch, recorder(*batch.inputs)) for batch in source.batches(0, geometry.n_examples))
             acts = torch.cat([found.acts.clone() for found in source.assemble(plain, 0)])
     finally:
         model.to("cpu")
