@@ -76,18 +76,10 @@ class _ImageSource(ExampleSource):
 
     def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         del start  # batches are whole examples
-        end = 0
         for batch, acts in computed:
-            end = batch.first + len(acts)
-            labels = {} if self.labels is None else {"labels": self.labels[batch.first : end]}
+            labels = {} if self.labels is None else {"labels": self.labels[batch.first : batch.first + len(acts)]}
             yield Recorded(batch.first, acts, labels)
             del batch, acts  # not held while the next ones are waited for
-        if end < self.n_examples:
-            raise ArgumentError(
-                f"there are only {end} examples, but n_examples is {self.n_examples}",
-                where="source",
-                remedy="The store is unfinished; call again with all of them.",
-            )
 
     @abstractmethod
     def _shape(self) -> tuple[int, ...]:
@@ -214,6 +206,12 @@ class ImageBatches(_ImageSource):
             first = last
             if last >= end and end < self.n_examples:
                 return
+        if first < end:
+            raise ArgumentError(
+                f"there are only {first} examples, but n_examples is {self.n_examples}",
+                where="source",
+                remedy="The store is unfinished; call again with all of them.",
+            )
 
     def _shape(self) -> tuple[int, ...]:
         rest = iter(self._pixels) if self._begun is None else self._begun

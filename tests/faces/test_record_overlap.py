@@ -105,12 +105,12 @@ def test_no_more_batches_are_alive_than_is_said(
     source, result = SOURCES[kind](), HostCopy.result
     batches = source.batches
 
-    def counting(start: int) -> Iterator[Batch]:
+    def counting(start: int, end: int) -> Iterator[Batch]:
         def counted_batch(batch: Batch) -> Batch:
             counted.count("read", batch)
             return batch
 
-        return map(counted_batch, batches(start))
+        return map(counted_batch, batches(start, end))
 
     def counting_copy(copy: HostCopy, tensor: torch.Tensor, stream: object) -> None:
         copy._done, copy._tensor = None, tensor
@@ -142,8 +142,8 @@ def raising_source(kind: str, error: BaseException, at: int) -> Iterator[Callabl
         source = SOURCES[kind]()
         batches = source.batches
 
-        def failing(start: int) -> Iterator[Batch]:
-            for number, batch in enumerate(batches(start)):
+        def failing(start: int, end: int) -> Iterator[Batch]:
+            for number, batch in enumerate(batches(start, end)):
                 if number == at:
                     raise error
                 yield batch

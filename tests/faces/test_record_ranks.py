@@ -162,8 +162,8 @@ def test_two_processes_with_one_part(tmp_path: Path) -> None:
     class Nosy(Texts):
         """While this source is read, another process records the same part."""
 
-        def batches(self, start: int):
-            for batch in super().batches(start):
+        def batches(self, start: int, end: int):
+            for batch in super().batches(start, end):
                 if not heard:
                     heard.append(None)
                     with pytest.raises(WriterConflictError) as error:
@@ -187,8 +187,8 @@ def test_overlapping_ranks_do_not_write_one_shard(tmp_path: Path) -> None:
     """Another rank records a shard that this one would have come to: this one stops, and the shard stays as it is."""
 
     class Overtaken(Texts):
-        def batches(self, start: int):
-            for number, batch in enumerate(super().batches(start)):
+        def batches(self, start: int, end: int):
+            for number, batch in enumerate(super().batches(start, end)):
                 if number == 1:
                     dump(tmp_path, part=(2, 7))
                 yield batch

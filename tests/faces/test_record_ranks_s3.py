@@ -62,8 +62,8 @@ def test_of_two_processes_with_one_part_the_first_one_stops(bucket: Bucket) -> N
     overtaken: list[bool] = []
 
     class Overtaken(Texts):
-        def batches(self, start: int):
-            for batch in super().batches(start):
+        def batches(self, start: int, end: int):
+            for batch in super().batches(start, end):
                 if not overtaken:
                     overtaken.append(True)
                     dump(bucket, "parts", part=(0, 2))
