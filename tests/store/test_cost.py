@@ -109,6 +109,15 @@ def test_an_estimate_says_what_is_read_in_vain():
     assert " for " not in str(store.estimate(np.s_[:16]))
 
 
+def test_what_is_read_in_vain_is_paid_for():
+    stored = plain_store(LAYOUT, tail="cut")
+    store = opened(Far(stored.files, ReadCost(1 << 20, 1 << 24)))
+    found = store.estimate(np.s_[:16, 0, ::8], prices={"s3": Price(0, 0.09)})
+    # 16 times 3 tokens are wanted; everything between the first of them and the last is read.
+    assert (found.bytes_wanted, found.bytes_read) == (16 * 3 * 256, (15 * 51 + 17) * 256)
+    assert found.transfer_dollars == pytest.approx((15 * 51 + 17) * 256 / 1e9 * 0.09)
+
+
 @pytest.mark.parametrize("engine", [MmapTransport, PreadTransport])
 @pytest.mark.parametrize(
     "key", [np.s_[...], np.s_[5], np.s_[:, 1], np.s_[:, :, 0], np.s_[[0, 30], 1:], np.s_[3, 1, 2:9:3]]

@@ -97,6 +97,9 @@ def test_conditions_of_both_stores_choose_the_same_tokens(tmp_path):
         ((b, acts_b), (a, acts_a), (labels == 2) & mask_a & mask_b, {"where": {"labels": 0}}),
         ((c, acts_c), (a, acts_a), labels != 1, {"masked": True, "ignore_labels": [1]}),
         ((a, acts_a), (b, acts_b), mask_a & mask_b & (labels != 1), {"ignore_labels": [1]}),
+        # Of two stores that have labels the first one's count: the other calls 2 what this one calls 0.
+        ((a, acts_a), (b, acts_b), mask_a & mask_b & (labels != 0), {"ignore_labels": [0]}),
+        ((b, acts_b), (a, acts_a), mask_a & mask_b & (labels != 2), {"ignore_labels": [0]}),
         ((a, acts_a), (b, acts_b), every & False, {"where": {"labels": 9}}),
     ):
         rows = pair(one, other).sel(layer_a=9, layer_b=(5, 2), **conditions)

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store, spans
 from test_validation import documents, kinds
+from token_stores import token_store
 from waiting import HANG_S
 
+from saev_store import ShardStore
 from saev_store.errors import TransportError
 from saev_store.transport import FREE, MemoryTransport, Transport, open_transport
 from saev_store.validation import Report, validate
@@ -382,6 +384,15 @@ def test_a_read_error_costs_only_the_examples_in_that_block(digested):
     assert kinds(report) == ["unreadable_shard"]
     assert "Input/output error" in report.problems[0].message
     assert report.lost == touched(digested, 1, 500, 256)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, 128, 255])
+def test_a_bool_is_0_or_1_also_where_no_digest_tells(tmp_path: Path, value: int):
+    recorded = token_store(tmp_path, arrays={"mask": "bool"})
+    overwrite(recorded.path / "mask.bin", 65, bytes([value]))  # the last of 66
+    report = ShardStore.open(recorded.path).validate(deep=True, progress=False)
+    found = [problem.where for problem in report.problems if problem.kind == "token_array_values"]
+    assert found == (["mask.bin"] if value > 1 else [])
 
 
 # -- how it reads --------------------------------------------------------------------------------------------------------
