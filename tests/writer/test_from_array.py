@@ -177,6 +177,18 @@ def test_float64_is_rounded_to_the_dtype_that_is_asked_for(tmp_path: Path):
         ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype="float32", max_block_bytes=1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_float64_holds_as_infinite_or_nan_is_stored_as_that(tmp_path: Path, dtype: str):
+    """Nothing overflows there: whether such numbers are wanted is what `on_nonfinite` says, as for any other dtype."""
+    acts = np.random.default_rng(0).standard_normal(SHAPE)
+    acts[3, 1, 2, :3] = np.inf, -np.inf, np.nan
+    store = ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype=dtype, on_nonfinite="allow")
+    found = store[...]
+    assert found[3, 1, 2, :2].tolist() == [np.inf, -np.inf]
+    assert np.isnan(found[3, 1, 2, 2])
+    assert np.array_equal(np.isfinite(found), np.isfinite(acts))
+
+
 def test_a_policy_for_large_numbers_is_part_of_what_is_verified(tmp_path: Path):
     acts = numbers()
     acts[4, 0, 1, 2] = 1e6

@@ -307,6 +307,19 @@ def test_survivors_that_change_while_they_are_copied_are_noticed():
     repair.close()
 
 
+@pytest.mark.parametrize("survivor", [0, 3, 4, 6])
+def test_a_survivor_beside_a_lost_range_is_compared_too(survivor: int):
+    """A block of digests is one example here: lost are examples 1, 2 and 5."""
+    this, disk = damaged_store()
+    repair = repairing(this, disk)
+    nbytes = this.metadata.layout.example_nbytes
+    disk.files["acts000000.bin"].seen[survivor * nbytes] ^= 1
+    begin = survivor * nbytes
+    with pytest.raises(CorruptShardError, match=f"bytes {begin}:{begin + nbytes} changed while they were copied"):
+        repair.append(this.acts[[1, 2, 5]])
+    repair.close()
+
+
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
