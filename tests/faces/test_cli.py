@@ -726,3 +726,11 @@ def test_statistics_name_hook_points(run, hooked):
     code, out, _ = run("stats", hooked[0], "--json")
     found = json.loads(out)
     assert (found["layers"], found["hook_points"]) == ([5, 5, -2], ["resid_mid", "attn_out", "resid_post"])
+
+
+@pytest.mark.parametrize(("option", "kept"), [((), True), (("--save",), True), (("--no-save",), False)])
+def test_statistics_are_kept_unless_told_otherwise(run, store, option, kept):
+    code, out, _ = run("stats", store.path, "--json", *option)
+    assert code == 0
+    assert json.loads(out)["layers"] == [2, 5, 11]
+    assert (store.path / "stats.json").exists() == kept

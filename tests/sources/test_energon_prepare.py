@@ -419,6 +419,14 @@ class TestBadTars:
         data = tar_bytes([("a.txt", b"1")], close=False) + info.tobuf(tarfile.GNU_FORMAT) + bytes(4096)
         self.refused(tmp_path, data, "negative|damaged|invalid")
 
+    @pytest.mark.parametrize("size", [-512, -1024, -2048, -8192])
+    def test_negative_size_behind_zeros(self, tmp_path, size):
+        """It leads back into content that looks like an end marker."""
+        info = tarfile.TarInfo("x.txt")
+        info.size = size
+        data = tar_bytes([("a.txt", bytes(8192))], close=False) + info.tobuf(tarfile.GNU_FORMAT) + bytes(4096)
+        self.refused(tmp_path, data, "negative|damaged|invalid")
+
     def test_links_and_folders_are_left_out(self, tmp_path):
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:

@@ -34,7 +34,7 @@ from saev_store.sources.address import full_url, locate, split_address
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
-from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, Moves, Transport, Writes, open_transport
 
 TOKENS = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
 BATCHES = DATA / "llmbatch" / "padding_small"
@@ -294,6 +294,29 @@ def test_a_new_file_appears_when_it_is_complete(tmp_path, engine):
     assert [entry.path for entry in transport.list("f")] == ["f/x"]
     with pytest.raises(SaevStoreError):
         NewFile(transport, "../x")
+
+
+class Bucket:
+    """Memory that renames nothing, as object stores do not."""
+
+    def __init__(self) -> None:
+        memory = MemoryTransport()
+        for name in dir(Writes) + dir(Transport):
+            if not name.startswith("_") and name != "move":
+                setattr(self, name, getattr(memory, name))
+
+
+def test_a_new_file_of_a_service_does_not_replace_what_came_meanwhile():
+    bucket = Bucket()
+    assert isinstance(bucket, Writes)
+    assert not isinstance(bucket, Moves)
+    with NewFile(bucket, "x") as file:
+        file.write(b"ours")
+        bucket.put("x", b"theirs")
+        with pytest.raises(StoreExistsError, match="a file of that name exists already") as refused:
+            file.commit()
+    assert refused.value.remedy == "Pass overwrite=True."
+    assert bucket.read("x") == b"theirs"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")

@@ -13,6 +13,7 @@ import pytest
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from transports import CountingTransport, LatencyTransport
 
+from saev_store.errors import NotFoundError, TransportError
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, open_transport
 
@@ -45,6 +46,22 @@ class TestMemory(WriteContract):
     @pytest.fixture
     def transport(self) -> Transport:
         return MemoryTransport(FILES, label="test")
+
+    @pytest.mark.parametrize("meanwhile", ["committed", "deleted", "resumed"])
+    def test_a_sink_whose_file_is_not_its_own_any_more_commits_nothing(self, transport, writes, meanwhile):
+        sink = writes.open_sink("acts.bin", used_nbytes=1, file_nbytes=1)
+        sink.write(0, [memoryview(b"x")])
+        if meanwhile == "committed":
+            sink.commit()
+            writes.delete("acts.bin")
+        elif meanwhile == "deleted":
+            writes.delete("acts.bin")
+        else:
+            writes.open_sink("acts.bin", used_nbytes=1, file_nbytes=1, resume=True)
+        with pytest.raises(TransportError, match="committed, deleted or resumed meanwhile"):
+            sink.commit()
+        with pytest.raises(NotFoundError):
+            transport.size("acts.bin")
 
 
 class TestFsspecFile(WriteContract):
