@@ -11,6 +11,7 @@ import pytest
 NEEDS = {
     "saev_store/torch/*": "torch",
     "saev_store/compat/*": "torch",
+    "saev_store/integrations/*": "torch",
     "saev_store/transport/obstore/_transport.py": "obstore",
     "saev_store/xarray.py": "xarray",
     "saev_store/dask.py": "dask",

@@ -47,6 +47,17 @@ def layer_name(key: LayerKey) -> str:
     return str(key) if isinstance(key, int) else f"{key[0]}:{key[1]}"
 
 
+def transformer_lens_name(key: LayerKey) -> str:
+    """What TransformerLens calls the place where an entry of the layer axis was taken.
+
+    >>> transformer_lens_name(5), transformer_lens_name((5, "attn.z"))
+    ('blocks.5.hook_resid_post', 'blocks.5.attn.hook_z')
+    """
+    label, hook_point = (key, RESID_POST) if isinstance(key, int) else key
+    module, dot, point = hook_point.rpartition(".")
+    return f"blocks.{label}.{module}{dot}hook_{point}"
+
+
 def shard_name(shard_idx: int) -> str:
     """The file name of a shard.
 

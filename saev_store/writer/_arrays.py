@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.dtypes import numpy_dtype
-from saev_store.core.layout import RESID_POST, Layout
+from saev_store.core.layout import RESID_POST, Layout, transformer_lens_name
 from saev_store.errors import ArgumentError, brief
 
 #: `True` is an integer to Python, but no label.
@@ -105,10 +105,7 @@ def _layer_positions(layout: Layout) -> dict[object, int]:
     short: dict[object, int] = {}
     for position, (label, hook_point) in enumerate(zip(layout.layers, hook_points, strict=True)):
         positions |= {(label, hook_point): position, f"blocks.{label}.{hook_point}": position}
-        module, dot, point = hook_point.rpartition(".")
-        short[f"blocks.{label}.{module}{dot}hook_{point}"] = (
-            position  # TransformerLens's prefix, left out of hook points
-        )
+        short[transformer_lens_name((label, hook_point))] = position
         if layout.layers.count(label) == 1:
             short[label] = position
     return short | positions

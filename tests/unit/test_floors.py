@@ -45,6 +45,7 @@ FLOORS = {
     "serve": 5,
     "__main__": 6,
     "compat": 6,
+    "integrations": 6,
     "__init__": 6,  # the front door; test_import_time.py judges what it loads
 }
 
@@ -91,7 +92,15 @@ HEAVY = {
     "skimage": ("record/",),
     "starlette": ("serve/",),
     "tensorstore": ("export/",),
-    "torch": ("torch/", "sources/llmbatch/reader.py", "sources/caches/memmap.py", "record/", "testing/", "compat/"),
+    "torch": (
+        "torch/",
+        "sources/llmbatch/reader.py",
+        "sources/caches/memmap.py",
+        "record/",
+        "testing/",
+        "compat/",
+        "integrations/",
+    ),
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),
     "transformers": ("record/",),
     "typer": ("cli/",),

@@ -1,0 +1,141 @@
+"""The trainers that people use, the real ones, over our stores: every row in its order, and an exact continuation.
+
+Runs where `SAEV_STORE_CACHES_PYTHON` names an interpreter with them, and with what this package needs, in an environment of its own:
+
+    pip install torch sae-lens nnsight zstandard . && pip install --no-deps hs-connectors dictionary-learning
+
+dictionary_learning asks for a version of nnsight that works with no recent torch, but only names a class of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from row_stores import row_store, rows_of
+
+from saev_store import ShardStore
+from saev_store.loaders import ShuffledLoader
+
+PEER = os.environ.get("SAEV_STORE_CACHES_PYTHON")
+ROOT = Path(__file__).parents[2]
+BATCH, STEPS, STOP, SAVED = 32, 300, 200, 151
+#: What is smaller in the tests than in the scripts of the page: a batch, features, steps and their warm-up.
+SMALLER = {
+    "4096": "32", "16_384": "32", "k=32": "k=4", '"k": 32': '"k": 4', "20_000": "60", "1000": "10", "2000": "20",
+}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.skipif(not PEER, reason="SAEV_STORE_CACHES_PYTHON names no interpreter with the trainers"),
+    pytest.mark.slow,  # the trainers take seconds to be imported
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return row_store(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(scope="module")
+def batches(store: Path) -> list[np.ndarray]:
+    """The first 400 batches of layer 11, from the NumPy loader."""
+    loader = ShuffledLoader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
+    return [batch["act"].copy() for _ in range(40) for batch in loader]
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """What a script in the trainers' environment prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    environment |= {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [str(PEER), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def trained(tool: str, store: Path, folder: Path) -> dict:
+    """What the trainers of a tool saw and lost."""
+    run([str(ROOT / "tests/helpers/peer_training.py"), tool, str(store), str(folder)], folder)
+    return json.loads((folder / "seen.json").read_text())
+
+
+def check_continued(whole: dict, stopped: dict, continued: dict) -> None:
+    """The run that goes on from the checkpoint sees and loses what the one does that was never stopped."""
+    for key in ("rows", "losses"):
+        assert len(whole[key]) == STEPS
+        assert stopped[key] == whole[key][:STOP]
+        assert continued[key] == whole[key][SAVED:]
+    assert np.mean(whole["losses"][-10:]) < np.mean(whole["losses"][:10]) / 2
+
+
+@pytest.fixture(scope="module")
+def saelens(store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return trained("saelens", store, tmp_path_factory.mktemp("saelens"))
+
+
+def test_saelens_goes_on_exactly(saelens: dict, batches: list[np.ndarray]):
+    for kind, n_for_norm in (("topk", 15), ("batchtopk", 0)):
+        check_continued(*saelens[kind])
+        expected = [rows_of(batch) for batch in batches[n_for_norm : n_for_norm + STEPS]]
+        assert saelens[kind][0]["rows"] == expected
+
+
+def test_saelens_trains_several_hooks_on_the_same_tokens(saelens: dict):
+    runs = saelens["hooks"]
+    for name in ("early", "late"):
+        check_continued(*(run[name] for run in runs))
+    assert runs[0]["early"]["rows"] == runs[0]["late"]["rows"]
+    assert runs[0]["early"]["losses"] != runs[0]["late"]["losses"]
+
+
+def test_dictionary_learning_trains_two_dictionaries_at_once(store: Path, batches: list[np.ndarray], tmp_path: Path):
+    np.save(tmp_path / "batches.npy", np.stack(batches))
+    found = trained("dictionaries", store, tmp_path)
+    assert found["store"] == found["plain"]
+    for seen in found["store"]:
+        assert seen["rows"] == [rows_of(batch) for batch in batches[102:162]]
+        assert np.mean(seen["losses"][-5:]) < np.mean(seen["losses"][:5])
+    norm = math.sqrt(np.mean([(batch.astype(float) ** 2).sum(axis=1).mean() for batch in batches[:101]]))
+    assert found["norm"] == pytest.approx(norm, rel=1e-6)
+    assert 0 < found["evaluation"]["frac_variance_explained"] <= 1
+    assert found["evaluation"]["l0"] == 4
+    assert found["config"] == {
+        "d_submodule": 8, "out_batch_size": BATCH, "device": "cpu", "store": ShardStore.open(store).url, "layers": ["11"],
+        "tokens": "content", "dtype": "float32", "n_samples": 336, "scale": None, "seed": 17,
+    }  # fmt: skip
+
+
+def script(heading: str, store: Path) -> str:
+    """The first whole script below a heading of docs/integrations.md, with this store and smaller sizes."""
+    page = (ROOT / "docs/integrations.md").read_text("utf-8")
+    (section,) = [text for text in re.split(r"^## ", page, flags=re.MULTILINE) if text.startswith(heading + "\n")]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    text = next(block for block in blocks if "941cc259" in block)
+    for old, new in SMALLER.items():
+        text = text.replace(old, new)
+    return text.replace("/data/shards/941cc259", str(store))
+
+
+def test_the_page_s_script_for_saelens_goes_on(store: Path, tmp_path: Path):
+    (tmp_path / "train.py").write_text(script("SAELens", store))
+    run(["train.py"], tmp_path)
+    last = tmp_path / f"checkpoints/final_{STEPS * BATCH}"
+    weights = (last / "sae_weights.safetensors").read_bytes()
+    newest = max((tmp_path / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    shutil.rmtree(last)
+    shutil.rmtree(newest)
+    run(["train.py"], tmp_path)
+    assert (last / "sae_weights.safetensors").read_bytes() == weights
+
+
+def test_the_page_s_script_for_dictionary_learning_runs(store: Path, tmp_path: Path):
+    (tmp_path / "train.py").write_text(script("dictionary_learning", store))
+    assert -1 < float(run(["train.py"], tmp_path).split()[-1]) <= 1
+    assert json.loads((tmp_path / "dictionaries/trainer_1/config.json").read_text())["buffer"]["layers"] == ["11"]
