@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, cast
 
 import xxhash
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 
     from saev_store.record._recorder import Recorder
 
-#: Packages that compute.
+#: Packages that compute, and those that do only if a module of the model is theirs: package of the class -> its name.
 _PACKAGES = ("torch", "transformers", "tokenizers")
+_LIBRARIES = {"open_clip": "open_clip_torch", "timm": "timm", "transformer_lens": "transformer-lens"}
 #: What a configuration says that no vector depends on, or that is said elsewhere.
 _IDLE = {
     "_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label",
     "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id",
+    # Of TransformerLens.
+    "device", "n_devices", "model_name", "tokenizer_name", "init_mode", "init_weights", "seed", "default_prepend_bos",
+    "tokenizer_prepends_bos",
 }  # fmt: skip
 
 
@@ -43,12 +48,15 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
     model = adapter.model
     names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
     points = {name: adapter.points[name] for name in recorder.hook_points}
-    config = getattr(model, "config", None)
+    config = getattr(model, "config", None) or getattr(model, "cfg", None)
+    libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    packages = [*_PACKAGES, *(name for library, name in _LIBRARIES.items() if library in libraries)]
     return {
         "model": {
             "class": type(model).__name__,
             "weights": {"algorithm": "xxh3_128", "digest": weights_digest(model)},
             "config": config_digest(config),
+            "modules": modules_digest(model),
             "blocks": [names[id(adapter.blocks[depth])] for depth in recorder.depths],
             "hook_points": {name: f"{point.side} of {point.path or 'the block'}" for name, point in points.items()},
         },
@@ -58,7 +66,7 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
             "device": parameter.device.type,
         },
         "source": dict(identity),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "packages": {name: found for name in packages if (found := _version(name)) is not None},
     }
 
 
@@ -76,6 +84,35 @@ def weights_digest(model: torch.nn.Module) -> str:
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
     return digest.hexdigest()
+
+
+def modules_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over what modules are made of beside their weights: a model with another epsilon or activation has another one.
+
+    These are the names and classes of all modules and their public attributes that are a float or a named function, such as `eps`
+    or a `forward` of its own; of torch's modules also those that are plain values. Counts and texts of other classes have no part
+    in it, since they may change while a model runs. Nor have hooks, which transformers adds by itself.
+    """
+    lines: list[str] = []
+    for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
+        kind = type(module)
+        is_torchs = kind.__module__.startswith("torch.")
+        lines.append(f"{path} {kind.__qualname__}")
+        for name, value in sorted(vars(module).items()):
+            if name.startswith("_") or name == "training":
+                continue
+            if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
+                lines.append(f"{path} {name} {value.__qualname__}")
+            elif isinstance(value, float) or (is_torchs and _is_plain(value)):
+                lines.append(f"{path} {name} {value!r}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a number or a text, or a tuple or list of them, such as the stride of a convolution."""
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(item) for item in cast("Iterable[object]", value))
+    return isinstance(value, (bool, int, float, str))
 
 
 def config_digest(config: object) -> str | None:

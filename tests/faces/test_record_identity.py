@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import VOCABULARY, tiny_language, tiny_vision
+from tiny_models import LANGUAGE_CLASSES, VISION, VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
-from saev_store.record import HookPoint, ImageBatches, Images, Texts, adapt, record
-from saev_store.record._identity import weights_digest
+from saev_store.record import HookPoint, ImageBatches, Images, Recorder, Texts, adapt, record
+from saev_store.record._identity import modules_digest, weights_digest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -320,3 +325,77 @@ def test_buffers_that_are_not_saved_with_a_model_count():
         return model
 
     assert weights_digest(made(0.5)) == weights_digest(made(0.5)) != weights_digest(made(0.25))
+
+
+# -- what was changed by hand ------------------------------------------------------------------------------------------
+
+
+def another_epsilon(model: torch.nn.Module) -> None:
+    model.layers[1].input_layernorm.variance_epsilon = 1e-3
+
+
+def another_activation(model: torch.nn.Module) -> None:
+    model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def another_slope(model: torch.nn.Module) -> None:
+    model.layers[0].mlp.act_fn = torch.nn.GELU(approximate="tanh")
+
+
+def another_scale(model: torch.nn.Module) -> None:
+    model.layers[2].self_attn.scaling *= 2
+
+
+def another_forward(model: torch.nn.Module) -> None:
+    own = model.layers[0].mlp.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * own(hidden)
+
+    model.layers[0].mlp.forward = forward
+
+
+BY_HAND = [another_epsilon, another_activation, another_slope, another_scale, another_forward]
+
+
+def test_what_is_changed_by_hand_makes_another_recording(tmp_path: Path) -> None:
+    def made(change: Callable = lambda _model: None) -> torch.nn.Module:
+        model = tiny_language("LlamaModel")
+        model.layers[0].mlp.act_fn = torch.nn.GELU()
+        change(model)
+        return model
+
+    models = [made(), *(made(change) for change in BY_HAND)]
+    assert len({modules_digest(model) for model in models}) == len(models)
+    assert len({weights_digest(model) for model in models}) == 1
+    stores = [record(model, texts(), tmp_path / "made", **OPTIONS) for model in models[:2]]
+    assert stores[0].name != stores[1].name
+
+
+@pytest.mark.parametrize("name", [name for name in [*LANGUAGE_CLASSES, *VISION] if name.endswith("Model")])
+def test_a_model_that_has_run_is_still_the_same_one(name: str) -> None:
+    make = tiny_vision if name in VISION else tiny_language
+    model = make(name)
+    before = modules_digest(model)
+    inputs = (np.zeros((2, 3, 32, 32), np.float32),) if name in VISION else (IDS,)
+    with Recorder(model, layers=(0,)) as recorder:
+        recorder(*inputs)
+    model.train().eval()
+    assert modules_digest(model) == before == modules_digest(make(name)) == modules_digest(copy.deepcopy(model))
+
+
+def test_another_process_finds_the_same_digest() -> None:
+    script = """
+        import torch
+        from saev_store.record._identity import modules_digest
+        layer = torch.nn.TransformerEncoderLayer(8, 2, activation=torch.nn.functional.gelu)
+        print(modules_digest(torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
+    """
+    found = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-c", inspect.cleandoc(script)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
