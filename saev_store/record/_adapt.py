@@ -1,4 +1,4 @@
-"""`adapt`: the adapter of a model of `transformers`, made from its configuration and its modules."""
+"""`adapt`: the adapter of a model; for `transformers` it is made from its configuration and its modules."""
 
 # Public arguments are checked whatever their annotation.
 # pyright: reportUnnecessaryIsInstance=false
@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import FAMILIES, hook_points_of
+from saev_store.record._checks import check_not_compiled
+from saev_store.record._foreign import adapt_foreign
 
 if TYPE_CHECKING:
     import torch
@@ -20,15 +22,19 @@ _TOWER = "Pass a transformer of transformers, or one tower of it, such as model.
 
 
 def adapt(model: torch.nn.Module | Adapter) -> Adapter:
-    """The adapter of a model of `transformers`; an adapter as it is.
+    """The adapter of a model of `transformers`, OpenCLIP, timm or TransformerLens; an adapter as it is.
 
     Models of images: ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, the vision towers of CLIP, SigLIP and
     SigLIP 2, and models that wrap one of them. Models of tokens: every causal language model whose blocks are the one list of
     `num_hidden_layers` modules, such as GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma and OLMo, with or without a head. A head
     of a language model is not run.
 
+    Of other libraries: the vision transformers of OpenCLIP and timm, and `HookedTransformer` and `TransformerBridge` of
+    TransformerLens.
+
     Raises:
-        ArgumentError: the blocks cannot be told. Make a `VisionAdapter` or a `TextAdapter` with a list of blocks then.
+        ArgumentError: the model is compiled, or its blocks cannot be told. Make a `VisionAdapter` or a `TextAdapter` with a
+            list of blocks then.
         MissingDependencyError: torch is not installed.
     """
     if isinstance(model, Adapter):
@@ -36,6 +42,10 @@ def adapt(model: torch.nn.Module | Adapter) -> Adapter:
     need("torch", install="saev-store[record]")
     if not hasattr(model, "modules") or not hasattr(model, "named_parameters"):
         raise ArgumentError(f"{brief(model)} is no torch module", where="model")
+    check_not_compiled(model)
+    foreign = adapt_foreign(model)
+    if foreign is not None:
+        return foreign
     if hasattr(model, "text_model") and hasattr(model, "vision_model"):
         raise ArgumentError(
             f"{type(model).__name__} has a tower for images and one for texts",
@@ -86,7 +96,12 @@ def _text(model: torch.nn.Module) -> TextAdapter:
     )
 
 
-def _names(tower: torch.nn.Module, model: torch.nn.Module) -> dict[str, str]:
+class _Names(TypedDict):
+    family: str
+    ckpt: str
+
+
+def _names(tower: torch.nn.Module, model: torch.nn.Module) -> _Names:
     """The names of the family and of the weights, as far as the configurations have them."""
     model_type = str(getattr(_config(tower), "model_type", ""))
     found = [str(getattr(_config(module), "_name_or_path", "")) for module in (model, tower)]

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, LayerNotFoundError, brief
 from saev_store.record._architectures import RESIDUAL, HookPoint
+from saev_store.record._checks import check_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,8 @@ class Adapter(ABC):
         ckpt: Name of the weights, for the metadata.
         points: Hook points by name: where in a block each is.
         keywords: Whether the model is called with the keywords of `transformers`, else with one tensor.
+        batch_axis: Which axis of a block's vectors counts the examples: 0 for (batch, tokens, d_model), 1 for (tokens, batch,
+            d_model), as `torch.nn.TransformerEncoderLayer` has them without `batch_first=True`.
     """
 
     model: torch.nn.Module
@@ -41,14 +45,20 @@ class Adapter(ABC):
     ckpt: str = ""
     points: Mapping[str, HookPoint] = field(default_factory=lambda: dict(RESIDUAL))
     keywords: bool = False
+    batch_axis: Literal[0, 1] = 0
 
     def __post_init__(self) -> None:
-        if not len(self.blocks):
-            raise ArgumentError("blocks is empty; a model has at least one", where="blocks")
-        inside = {id(module) for module in self.model.modules()}
-        for depth, block in enumerate(self.blocks):
-            if id(block) not in inside:
-                raise ArgumentError(f"block {depth} ({type(block).__name__}) is no module of the model", where="blocks")
+        need("torch", install="saev-store[record]")
+        if not hasattr(self.model, "named_modules"):
+            raise ArgumentError(f"{brief(self.model)} is no torch module", where="model")
+        check_blocks(self.model, self.blocks)
+        _check_positive(self.d_model, "d_model")
+        if not isinstance(self.points, Mapping) or not all(isinstance(p, HookPoint) for p in self.points.values()):
+            raise ArgumentError(
+                f"points is {brief(self.points)}; it must be a dict of names to HookPoint", where="points"
+            )
+        if self.batch_axis not in (0, 1):
+            raise ArgumentError(f"batch_axis is {brief(self.batch_axis)}; it must be 0 or 1", where="batch_axis")
 
     def hooked(self, depth: int, hook_point: str) -> tuple[torch.nn.Module, Literal["input", "output"]]:
         """The module of a hook point of a block, and which of its sides is recorded.
@@ -133,6 +143,18 @@ class VisionAdapter(Adapter):
     cls_first: bool = False
     patchify: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pair = self.patch_px
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ArgumentError(f"patch_px is {brief(pair)}; it must be (height, width)", where="patch_px")
+        for side in pair:
+            _check_positive(side, "patch_px")
+        _check_positive(self.n_channels, "n_channels")
+        if not isinstance(self.n_special, int) or self.n_special < int(self.cls_first):
+            rule = "it counts the CLS token, too" if self.cls_first else "it must be a count"
+            raise ArgumentError(f"n_special is {brief(self.n_special)}; {rule}", where="n_special")
+
     @property
     def has_cls(self) -> bool:
         return self.cls_first
@@ -191,6 +213,12 @@ class TextAdapter(Adapter):
     vocabulary_size: int | None = None
     max_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("vocabulary_size", "max_tokens"):
+            if getattr(self, name) is not None:
+                _check_positive(getattr(self, name), name)
+
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
         shape = tuple(inputs[0].shape)
         if len(shape) != 2 or min(shape) < 1:
@@ -208,15 +236,25 @@ class TextAdapter(Adapter):
         # Before they are placed: a look at numbers on a GPU would wait for it.
         self.check_ids(int(ids.min()), int(ids.max()), where="input_ids")
         ids = self._placed(ids, torch.long)
-        if not self.keywords:
-            self.model(ids)
-            return
         mask = torch.ones_like(ids) if len(inputs) < 2 else self._placed(inputs[1], torch.long)
         if mask.shape != ids.shape:
             raise ArgumentError(
                 f"its shape is {tuple(mask.shape)}; that of the token ids is {tuple(ids.shape)}", where="attention_mask"
             )
-        self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        _check_padding(mask)
+        self.call(ids, mask)
+
+    def call(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Call the model. A subclass for a model with other arguments overrides this.
+
+        Args:
+            ids: Token ids (batch, tokens), int64, on the model's device.
+            mask: Of the same shape and type: 1 for tokens, 0 for padding, which is on the right.
+        """
+        if self.keywords:
+            self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        else:
+            self.model(ids)
 
     def check_ids(self, least: int, most: int, *, where: str) -> None:
         """Refuse token ids that have no embedding.
@@ -232,6 +270,25 @@ class TextAdapter(Adapter):
                 where=where,
                 remedy="Use the model's own tokenizer.",
             )
+
+
+def _check_positive(value: object, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(f"{name} is {brief(value)}; it must be a positive integer", where=name)
+
+
+def _check_padding(mask: torch.Tensor) -> None:
+    """Refuse a mask that has padding before a token, or other numbers than 0 and 1."""
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ArgumentError("it has other numbers than 0, for padding, and 1", where="attention_mask")
+    to_the_left = (mask[:, 1:] > mask[:, :-1]).any(dim=1)
+    if bool(to_the_left.any()):
+        row = int(to_the_left.nonzero()[0])
+        raise ArgumentError(
+            f"row {row} has padding before a token; a token's position would then depend on how long the other rows are",
+            where="attention_mask",
+            remedy='Pad on the right: tokenizer.padding_side = "right".',
+        )
 
 
 def place(model: torch.nn.Module, device: str | None) -> None:
@@ -255,14 +312,15 @@ def place(model: torch.nn.Module, device: str | None) -> None:
 
 
 def parameter_of(model: torch.nn.Module) -> torch.nn.Parameter:
-    """One parameter of a model, which tells its device and dtype.
+    """One parameter of a model, which tells its device and dtype: the first one of floating point.
 
     Raises:
         ArgumentError: it has none.
     """
     for parameter in model.parameters():
-        return parameter
-    raise ArgumentError(f"{type(model).__name__} has no parameters", where="model")
+        if parameter.is_floating_point():  # packed weights are integers
+            return parameter
+    raise ArgumentError(f"{type(model).__name__} has no parameters of floating point", where="model")
 
 
 def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:

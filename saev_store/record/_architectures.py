@@ -40,8 +40,8 @@ class HookPoint:
 RESIDUAL = {"resid_pre": HookPoint("", "input"), "resid_post": HookPoint("", "output")}
 
 
-def _serial(attn_out: str, mlp_out: str, behind_attention: str) -> dict[str, HookPoint]:
-    """Attention, then the MLP, each of which adds the output of a module to the stream.
+def serial(attn_out: str, mlp_out: str, behind_attention: str) -> dict[str, HookPoint]:
+    """Hook points of blocks in which attention, then the MLP adds the output of a module to the stream.
 
     Args:
         attn_out: The module that puts out what attention adds.
@@ -55,16 +55,16 @@ def _serial(attn_out: str, mlp_out: str, behind_attention: str) -> dict[str, Hoo
     }
 
 
-_LLAMA = _serial("self_attn", "mlp", "post_attention_layernorm")
-_VIT = _serial("attention", "mlp", "layernorm_after")
-_CLIP = _serial("self_attn", "mlp", "layer_norm2")
-_DINO = _serial("layer_scale1", "layer_scale2", "norm2")
-_GEMMA = _serial("post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm")
-_OLMO2 = _serial("post_attention_layernorm", "post_feedforward_layernorm", "mlp")
+_LLAMA = serial("self_attn", "mlp", "post_attention_layernorm")
+_VIT = serial("attention", "mlp", "layernorm_after")
+_CLIP = serial("self_attn", "mlp", "layer_norm2")
+_DINO = serial("layer_scale1", "layer_scale2", "norm2")
+_GEMMA = serial("post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm")
+_OLMO2 = serial("post_attention_layernorm", "post_feedforward_layernorm", "mlp")
 
 #: Class of blocks -> their hook points beside those of `RESIDUAL`.
 _BRANCHES: Mapping[str, Mapping[str, HookPoint]] = {
-    "GPT2Block": _serial("attn", "mlp", "ln_2"),
+    "GPT2Block": serial("attn", "mlp", "ln_2"),
     # Attention and the MLP read the same stream in most of its models, so nothing is between them.
     "GPTNeoXLayer": {"attn_out": HookPoint("attention"), "mlp_out": HookPoint("mlp")},
     "LlamaDecoderLayer": _LLAMA,

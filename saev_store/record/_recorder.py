@@ -6,14 +6,16 @@ the order in which hooks run would exchange them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ArgumentError, SaevStoreError, brief
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import parameter_of, resolve_layers
+from saev_store.record._adapters import VisionAdapter, parameter_of, resolve_layers
+from saev_store.record._checks import check_loaded, check_not_compiled
 from saev_store.record._host_copy import HostCopy, pinned
 from saev_store.record._pipeline import closing_in_thread
 
@@ -46,8 +48,8 @@ class Recorder:
 
     Raises:
         LayerNotFoundError: the model has no such block.
-        ArgumentError: `layers` is empty or names a block twice, a hook point does not exist in this architecture, or the
-            blocks of the model cannot be identified.
+        ArgumentError: `layers` is empty or names a block twice, a hook point does not exist in this architecture, the
+            blocks of the model cannot be identified, or it is compiled or on the meta device.
         MissingDependencyError: torch is not installed.
 
     Attributes:
@@ -73,6 +75,8 @@ class Recorder:
         cls_token: bool | None = None,
     ) -> None:
         self.adapter = adapt(model)
+        check_not_compiled(self.adapter.model)
+        check_loaded(self.adapter.model)
         if not isinstance(cast("object", layers), Iterable):
             raise ArgumentError(f"layers is {brief(layers)}; it must be a list of integers", where="layers")
         self.layers = tuple(layers)
@@ -85,6 +89,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._batch: _Captured | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._axes_are_known = False
 
     def __enter__(self) -> Self:
         if self._handles:
@@ -144,10 +149,14 @@ class Recorder:
             )
         tensors = tuple(_as_tensor(value) for value in inputs)
         n_special, n_content = self.adapter.content_of(*tensors)
-        captured = _Captured(len(self.axis), self.adapter.d_model, n_special, n_content, int(self.cls_token))
+        n_rows = len(tensors[0])
+        if not self._axes_are_known and n_rows == n_special + n_content > 1:
+            # Examples and tokens could be exchanged, and the shape would not show it; in a batch of one row it does.
+            self(*(tensor[:1] for tensor in tensors))
+        captured = _Captured(self.adapter, len(self.axis), n_rows, n_special, n_content, int(self.cls_token))
         self._batch = captured
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _without_fast_path(self.adapter.model):
                 self.adapter.forward(*tensors)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             if isinstance(error, (SaevStoreError, torch.OutOfMemoryError)):
@@ -161,6 +170,7 @@ class Recorder:
         ]
         if captured.out is None or silent:
             raise ArgumentError(f"{', '.join(silent)} did not run in the forward pass", where="layers")
+        self._axes_are_known = True
         return self._to_host(captured.out)
 
     def staged(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -189,7 +199,9 @@ class Recorder:
 
     def _on_output(self, slot: int) -> Callable[[torch.nn.Module, object, object], None]:
         def keep(_module: torch.nn.Module, _args: object, output: object) -> None:
-            self._keep(slot, cast("tuple[object, ...]", output)[0] if isinstance(output, tuple) else output)
+            if isinstance(output, (tuple, list)) and output:
+                output = cast("Sequence[object]", output)[0]
+            self._keep(slot, cast("object", output))
 
         return keep
 
@@ -207,32 +219,43 @@ class _Captured:
         seen: Positions on the layer axis that are there.
     """
 
-    def __init__(self, n_layers: int, d_model: int, n_special: int, n_content: int, n_cls: int) -> None:
+    def __init__(
+        self, adapter: Adapter, n_layers: int, n_rows: int, n_special: int, n_content: int, n_cls: int
+    ) -> None:
         self.out: torch.Tensor | None = None
         self.seen: set[int] = set()
-        self._n_layers, self._d_model = n_layers, d_model
+        self._adapter, self._n_layers, self._n_rows = adapter, n_layers, n_rows
         self._n_special, self._n_content, self._n_cls = n_special, n_content, n_cls
 
     def keep(self, slot: int, hidden: object, name: str) -> None:
         """Copy what a module put out or got. It is copied at once: nothing that the model does later can reach it."""
         import torch
 
-        expected = (self._n_special + self._n_content, self._d_model)
-        shape = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
-        if not isinstance(hidden, torch.Tensor) or shape[1:] != expected or hidden.ndim != 3:
+        if not isinstance(hidden, torch.Tensor):
             raise ArgumentError(
-                f"{name} has the shape {shape}; the batch and the special tokens of the model make (batch, "
-                f"{expected[0]}, {expected[1]})",
+                f"{name} is a {type(hidden).__name__}, no tensor",
                 where="model",
+                remedy="A module must put out a tensor, or a tuple that begins with it; an input must be the first "
+                "argument or hidden_states. Name another module: points={…: HookPoint(…)}.",
+            )
+        if self._adapter.batch_axis == 1 and hidden.ndim == 3:
+            hidden = hidden.transpose(0, 1)
+        d_model = self._adapter.d_model
+        expected = (self._n_rows, self._n_special + self._n_content, d_model)
+        shape = tuple(hidden.shape)
+        if shape != expected:
+            raise ArgumentError(
+                f"{name} has the shape {shape}; (examples, tokens, d_model) of this batch are {expected}",
+                where="model",
+                remedy=self._remedy(shape, expected),
             )
         if slot in self.seen:
             raise ArgumentError(f"the module of {name} ran twice in one forward pass", where="model")
         with torch.inference_mode(mode=False):  # callers may change what they get
             if self.out is None:
-                n, n_tokens = hidden.shape[0], self._n_cls + self._n_content
+                shape = (self._n_rows, self._n_layers, self._n_cls + self._n_content, d_model)
                 # A GPU goes on while its own memory is copied; it would wait for the host's.
                 device = hidden.device if hidden.is_cuda else "cpu"
-                shape = (n, self._n_layers, n_tokens, self._d_model)
                 self.out = torch.empty(shape, dtype=hidden.dtype, device=device)
             elif self.out.dtype != hidden.dtype:
                 self.out = self.out.to(torch.promote_types(self.out.dtype, hidden.dtype))
@@ -240,6 +263,39 @@ class _Captured:
         n_cls = self._n_cls
         self.out[:, slot, :n_cls].copy_(hidden[:, :n_cls])
         self.out[:, slot, n_cls:].copy_(hidden[:, self._n_special :])
+
+    def _remedy(self, shape: tuple[int, ...], expected: tuple[int, int, int]) -> str | None:
+        """What could make the shape fit."""
+        rows, tokens, d_model = expected
+        if shape == (tokens, rows, d_model):
+            other = 1 - self._adapter.batch_axis
+            return f"Examples and tokens are exchanged: make the adapter with batch_axis={other}."
+        if len(shape) == 3 and shape[:2] == (rows, tokens):
+            return f"Make the adapter with d_model={shape[2]}, or name another module: all vectors have one length."
+        if len(shape) == 3 and shape[0] == rows and shape[2] == d_model and isinstance(self._adapter, VisionAdapter):
+            n_more = shape[1] - self._n_content
+            return f"If {n_more} tokens come before the patches, make the adapter with n_special={n_more}."
+        return None
+
+
+@contextmanager
+def _without_fast_path(model: torch.nn.Module) -> Generator[None]:
+    """Keeps encoder layers of torch from fused code that they run where no hook is.
+
+    It rounds differently, so the vectors of a layer would depend on which others are recorded.
+    """
+    import torch
+
+    mha = torch.backends.mha
+    was_enabled = mha.get_fastpath_enabled()
+    if not was_enabled or not any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in model.modules()):
+        yield
+        return
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(True)
 
 
 def _pinned_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
