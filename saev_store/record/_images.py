@@ -5,40 +5,38 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import dtype_name
 from saev_store.errors import ArgumentError
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
 from saev_store.record._identity import config_digest
+from saev_store.record._patch_labels import Masks
+from saev_store.record._pictures import Pictures
+from saev_store.record._processing import check_range, framing_of, normalises, process
+from saev_store.sources import recorded_from
+from saev_store.sources.pictures import name_of, picture_px
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     import numpy.typing as npt
     import torch
 
+    from saev_store.core.layout import IntArray
     from saev_store.record._adapters import Adapter
+    from saev_store.record._pictures import Address, OnBadImage
+    from saev_store.record._processing import Processor
+    from saev_store.sources import Source
+    from saev_store.sources.map_style import DataSet
+    from saev_store.sources.pictures import ImageKey
 
     Labels: TypeAlias = npt.NDArray[np.uint8]
     PixelBatch: TypeAlias = npt.NDArray[np.float32] | torch.Tensor
-
-
-class MapStyle(Protocol):
-    """A map-style data set: a list, an array, or a torch data set."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, example: int, /) -> object: ...
-
-
-class Processor(Protocol):
-    """An image processor of `transformers`."""
-
-    def __call__(self, *, images: Sequence[object], return_tensors: str) -> Mapping[str, npt.ArrayLike]: ...
 
 
 class _ImageSource(ExampleSource):
@@ -60,7 +58,9 @@ class _ImageSource(ExampleSource):
                 where="source",
                 remedy="Use Texts.",
             )
-        content = adapter.content_tokens(self._shape())
+        shape = self._shape()
+        content = adapter.content_tokens(shape)
+        self._look_at(shape, adapter.patch_px)
         if self.labels is not None and self.labels.shape != (self.n_examples, content):
             raise ArgumentError(
                 f"labels has the shape {self.labels.shape}; one per patch is {(self.n_examples, content)}",
@@ -70,14 +70,15 @@ class _ImageSource(ExampleSource):
             self.n_examples,
             content,
             adapter.keeps_cls(self.cls_token),
-            {} if self.labels is None else {"labels": "uint8"},
+            {"labels": "uint8"} if self._has_labels() else {},
             identity=self._identity(),
         )
 
     def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         del start  # batches are whole examples
         for batch, acts in computed:
-            labels = {} if self.labels is None else {"labels": self.labels[batch.first : batch.first + len(acts)]}
+            end = batch.first + len(acts)
+            labels = batch.token_arrays if self.labels is None else {"labels": self.labels[batch.first : end]}
             yield Recorded(batch.first, acts, labels)
             del batch, acts  # not held while the next ones are waited for
 
@@ -85,25 +86,53 @@ class _ImageSource(ExampleSource):
     def _shape(self) -> tuple[int, ...]:
         """The shape of a batch, (batch, channels, height, width)."""
 
+    def _has_labels(self) -> bool:
+        return self.labels is not None
+
+    def _look_at(self, shape: tuple[int, ...], patch_px: tuple[int, int]) -> None:
+        """Learn the shape of a batch, and the height and width of a patch."""
+
     def _identity(self) -> dict[str, object]:
         return {}
 
 
 class Images(_ImageSource):
-    """Images of a random-access data set, in batches that are cut at multiples of `batch_size` regardless of the start.
+    """Images of a source, in batches that are cut at multiples of `batch_size` regardless of the start.
 
     A resumed recording therefore runs the same forward passes as an uninterrupted one, and loads no image of a batch that it
-    does not run.
+    does not run. Only the images of a batch are in memory.
 
     Args:
-        images: `images[i]` is one example's pixels, (channels, height, width), normalised as the model wants it; or with a
-            `processor` whatever that takes, such as images of Pillow.
+        images: The address of a folder of images or of an Energon data set; an open source of images, see
+            `saev_store.sources.ImageFolder` and `open_source`; or any data set with a length and numbered samples, such as a list,
+            an array, a data set of torch or of Hugging Face. Without a `processor` a sample is pixels (channels, height, width),
+            normalised as the model wants them. With one it is whatever that takes; files and images of Pillow are converted to
+            RGB first, see `saev_store.sources.pixels.to_rgb`.
         batch_size: Images in a batch; the last one may have fewer.
         processor: An image processor of `transformers`, which makes pixels of a list of images. It is part of the recording's
             identity.
         cls_token: Whether to record the CLS token; None: if the model has one.
         labels: (n_examples, content tokens) uint8, a label for each patch; may be a memory map.
-        data: Description of the data set for the metadata; any JSON object.
+        masks: Instead of `labels`: for each sample a label for each pixel. A map-style data set of integers (height, width) or of
+            images with one channel, or the address of a folder with the masks under the names of the images. The label of a
+            patch is the most frequent one, of equally frequent ones the smallest.
+        image_key: Of samples with several parts the name of the image, or its place in a pair (image, label).
+        on_bad_image: `"raise"`, or `"skip"` to leave out images that do not decode. All images are then decoded once before
+            recording begins. Which are left out is part of the metadata.
+        any_range: Accept pixels that do not look normalised.
+        data: Description of the data set for the metadata, any JSON object; None: what `store.origin` needs.
+        storage_options: Options of the file system of an address.
+
+    Attributes:
+        source: Where the samples are from.
+        skipped: Positions of the samples that are left out, and why.
+
+    Raises:
+        ArgumentError: an argument breaks a rule, or there is no image.
+        NotFoundError: there is nothing at an address, or a mask is missing.
+
+    Warns:
+        SaevStoreWarning: images are left out, or pixels look as if they were not normalised.
 
     >>> images = Images(np.zeros((5, 3, 8, 8)), batch_size=2)
     >>> [(batch.first, batch.inputs[0].shape[0]) for batch in images.batches(3, 5)]
@@ -112,54 +141,126 @@ class Images(_ImageSource):
 
     def __init__(
         self,
-        images: MapStyle,
+        images: Address | Source[object] | DataSet,
         batch_size: int = 32,
         *,
         processor: Processor | None = None,
         cls_token: bool | None = None,
         labels: Labels | None = None,
+        masks: Address | DataSet | None = None,
+        image_key: ImageKey | None = None,
+        on_bad_image: OnBadImage = "raise",
+        any_range: bool = False,
         data: Mapping[str, object] | None = None,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        self.images, self.batch_size, self.processor = images, check_batch_size(batch_size), processor
-        if len(images) < 1:
-            raise ArgumentError("images is empty; there must be at least one example", where="images")
-        super().__init__(len(images), cls_token, labels, data)
-        self._example_shape: tuple[int, ...] | None = None
+        self.batch_size, self.processor = check_batch_size(batch_size), processor
+        self._any_range = check_flag(any_range, name="any_range")
+        if masks is not None and labels is not None:
+            raise ArgumentError(
+                "masks and labels both say what patches show", where="masks", remedy="Pass one of them."
+            )
+        self._pictures = Pictures(images, image_key, on_bad_image, storage_options)
+        super().__init__(len(self._pictures), cls_token, labels, data)
+        self._has_data, self._masks = data is not None, None
+        if masks is not None:
+            used = self._pictures.samples(0, self.n_examples).tolist()
+            self._masks = Masks(masks, self.source, used, storage_options)
+        self._shape_of_batch: tuple[int, ...] | None = None
+        self._patch_px: tuple[int, int] | None = None
+        self._warns = normalises(processor)
+
+    @property
+    def source(self) -> Source[object]:
+        """Where the samples are from."""
+        return self._pictures.source
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        """Positions of the samples that are left out, and why."""
+        return self._pictures.skipped
+
+    def describe(self) -> dict[str, object]:
+        if self._has_data:
+            return dict(self.data)
+        if self._shape_of_batch is None or self._patch_px is None:
+            raise ArgumentError("the model is not known yet", where="source", remedy="Call geometry(adapter) first.")
+        (height, width), (high, wide) = self._shape_of_batch[2:], self._patch_px
+        return recorded_from(
+            self.source,
+            skipped=list(self.skipped),
+            patches=(height // high, width // wide),
+            image_px=(height, width),
+            patch_px=(high, wide),
+            framing=framing_of(self.processor),
+            image_key=self._pictures.image_key,
+        )
 
     def batches(self, start: int, end: int) -> Iterator[Batch]:
         """The batches from the one that contains example `start` to the one that contains `end - 1`."""
         for first in range(start // self.batch_size * self.batch_size, end, self.batch_size):
-            last = min(first + self.batch_size, self.n_examples)
-            yield Batch((self._pixels(range(first, last)),), first)
+            yield self._batch(first, min(first + self.batch_size, self.n_examples))
 
-    def _pixels(self, examples: range) -> npt.NDArray[np.float32]:
-        """(examples, channels, height, width): what the model is given."""
-        images = [self.images[i] for i in examples]
-        for i, image in zip(examples, images, strict=True):
-            if isinstance(image, (tuple, Mapping)):
-                raise _not_alone(f"image {i}", cast("object", image))
-        if self.processor is not None:
-            made = self.processor(images=images, return_tensors="np")["pixel_values"]
-            return np.asarray(made, dtype=np.float32)
-        pixels = [_as_pixels(image, f"image {i}") for i, image in zip(examples, images, strict=True)]
-        shapes = {image.shape for image in pixels}
-        if len(shapes) != 1:
-            raise ArgumentError(
-                f"the images {examples[0]} to {examples[-1]} have the shapes {sorted(shapes)}; they must be equal",
-                where="images",
+    def _batch(self, first: int, last: int) -> Batch:
+        samples = self._pictures.samples(first, last)
+        images = self._pictures.images(samples)
+        pixels = self._pixels(images, samples)
+        if self._masks is None or self._patch_px is None:
+            return Batch((pixels,), first)
+        framing = framing_of(self.processor)
+        labels = [
+            self._masks.labels(
+                sample,
+                input_px=(pixels.shape[2], pixels.shape[3]),
+                patch_px=self._patch_px,
+                original_px=picture_px(image, where="images"),
+                framing=framing,
             )
-        return np.stack(pixels)
+            for sample, image in zip(samples.tolist(), images, strict=True)
+        ]
+        return Batch((pixels,), first, {"labels": np.stack(labels)})
+
+    def _pixels(self, images: list[object], samples: IntArray) -> npt.NDArray[np.float32]:
+        """(examples, channels, height, width): what the model is given."""
+        names = [name_of(self.source, int(sample)) for sample in samples]
+        for name, image in zip(names, images, strict=True):
+            if isinstance(image, (tuple, Mapping)):
+                raise _not_alone(name, cast("object", image))
+        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        if self.processor is not None:
+            pixels = process(self.processor, images, what)
+        else:
+            each = [_as_pixels(image, name) for name, image in zip(names, images, strict=True)]
+            shapes = {image.shape for image in each}
+            if len(shapes) != 1:
+                raise ArgumentError(f"{what} have the shapes {sorted(shapes)}; they must be equal", where="images")
+            pixels = np.stack(each)
+        if not self._any_range and pixels.size:
+            check_range(pixels, what, warn=self._warns)
+            self._warns = False
+        return pixels
 
     def _shape(self) -> tuple[int, ...]:
-        if self._example_shape is None:
-            self._example_shape = self._pixels(range(1)).shape
-        return self._example_shape
+        if self._shape_of_batch is None:
+            samples = self._pictures.samples(0, 1)
+            self._shape_of_batch = self._pixels(self._pictures.images(samples), samples).shape
+        return self._shape_of_batch
+
+    def _has_labels(self) -> bool:
+        return self.labels is not None or self._masks is not None
+
+    def _look_at(self, shape: tuple[int, ...], patch_px: tuple[int, int]) -> None:
+        self._shape_of_batch, self._patch_px = shape, patch_px
 
     def _identity(self) -> dict[str, object]:
-        if self.processor is None:
-            return {"batch_size": self.batch_size}
-        made_by = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
-        return {"batch_size": self.batch_size, "processor": made_by}
+        said: dict[str, object] = {"batch_size": self.batch_size}
+        if self.processor is not None:
+            said["processor"] = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
+        if self.skipped:
+            said["skipped"] = list(self.skipped)
+        if self._masks is not None:
+            said["masks"] = self._masks.describe()
+        return said
 
 
 class ImageBatches(_ImageSource):
@@ -172,7 +273,8 @@ class ImageBatches(_ImageSource):
         n_examples: Number of images in all batches together: the metadata is written before they are read.
         cls_token: As of `Images`.
         labels: As of `Images`.
-        data: As of `Images`.
+        any_range: As of `Images`.
+        data: Description of the data set for the metadata, any JSON object.
     """
 
     def __init__(
@@ -182,9 +284,10 @@ class ImageBatches(_ImageSource):
         *,
         cls_token: bool | None = None,
         labels: Labels | None = None,
+        any_range: bool = False,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        self._pixels = pixels
+        self._pixels, self._any_range = pixels, check_flag(any_range, name="any_range")
         self._begun: Iterator[PixelBatch] | None = (
             None  # what is left after a look at the first batch, which is put back
         )
@@ -195,7 +298,7 @@ class ImageBatches(_ImageSource):
         begun, self._begun = self._begun, None
         first = 0
         for pixels in self._pixels if begun is None else begun:
-            _check_batch(pixels, first)
+            _check_batch(pixels, first, any_range=self._any_range)
             last = first + len(pixels)
             if last > self.n_examples:
                 raise ArgumentError(
@@ -216,7 +319,7 @@ class ImageBatches(_ImageSource):
     def _shape(self) -> tuple[int, ...]:
         rest = iter(self._pixels) if self._begun is None else self._begun
         for pixels in rest:
-            _check_batch(pixels, 0)
+            _check_batch(pixels, 0, any_range=self._any_range)
             self._begun = itertools.chain([pixels], rest)
             return tuple(pixels.shape)
         raise ArgumentError("there are no batches; there must be at least one", where="source")
@@ -234,12 +337,14 @@ def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:
     return found.astype(np.float32, copy=False) if isinstance(found, np.ndarray) else found.float().cpu().numpy()
 
 
-def _check_batch(pixels: object, first: int) -> None:
-    """Refuse a batch that is no array of floats."""
+def _check_batch(pixels: PixelBatch, first: int, *, any_range: bool) -> None:
+    """Refuse a batch that is no array of normalised floats; the first one may give a warning."""
     what = f"the batch from image {first} on"
     if not hasattr(pixels, "shape"):
         raise _not_alone(what, pixels)
     _check_floats(getattr(pixels, "dtype", None), what)
+    if not any_range and 0 not in pixels.shape:
+        check_range(pixels, what, warn=first == 0)
 
 
 def _check_floats(dtype: object, what: str) -> None:
@@ -257,5 +362,5 @@ def _not_alone(what: str, value: object) -> ArgumentError:
     return ArgumentError(
         f"{what} is a {type(value).__name__}; it must be pixels alone",
         where="images",
-        remedy="Of pairs (image, label) hand over the images alone.",
+        remedy="Of pairs (image, label) hand over the images alone, or name them: Images(…, image_key=…).",
     )

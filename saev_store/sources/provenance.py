@@ -10,14 +10,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from saev_store.core.arguments import check_count, check_flag
-from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    SelectionError,
+    UnsafeContentError,
+    brief,
+)
 from saev_store.sources._source import DigestScope, check_index
+from saev_store.sources.places import (
+    Content,
+    Part,
+    Patches,
+    PatchPlace,
+    TokenPlace,
+    Tokens,
+    ids_of,
+    patch_place,
+    sample_of,
+    token_place,
+)
 from saev_store.sources.sniff import reopen
 
 if TYPE_CHECKING:
@@ -26,76 +45,21 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.sources._source import Source
     from saev_store.sources.address import Url
+    from saev_store.sources.framing import Framing
 
 _REMEDY = "Stores recorded with data=recorded_from(source) name theirs."
-_Count = Annotated[int, Field(ge=1)]
-_Pair = Annotated[tuple[_Count, _Count], Field(strict=False)]
 
 
-class _Part(BaseModel):
-    """A part of the description in `metadata.data`."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
-
-
-class _Examples(_Part):
-    """The sample of example i: `samples[i]`, or `first + i`; or the sample of each token: what the store records for it."""
+class _Examples(Part):
+    """The sample of example i: `samples[i]`, or the i-th one from `first` on that is not skipped; or that of each token, as recorded."""
 
     first: int | None = None
+    skipped: list[int] | None = None
     samples: list[int] | None = None
     by_token: bool = False
 
 
-class _Tokens(_Part):
-    first: int | None
-
-
-class _Patches(_Part):
-    grid: _Pair
-    image_px: _Pair
-
-
-class _Content(_Part):
-    """The meaning of content tokens: tokens of a text, or patches of an image."""
-
-    tokens: _Tokens | None = None
-    patches: _Patches | None = None
-
-
-_PartT = TypeVar("_PartT", bound=_Part)
-
-
-@dataclass(frozen=True)
-class TokenPlace:
-    """A token of a text.
-
-    Attributes:
-        position: Its position in the sample.
-        token_id: Its id.
-        before: The ids before it, nearest last.
-        after: The ids after it, nearest first.
-    """
-
-    position: int
-    token_id: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PatchPlace:
-    """A patch of an image.
-
-    Attributes:
-        row, column: Its place in the grid of patches, from the top left.
-        box: (left, top, right, bottom) in pixels of the image as the model saw it, right and bottom exclusive.
-        image_px: (height, width) of that image, after resizing and cropping.
-    """
-
-    row: int
-    column: int
-    box: tuple[int, int, int, int]
-    image_px: tuple[int, int]
+PartT = TypeVar("PartT", bound=Part)
 
 
 @dataclass(frozen=True)
@@ -122,8 +86,12 @@ def recorded_from(
     samples: Sequence[int] | None = None,
     first_token: int | None = None,
     by_token: bool = False,
+    skipped: Sequence[int] = (),
     patches: tuple[int, int] | None = None,
     image_px: tuple[int, int] | None = None,
+    patch_px: tuple[int, int] | None = None,
+    framing: Framing | None = None,
+    image_key: str | int | None = None,
     digest: DigestScope = "sampled",
 ) -> dict[str, object]:
     """The description of a source to pass as `data` to `new_metadata` when recording from it.
@@ -138,8 +106,12 @@ def recorded_from(
             without a special token begin with token 0.
         by_token: For texts that were cut or laid end to end: the sample of a token is its `document_ids` in the store, and its place
             there is its `positions`, so the store has to have both token arrays.
+        skipped: Beside `first`: samples that are no examples, in ascending order; each moves the later examples on by one.
         patches: For images: content token t is patch t of a grid of (rows, columns), row by row.
         image_px: For images: (height, width) of the model's input, in pixels.
+        patch_px: For images: (height, width) of a patch, where patches do not fill the input.
+        framing: For images: how the input was made of the original image, for boxes in that.
+        image_key: For images: which part of a sample is the image, see `saev_store.sources.pictures.picture_of`.
         digest: What the source's digest covers.
 
     Raises:
@@ -156,6 +128,14 @@ def recorded_from(
         examples = {"by_token": True}
     elif samples is None:
         examples = {"first": check_count(first, name="first", least=0)}
+        if skipped:
+            checked = [check_index(sample, len(source), what="sample") for sample in skipped]
+            if checked != sorted({*checked}) or checked[0] < first:
+                raise ArgumentError(
+                    f"skipped is {brief(list(skipped))}; it must be samples from {first} on, in ascending order",
+                    where="skipped",
+                )
+            examples["skipped"] = checked
     else:
         examples = {"samples": [check_index(sample, len(source), what="sample") for sample in samples]}
     if (patches is None) != (image_px is None):
@@ -167,12 +147,26 @@ def recorded_from(
     else:
         rows, columns = (check_count(n, name="patches") for n in patches)
         height, width = (check_count(n, name="image_px") for n in image_px)
-        if height % rows or width % columns:
+        high, wide = patch_px or (height // rows, width // columns)
+        if patch_px is None and (height % rows or width % columns):
             raise ArgumentError(
                 f"an image of {height} x {width} pixels has no grid of {rows} x {columns} equal patches",
                 where="patches",
+                remedy="Pass patch_px=… if patches do not fill it.",
             )
-        content = {"patches": {"grid": [rows, columns], "image_px": [height, width]}}
+        if rows * high > height or columns * wide > width:
+            raise ArgumentError(
+                f"{rows} x {columns} patches of {high} x {wide} pixels are larger than {height} x {width}",
+                where="patch_px",
+            )
+        found: dict[str, object] = {"grid": [rows, columns], "image_px": [height, width]}
+        if patch_px is not None:
+            found["patch_px"] = [high, wide]
+        if framing is not None:
+            found["framing"] = {"resize": framing.resize, "crop": framing.crop}
+        if image_key is not None:
+            found["image_key"] = image_key
+        content = {"patches": found}
     described = source.describe(digest=digest)
     return {"__class__": "Source", "source": described, "examples": examples, "content": content}
 
@@ -200,6 +194,12 @@ def source_of(
     """
     outside_ok = check_flag(outside_ok, name="outside_ok")
     description = cast("Mapping[str, object]", _described(metadata)["source"])
+    if description.get("format") == "map_style":
+        raise DocumentError(
+            f"was recorded from a data set in memory, a {brief(description.get('class'))}, which has no address",
+            where=metadata.where,
+            remedy="Pass it on: store.origin(…, source=MapStyle(data)), of saev_store.sources.",
+        )
     address = description.get("url")
     scheme = address.partition("://")[0] if isinstance(address, str) and "://" in address else "file"
     if url is None and not outside_ok and scheme not in {"file", "local", "memory"}:
@@ -249,13 +249,14 @@ def origin_of(
     examples = _part(_Examples, "examples", described, metadata)
     if examples.by_token:
         return _origin_by_token(metadata, source, example, token_idx, neighbours, token_arrays or {})
+    _check_given(source, described)
     sample_idx = _sample_of(examples, example, source, metadata)
     sample = source[sample_idx]
     place = None
     if token_idx is not None:
-        content = _part(_Content, "content", described, metadata)
+        content = _part(Content, "content", described, metadata)
         if content.patches is not None:
-            place = _patch(content.patches, int(token_idx), metadata)
+            place = _patch(content.patches, int(token_idx), source, sample, metadata)
         else:
             place = _token(content.tokens, int(token_idx), sample, neighbours, metadata)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
@@ -285,8 +286,8 @@ def _origin_by_token(
         )
     _check_sample(sample_idx, example, source, metadata)
     sample = source[sample_idx]
-    ids = _ids_of(sample)
-    place = None if ids is None or token_idx is None else _place_in(ids, token, position, neighbours)
+    ids = ids_of(sample)
+    place = None if ids is None or token_idx is None else token_place(ids, token, position, neighbours)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
 
 
@@ -303,7 +304,7 @@ def _described(metadata: Metadata) -> dict[str, object]:
     raise DocumentError("names no source that its examples were recorded from", where=metadata.where, remedy=_REMEDY)
 
 
-def _part(kind: type[_PartT], name: str, described: Mapping[str, object], metadata: Metadata) -> _PartT:
+def _part(kind: type[PartT], name: str, described: Mapping[str, object], metadata: Metadata) -> PartT:
     """A part of the description, validated."""
     try:
         return kind.model_validate(described.get(name))
@@ -323,11 +324,26 @@ def _sample_of(examples: _Examples, example: int, source: Source[object], metada
     if examples.samples is not None and example < len(examples.samples):
         sample = examples.samples[example]
     elif examples.samples is None and examples.first is not None:
-        sample = examples.first + example
+        sample = int(sample_of(np.array([examples.first + example]), examples.skipped or [])[0])
     else:
         raise _unusable("examples", examples.model_dump(), metadata)
     _check_sample(sample, example, source, metadata)
     return sample
+
+
+def _check_given(source: Source[object], described: Mapping[str, object]) -> None:
+    """Compare a data set in memory, which nothing reopens, with the description; others were compared when they were opened."""
+    description = cast("Mapping[str, object]", described["source"])
+    if source.format != "map_style" or description.get("format") != "map_style":
+        return
+    now = source.describe()
+    for name in ("n_samples", "fingerprint"):
+        if name in description and name in now and now[name] != description[name]:
+            raise CorruptShardError(
+                f"{name} is {brief(now[name])}, but was {brief(description[name])} when the store was recorded",
+                where="source",
+                remedy="Pass the data set that was recorded.",
+            )
 
 
 def _check_sample(sample: int, example: int, source: Source[object], metadata: Metadata) -> None:
@@ -340,13 +356,11 @@ def _check_sample(sample: int, example: int, source: Source[object], metadata: M
         )
 
 
-def _token(
-    tokens: _Tokens | None, token: int, sample: object, neighbours: int, metadata: Metadata
-) -> TokenPlace | None:
+def _token(tokens: Tokens | None, token: int, sample: object, neighbours: int, metadata: Metadata) -> TokenPlace | None:
     """The token of a text; None for a sample that is no text."""
     if tokens is None:
         raise _unusable("content", None, metadata)
-    ids = _ids_of(sample)
+    ids = ids_of(sample)
     if ids is None:
         return None
     if tokens.first is None and metadata.layout.cls_token:
@@ -355,32 +369,17 @@ def _token(
             where=metadata.where,
             remedy="Record with recorded_from(source, first_token=1) if it is (BOS), else with first_token=0.",
         )
-    return _place_in(ids, token, (tokens.first or 0) + token, neighbours)
+    return token_place(ids, token, (tokens.first or 0) + token, neighbours)
 
 
-def _ids_of(sample: object) -> npt.NDArray[np.integer] | None:
-    """The token ids of a sample; None for one that is no text."""
-    is_text = isinstance(sample, np.ndarray) and cast("npt.NDArray[np.generic]", sample).ndim == 1
-    return cast("npt.NDArray[np.integer]", sample) if is_text else None
+def _patch(patches: Patches, token: int, source: Source[object], sample: object, metadata: Metadata) -> PatchPlace:
+    from saev_store.sources.pictures import picture_of, picture_px
 
-
-def _place_in(ids: npt.NDArray[np.integer], token: int, position: int, neighbours: int) -> TokenPlace:
-    """The place of a content token at a position of a sample of token ids."""
-    if not 0 <= position < len(ids):
-        raise SelectionError(
-            f"content token {token} is token {position} of a sample that has {len(ids)}: it is padding",
-            where="token_idx",
-        )
-    reach = check_count(neighbours, name="neighbours", least=0)
-    before = ids[max(0, position - reach) : position].tolist()
-    after = ids[position + 1 : position + 1 + reach].tolist()
-    return TokenPlace(position, ids[position].item(), tuple(before), tuple(after))
-
-
-def _patch(patches: _Patches, token: int, metadata: Metadata) -> PatchPlace:
-    (rows, columns), (height, width) = patches.grid, patches.image_px
-    if token >= rows * columns:
+    original_px = None
+    if patches.framing is not None:
+        picture = picture_of(source, sample, patches.image_key, where="source")
+        original_px = picture_px(picture, where="source")
+    place = patch_place(patches, token, original_px)
+    if place is None:
         raise _unusable("content.patches.grid", patches.grid, metadata)
-    row, column = divmod(token, columns)
-    box = (column * width // columns, row * height // rows, (column + 1) * width // columns, (row + 1) * height // rows)
-    return PatchPlace(row, column, box, (height, width))
+    return place

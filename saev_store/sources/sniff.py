@@ -182,7 +182,14 @@ def reopen(
         raise DocumentError(
             f"{brief(dict(description))} describes no source: it needs a 'url' and a 'digest'", where="description"
         )
-    source = open_source(url if url is not None else address, storage_options, engine=engine, transport=transport)
+    address = url if url is not None else address
+    source: Source[object]
+    if description.get("format") == "images":
+        from saev_store.sources.image_folder import ImageFolder
+
+        source = ImageFolder(address, storage_options, engine=engine, transport=transport)
+    else:
+        source = open_source(address, storage_options, engine=engine, transport=transport)
     if description.get("samples") is not None:
         from saev_store.sources.mmididx.samples import from_description
 

@@ -365,7 +365,7 @@ def test_an_image_has_at_most_so_many_pixels(size: tuple[int, int], is_right: bo
     import io
 
     image = pytest.importorskip("PIL.Image")
-    monkeypatch.setattr("saev_store.sources.energon.field_map._MAX_PIXELS", 16)
+    monkeypatch.setattr("saev_store.sources.pixels.MAX_PIXELS", 16)
     buffer = io.BytesIO()
     image.new("RGB", size).save(buffer, "PNG")
     if is_right:

@@ -16,17 +16,10 @@ from saev_store.documents import parse_json
 from saev_store.errors import DocumentError, MissingDependencyError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources.energon._yaml import as_list, as_mapping
+from saev_store.sources.pixels import FORMATS, opened
 
 #: An image decodes to uint8 (height, width, 3), to float32 (3, height, width) from 0 to 1 as in Energon, or stays bytes.
 Images = Literal["rgb8", "torchrgb", "bytes"]
-#: Limit of the pixels of one image, compared before it is decoded.
-_MAX_PIXELS = 1 << 28
-#: Pillow's decoders by ending; none of them starts a program (as EPS does) or reads other files.
-_FORMATS = {
-    "jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "png": "PNG", "apng": "PNG", "webp": "WEBP", "gif": "GIF",
-    "bmp": "BMP", "tif": "TIFF", "tiff": "TIFF", "jp2": "JPEG2000", "j2k": "JPEG2000", "jpx": "JPEG2000", "ppm": "PPM",
-    "pgm": "PPM", "pbm": "PPM", "pnm": "PPM", "tga": "TGA", "ico": "ICO",
-}  # fmt: skip
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
 MAX_JSON_NBYTES = 256 << 20
 _MAX_INTEGER_NBYTES = 256
@@ -134,7 +127,7 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
             return _npy(raw)
         if kind in _MSGPACK:
             return _msgpack(raw)
-        if images != "bytes" and kind in _FORMATS:
+        if images != "bytes" and kind in FORMATS:
             return _image(raw, where=where, images=images)
     except DocumentError as error:
         _refuse(part, error.message, where)
@@ -175,27 +168,8 @@ def _msgpack(raw: bytes) -> object:
 
 def _image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
     """An image as RGB: uint8 (height, width, 3) for `"rgb8"`, float32 (3, height, width) in 0 to 1 for `"torchrgb"`."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependencyError(
-            "an image needs Pillow",
-            where=where,
-            remedy="""Run: pip install "saev-store[energon]", or pass images="bytes".""",
-        ) from error
-    try:
-        # The content decides, not the name.
-        with Image.open(io.BytesIO(raw), formats=sorted(set(_FORMATS.values()))) as image:
-            if image.width * image.height > _MAX_PIXELS:
-                raise DocumentError(
-                    f"the image has {image.width} x {image.height} pixels; at most {_MAX_PIXELS:,} are decoded"
-                )
-            rgb = np.asarray(image.convert("RGB"))
-    except DocumentError:
-        raise
-    except Exception as error:
-        # Pillow's plug-ins raise many kinds of errors for damaged files.
-        raise DocumentError(f"it is no image that can be decoded: {str(error) or type(error).__name__}") from None
+    with opened(raw, where=where) as image:
+        rgb = np.asarray(image.convert("RGB"))
     if images == "torchrgb":
         return np.ascontiguousarray(rgb.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
     return rgb

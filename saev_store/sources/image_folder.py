@@ -1,0 +1,173 @@
+"""`ImageFolder`: the images below a folder, on any storage, as a source."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+import xxhash
+
+from saev_store._runtime.threads import ahead
+from saev_store.core.arguments import check_flag
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, SelectionError, brief
+from saev_store.problems import Problem
+from saev_store.sources._files import ALGORITHM, digest_files
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources.address import Url, full_url
+from saev_store.sources.pixels import FORMATS, decode_rgb
+from saev_store.transport import Engine, Entry, Lists, Transport, open_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from saev_store.validation import Report
+
+#: Files and folders below the root at most this deep; a link to a folder above itself would have no end.
+_MAX_DEPTH = 32
+_MAX_NBYTES = 1 << 30
+_N_THREADS = 8
+#: Files whose bytes a sampled digest covers.
+_N_SAMPLED = 32
+
+
+class ImageFolder(Source[np.ndarray]):
+    """The images below a folder, in the order of their paths: `folder[i]` is uint8 (height, width, 3).
+
+    Files are images by their endings, such as `.jpg`, `.png` or `.webp`, in any case of letters. Names that begin with a dot are
+    left out. The key of a sample is its path below the folder. How images become RGB: `saev_store.sources.pixels.to_rgb`.
+
+    Args:
+        url: The folder: a path, any fsspec URL, or, with `transport`, a path below its root.
+        storage_options, engine, transport: As in `open_source`.
+
+    Attributes:
+        transport: The storage; its root is the folder.
+        paths: The path of each sample below the folder.
+
+    Raises:
+        NotFoundError: there is no such folder, or no image in it.
+        ArgumentError: the storage cannot list files.
+    """
+
+    format = "images"
+
+    def __init__(
+        self,
+        url: Url,
+        storage_options: Mapping[str, object] | None = None,
+        *,
+        engine: Engine = "auto",
+        transport: Transport | None = None,
+    ) -> None:
+        if transport is None:
+            self.transport = open_transport(url, storage_options, engine=engine)
+        elif storage_options is not None:
+            raise ArgumentError("a transport has its options already", where="storage_options")
+        else:
+            self.transport = transport.at(str(url))
+        self.url = self.transport.url
+        self.problems = ()
+        found = sorted(_images_in(self.transport), key=lambda entry: entry.path)
+        self.paths = tuple(entry.path for entry in found)
+        self._sizes = [-1 if entry.size is None else entry.size for entry in found]
+        if not found:
+            raise NotFoundError(
+                "there is no image in the folder or below it",
+                where=self.url,
+                remedy=f"Images are files with the endings {', '.join(sorted(FORMATS))}.",
+            )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __repr__(self) -> str:
+        facts = {"images": f"{len(self):,}", "first": self.paths[0], "read through": self.transport.name}
+        return text_card(f"Images {self.url}", facts, self.problems)
+
+    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
+        """The image at a position, uint8 (height, width, 3), the caller's.
+
+        Raises:
+            DocumentError: it does not decode.
+        """
+        position = check_index(index, len(self), what="sample")
+        return np.array(decode_rgb(self.raw(position), where=full_url(self.transport, self.paths[position])))
+
+    def raw(self, index: SupportsIndex) -> bytes:
+        """The bytes of the file at a position."""
+        path = self.paths[check_index(index, len(self), what="sample")]
+        return self.transport.read(path, max_bytes=_MAX_NBYTES)
+
+    def rows(self, indices: npt.ArrayLike | slice) -> Iterator[np.ndarray]:
+        """Images by position, in the order asked for; some are read and decoded ahead, in threads."""
+        return ahead(self.__getitem__, check_positions(indices, len(self), what="sample").tolist(), _N_THREADS)
+
+    def key(self, index: SupportsIndex) -> str:
+        """The path of the sample at a position, below the folder."""
+        return self.paths[check_index(index, len(self), what="sample")]
+
+    def index_of(self, key: str) -> int:
+        """The position of a path."""
+        position = bisect.bisect_left(self.paths, key)
+        if position == len(self) or self.paths[position] != key:
+            raise SelectionError(f"there is no image {brief(key)} in the folder", where="key")
+        return position
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """The description for `metadata.data`: `"sampled"` digests all paths and sizes, and bytes of 32 of the files."""
+        every = max(1, -(-len(self) // _N_SAMPLED)) if digest == "sampled" else 1
+        files = [(path, self.transport.size(path)) for path in self.paths[::every]]
+        hasher = xxhash.xxh3_128(digest_files(self.transport, files, scope=digest).encode())
+        for path, nbytes in zip(self.paths, self._sizes, strict=True):
+            hasher.update(f"{path}\0{nbytes}\0".encode())
+        return {
+            "format": self.format,
+            "url": self.url,
+            "n_samples": len(self),
+            "digest": {"algorithm": ALGORITHM, "scope": digest, "value": hasher.hexdigest()},
+        }
+
+    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+        """Report images that are empty; `deep` decodes every one."""
+        from saev_store.validation import Report
+
+        del progress
+        started, problems = time.perf_counter(), list[Problem]()
+        for position, path in enumerate(self.paths):
+            try:
+                if self._sizes[position] == 0:
+                    raise DocumentError("the file is empty", where=path)
+                if check_flag(deep, name="deep"):
+                    self[position]
+            except SaevStoreError as error:
+                problems.append(Problem(error.kind, error.message, where=path, lost=((position, position + 1),)))
+        checked = sum(self._sizes) if deep else 0
+        return Report(self.url, len(self), len(self), tuple(problems), deep, checked, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Release maps and connections."""
+        self.transport.close()
+
+
+def _images_in(transport: Transport, folder: str = "", depth: int = 0) -> Iterator[Entry]:
+    """The images of a folder and of those below it."""
+    if not isinstance(transport, Lists):
+        raise ArgumentError(
+            f"{transport.name} cannot list files", where=transport.url, remedy="Use a folder or a bucket."
+        )
+    if depth > _MAX_DEPTH:
+        raise DocumentError(
+            f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?",
+            where=full_url(transport, folder),
+        )
+    for entry in transport.list(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir:
+            yield from _images_in(transport, entry.path.rstrip("/"), depth + 1)
+        elif entry.name.rpartition(".")[2].lower() in FORMATS and "." in entry.name:
+            yield entry

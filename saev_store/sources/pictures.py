@@ -1,0 +1,135 @@
+"""The image of a sample, whatever the source: in a folder, a part of an Energon sample, a column of a data set."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard, cast
+
+import numpy as np
+
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief
+from saev_store.sources.address import Url, full_url
+from saev_store.sources.energon import EnergonDataset, RawSample
+from saev_store.sources.energon.field_map import resolve
+from saev_store.sources.energon.keys import INFO_JSON, INFO_YAML
+from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.pixels import FORMATS, size_px, upright_px
+from saev_store.transport import open_transport
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
+
+    from saev_store.sources._source import Source
+
+#: The name of a column, or a place in a pair such as (image, label).
+ImageKey = str | int
+
+
+def open_images(url: Url, storage_options: Mapping[str, object] | None = None) -> Source[object]:
+    """The images at an address: an Energon data set, or else a folder of images.
+
+    Raises:
+        NotFoundError: there is no such folder, or no image in it.
+        DocumentError, CorruptShardError: an Energon data set breaks a rule.
+    """
+    transport = open_transport(url, storage_options)
+    for name in (INFO_JSON, INFO_YAML):
+        try:
+            transport.size(name)
+        except NotFoundError:
+            continue
+        return EnergonDataset("", transport=transport)
+    return ImageFolder("", transport=transport)
+
+
+def picture_of(source: Source[object], sample: object, image_key: ImageKey | None, *, where: str) -> object:
+    """The image of a sample: the bytes of a file, an image of Pillow, or whatever array the data set has.
+
+    Args:
+        source: Where the sample is from.
+        sample: One of its samples.
+        image_key: Which part or column is the image; None: the sample, the field `image` of an Energon data set, or the only image
+            among the parts.
+        where: For messages.
+
+    Raises:
+        ArgumentError: several parts are images.
+        DocumentError: there is no image.
+    """
+    if isinstance(sample, RawSample):
+        return _part_of(source, sample, image_key, where=where)
+    if image_key is not None:
+        try:
+            sample = cast("Mapping[ImageKey, object]", sample)[image_key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ArgumentError(f"{where} has no {image_key!r}: it {_content_of(sample)}", where="image_key") from error
+    if isinstance(sample, Mapping):
+        raw = cast("Mapping[str, object]", sample).get("bytes")  # an image of Hugging Face that is not decoded
+        return raw if isinstance(raw, bytes) else cast("object", sample)
+    return sample
+
+
+def picture_px(picture: object, *, where: str) -> tuple[int, int] | None:
+    """(height, width) of what `picture_of` returned, upright; None where that cannot be told."""
+    if isinstance(picture, bytes):
+        return size_px(picture, where=where)
+    if is_pillow(picture):
+        return upright_px(picture)
+    shape = np.shape(cast("np.ndarray", picture)) if hasattr(picture, "shape") else ()
+    if len(shape) != 3:
+        return None
+    # Channels are few, and last or first.
+    return (shape[0], shape[1]) if shape[2] <= 4 else (shape[1], shape[2])
+
+
+def is_pillow(value: object) -> TypeGuard[PilImage]:
+    """Whether a value is an image of Pillow; does not import it."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _part_of(source: Source[object], sample: RawSample, image_key: ImageKey | None, *, where: str) -> bytes:
+    """The image among the parts of an Energon sample."""
+    parts = sample.parts
+    if image_key is not None:
+        if image_key not in parts:
+            raise DocumentError(
+                f"the sample has no part {brief(image_key)}; it has {', '.join(parts)}",
+                where=where,
+                remedy="Pass another image_key.",
+            )
+        return parts[str(image_key)]
+    if isinstance(source, EnergonDataset):
+        field = (source.documents.definition.field_map or {}).get("image")
+        if field is not None:
+            found = resolve(field, parts, where=where, images="bytes")
+            if isinstance(found, bytes):
+                return found
+    names = [name for name in parts if name.rpartition(".")[2].lower() in FORMATS]
+    if len(names) > 1:
+        raise ArgumentError(
+            f"{where} has several images: {', '.join(names)}", where="image_key", remedy="Name the part of the image."
+        )
+    if not names:
+        raise DocumentError(f"the sample has no image; its parts are {', '.join(parts) or 'none'}", where=where)
+    return parts[names[0]]
+
+
+def _content_of(sample: object) -> str:
+    """What a sample is, for messages."""
+    if isinstance(sample, Mapping):
+        return f"has {', '.join(map(str, cast('Mapping[object, object]', sample)))}"
+    return f"is a {type(sample).__name__}"
+
+
+def name_of(source: Source[object], sample_idx: int) -> str:
+    """A sample as messages name it: its address, or its number in a data set that has none."""
+    if isinstance(source, (ImageFolder, EnergonDataset)):
+        return full_url(source.transport, source.key(sample_idx))
+    return f"image {sample_idx}"
+
+
+def shared_between_threads(source: Source[object]) -> bool:
+    """Whether threads may read samples at the same time; nothing is known of foreign data sets."""
+    return isinstance(source, (ImageFolder, EnergonDataset))

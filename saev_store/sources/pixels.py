@@ -1,0 +1,141 @@
+"""Decodes images to RGB and masks to integers, with Pillow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from saev_store.errors import DocumentError, MissingDependencyError, SaevStoreError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from PIL.Image import Image as PilImage
+
+#: Limit of the pixels of one image, compared before it is decoded.
+MAX_PIXELS = 1 << 28
+#: Pillow's decoders by ending; none of them starts a program (as EPS does) or reads other files.
+FORMATS = {
+    "jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "png": "PNG", "apng": "PNG", "webp": "WEBP", "gif": "GIF",
+    "bmp": "BMP", "tif": "TIFF", "tiff": "TIFF", "jp2": "JPEG2000", "j2k": "JPEG2000", "jpx": "JPEG2000", "ppm": "PPM",
+    "pgm": "PPM", "pbm": "PPM", "pnm": "PPM", "tga": "TGA", "ico": "ICO",
+}  # fmt: skip
+#: Modes of one channel whose numbers are labels: booleans, grey, places in a palette, 16 and 32 bits.
+_MASK_MODES = {"1", "L", "P", "I;16", "I;16B", "I;16L", "I;16N", "I"}
+#: Tag of EXIF: how the camera was held. From 5 on, rows are columns.
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5
+
+
+@contextmanager
+def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
+    """An image whose header was read, and whose size is below the limit.
+
+    Raises:
+        DocumentError: it is no image, does not decode inside the block, or has too many pixels.
+        MissingDependencyError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingDependencyError(
+            "an image needs Pillow",
+            where=where,
+            remedy="""Run: pip install "saev-store[energon]", or pass images="bytes".""",
+        ) from error
+    try:
+        # The content decides, not the name.
+        with Image.open(io.BytesIO(raw), formats=sorted(set(FORMATS.values()))) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise DocumentError(
+                    f"the image has {image.width} x {image.height} pixels; at most {MAX_PIXELS:,} are decoded",
+                    where=where,
+                )
+            yield image
+    except (SaevStoreError, MemoryError):
+        raise
+    except Exception as error:
+        # Pillow's plug-ins raise many kinds of errors for damaged files.
+        raise DocumentError(
+            f"it is no image that can be decoded: {str(error) or type(error).__name__}", where=where
+        ) from None
+
+
+def decode_rgb(raw: bytes, *, where: str) -> PilImage:
+    """The image of a file as RGB, see `to_rgb`; of an animation the first frame.
+
+    Raises:
+        DocumentError: it does not decode.
+        MissingDependencyError: Pillow is not installed.
+    """
+    with opened(raw, where=where) as image:
+        return to_rgb(image, where=where)
+
+
+def to_rgb(image: PilImage, *, where: str) -> PilImage:
+    """An image as RGB with 8 bits: upright as its EXIF says, 16 bits cut to the upper 8, without transparency.
+
+    The rest is Pillow's `convert("RGB")`: grey values are repeated, palettes looked up, CMYK inverted, alpha left out.
+
+    Raises:
+        DocumentError: it has floats, or integers beyond 16 bits, of which nothing tells what is white.
+    """
+    from PIL import Image, ImageOps
+
+    if image.mode == "F" or image.mode.startswith("I"):
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
+            raise DocumentError(
+                f"the image has numbers of mode {image.mode!r} from {values.min()} to {values.max()}; at most 16 bits are "
+                "known as grey",
+                where=where,
+            )
+        upright = ImageOps.exif_transpose(image)
+        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def size_px(raw: bytes, *, where: str) -> tuple[int, int]:
+    """(height, width) of the image of a file, upright as its EXIF says; only the header is read.
+
+    Raises:
+        DocumentError: it is no image.
+    """
+    with opened(raw, where=where) as image:
+        return upright_px(image)
+
+
+def upright_px(image: PilImage) -> tuple[int, int]:
+    """(height, width) of an image, upright as its EXIF says."""
+    is_turned = cast("int", image.getexif().get(_ORIENTATION, 1)) >= _FIRST_TURNED
+    return (image.width, image.height) if is_turned else (image.height, image.width)
+
+
+def decode_mask(raw: bytes, *, where: str) -> npt.NDArray[np.integer]:
+    """The integers of a mask's file, (height, width): grey values or places in the palette.
+
+    Raises:
+        DocumentError: it does not decode, or has more than one channel.
+    """
+    with opened(raw, where=where) as image:
+        return mask_of(image, where=where)
+
+
+def mask_of(image: PilImage, *, where: str) -> npt.NDArray[np.integer]:
+    """The integers of a mask of Pillow, (height, width), upright as its EXIF says.
+
+    Raises:
+        DocumentError: it has more than one channel, or floats.
+    """
+    from PIL import ImageOps
+
+    if image.mode not in _MASK_MODES:
+        raise DocumentError(
+            f"the mask has the mode {image.mode!r}; it must have one channel of integers",
+            where=where,
+            remedy="Save masks as grey or palette PNGs whose values are the labels.",
+        )
+    values = np.asarray(ImageOps.exif_transpose(image))
+    return values.astype(np.uint8) if values.dtype == np.bool_ else cast("npt.NDArray[np.integer]", values)

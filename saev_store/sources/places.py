@@ -1,0 +1,152 @@
+"""Places in a sample: a token of a text, a patch of an image; and how metadata describe what content tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from saev_store.core.arguments import check_count
+from saev_store.core.layout import IntArray
+from saev_store.errors import SelectionError
+from saev_store.sources.framing import Box, Framing, SizePx
+
+Count = Annotated[int, Field(ge=1)]
+Pair = Annotated[tuple[Count, Count], Field(strict=False)]
+
+
+class Part(BaseModel):
+    """A part of the description in `metadata.data`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
+
+
+class Tokens(Part):
+    """Content tokens are tokens of a text: token t of an example is `first + t` of the sample."""
+
+    first: int | None
+
+
+class Framed(Part):
+    """How the model's input was made of an image, see `Framing`."""
+
+    resize: Count | Pair | None
+    crop: Pair | None
+
+    def framing(self) -> Framing:
+        """The arithmetic."""
+        return Framing(self.resize, self.crop)
+
+
+class Patches(Part):
+    """Content tokens are patches of an image, row by row."""
+
+    grid: Pair
+    image_px: Pair
+    patch_px: Pair | None = None
+    framing: Framed | None = None
+    image_key: str | int | None = None
+
+
+class Content(Part):
+    """The meaning of content tokens: tokens of a text, or patches of an image."""
+
+    tokens: Tokens | None = None
+    patches: Patches | None = None
+
+
+@dataclass(frozen=True)
+class TokenPlace:
+    """A token of a text.
+
+    Attributes:
+        position: Its position in the sample.
+        token_id: Its id.
+        before: The ids before it, nearest last.
+        after: The ids after it, nearest first.
+    """
+
+    position: int
+    token_id: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PatchPlace:
+    """A patch of an image.
+
+    Attributes:
+        row, column: Its place in the grid of patches, from the top left.
+        box: (left, top, right, bottom) in pixels of the image as the model saw it, right and bottom exclusive.
+        image_px: (height, width) of that image, after resizing and cropping.
+        original_box: The same box in pixels of the original image, upright as its EXIF says; None where it is not known how that was
+            resized and cropped.
+    """
+
+    row: int
+    column: int
+    box: tuple[int, int, int, int]
+    image_px: tuple[int, int]
+    original_box: Box | None = None
+
+
+def ids_of(sample: object) -> npt.NDArray[np.integer] | None:
+    """The token ids of a sample; None for one that is no array of them."""
+    is_text = isinstance(sample, np.ndarray) and cast("npt.NDArray[np.generic]", sample).ndim == 1
+    return cast("npt.NDArray[np.integer]", sample) if is_text else None
+
+
+def token_place(ids: npt.NDArray[np.integer], token: int, position: int, neighbours: int) -> TokenPlace:
+    """The place of a content token at a position of a sample of token ids."""
+    if not 0 <= position < len(ids):
+        raise SelectionError(
+            f"content token {token} is token {position} of a sample that has {len(ids)}: it is padding",
+            where="token_idx",
+        )
+    reach = check_count(neighbours, name="neighbours", least=0)
+    before = ids[max(0, position - reach) : position].tolist()
+    after = ids[position + 1 : position + 1 + reach].tolist()
+    return TokenPlace(position, ids[position].item(), tuple(before), tuple(after))
+
+
+def patch_place(patches: Patches, token: int, original_px: SizePx | None) -> PatchPlace | None:
+    """The place of a patch; None where the grid has fewer.
+
+    Args:
+        patches: What the metadata say.
+        token: The content token.
+        original_px: (height, width) of the original image, if known.
+    """
+    (rows, columns), (height, width) = patches.grid, patches.image_px
+    if token >= rows * columns:
+        return None
+    # Pixels behind the last whole patch belong to none.
+    high, wide = patches.patch_px or (height // rows, width // columns)
+    row, column = divmod(token, columns)
+    box = (column * wide, row * high, (column + 1) * wide, (row + 1) * high)
+    original_box = None
+    if patches.framing is not None and original_px is not None:
+        framing = patches.framing.framing()
+        if framing.input_px(original_px) == (height, width):
+            original_box = framing.original_box(box, original_px)
+    return PatchPlace(row, column, box, (height, width), original_box)
+
+
+def sample_of(examples: IntArray, skipped: Sequence[int]) -> IntArray:
+    """The sample of each example where some samples are no examples.
+
+    Args:
+        examples: Positions.
+        skipped: Positions of samples, in ascending order.
+
+    >>> sample_of(np.arange(4), [1, 2, 5]).tolist()
+    [0, 3, 4, 6]
+    """
+    # A skipped sample comes before an example if fewer unskipped ones come before it.
+    unskipped_before = np.asarray(skipped, np.int64) - np.arange(len(skipped))
+    return examples + np.searchsorted(unskipped_before, examples, side="right")
