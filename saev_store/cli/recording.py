@@ -151,28 +151,34 @@ def record(
 
 
 def _load(plan: _Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
-    """The model and the texts."""
+    """The model and the texts; what is wrong without a model is refused before one is loaded."""
     from saev_store.record import Texts, load_language_model
     from saev_store.sources import open_source
 
     if (plan.text is None) == (plan.tokens is None):
         raise ArgumentError("one of the two is needed, and only one", where="text, tokens")
+
+    def texts(documents: object, tokenizer: object) -> Texts:
+        return Texts(
+            documents,
+            tokenizer,
+            context=plan.context,
+            layout=plan.layout,
+            bos=None if plan.bos == "none" else plan.bos,
+            pack=plan.pack,
+            batch_size=plan.batch_size,
+            example_tokens=plan.example_tokens,
+            text_key=plan.text_key,
+        )
+
+    if plan.text is not None and not Path(plan.text).exists():
+        raise NotFoundError("there is no such file", where=plan.text)
     documents = Path(plan.text) if plan.text is not None else open_source(plan.tokens or "")
+    texts([[0]], None)  # the options alone
     model, tokenizer = load_language_model(
         plan.model, tokenizer=plan.tokenizer, dtype=plan.compute_dtype, attention=plan.attention, progress=progress
     )
-    texts = Texts(
-        documents,
-        tokenizer,
-        context=plan.context,
-        layout=plan.layout,
-        bos=None if plan.bos == "none" else plan.bos,
-        pack=plan.pack,
-        batch_size=plan.batch_size,
-        example_tokens=plan.example_tokens,
-        text_key=plan.text_key,
-    )
-    return model, texts
+    return model, texts(documents, tokenizer)
 
 
 def _estimate(

@@ -180,6 +180,34 @@ def test_mistakes_have_exit_codes_and_name_their_option(
 
 
 @pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        (["--text", "missing.jsonl"], 1, "missing.jsonl: there is no such file"),
+        (["--context", "0"], 2, "--context: context is 0"),
+        (["--batch-size", "0"], 2, "--batch-size: batch_size is 0"),
+        (["--layout", "stream", "--pack"], 2, "--pack: a stream is packed already"),
+    ],
+)
+def test_what_is_wrong_without_a_model_is_refused_before_one_is_loaded(
+    run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list, code: int, said: str
+) -> None:
+    monkeypatch.setattr("saev_store.record.load_language_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    found, _, err = run(*flags(folder, tmp_path), *changes)
+    assert (found, said in err) == (code, True), err
+
+
+def test_an_interrupt_while_the_model_loads_promises_nothing(
+    run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("saev_store.record.load_language_model", interrupted)
+    code, _, err = run(*flags(folder, tmp_path))
+    assert (code, "kept" in err) == (130, False), err
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("layers = [1", "is no TOML"),
