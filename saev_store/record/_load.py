@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store._runtime.optional import need
-from saev_store.errors import NotFoundError
+from saev_store.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -36,6 +36,7 @@ def load_language_model(
         progress: Show the bars of the library on stderr; default: when it is a terminal.
 
     Raises:
+        ArgumentError: there is no such implementation of attention.
         NotFoundError: there is no such model or tokenizer, or its files cannot be read.
         MissingDependencyError: transformers is not installed.
     """
@@ -53,6 +54,12 @@ def load_language_model(
             found = AutoTokenizer.from_pretrained(tokenizer or name)
     except (OSError, ValueError, ImportError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if attention is not None and "attn_implementation" in str(error):
+            raise ArgumentError(
+                f"{attention!r} cannot be used: {lines[0]}",
+                where="attention",
+                remedy='Omit it, or use "eager" or "sdpa".',
+            ) from error
         raise NotFoundError(
             f"it could not be loaded: {lines[0]}",
             where=name,

@@ -169,6 +169,7 @@ def test_token_files(run, folder: Path, tmp_path: Path) -> None:
         (["--config", "missing.toml"], 1, "missing.toml: it cannot be read"),
         (["--device", "abacus"], 2, "--device: 'abacus' cannot be used"),
         (["--layout", "packed"], 2, "packed"),
+        (["--attention", "foo"], 2, "--attention: 'foo' cannot be used"),
     ],
 )
 def test_mistakes_have_exit_codes_and_name_their_option(
