@@ -306,14 +306,14 @@ def parse_age(text: str) -> float:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the store and the picture.")] = Path("saev-demo"),
-    device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the stores and the picture.")] = Path("saev-demo"),
+    device: Annotated[str | None, typer.Option(help="Device of the models, such as cuda [default: cpu].")] = None,
     as_json: AsJson = False,
     progress: Progress = None,
 ) -> None:
-    """Record a vision transformer over photographs, validate the store, and plot what it holds.
+    """Record a vision transformer over photographs and a language model over fables, validate both stores, and plot what is in one.
 
-    A second run with the same --out uses the finished store, or continues an interrupted recording.
+    A second run with the same --out uses what is finished, and continues an interrupted recording.
     """
     from saev_store.record import run_demo
 
@@ -329,6 +329,6 @@ def demo(
     if as_json:
         emit_json(result.to_dict())
     else:
-        emit(f"finished   in {result.seconds:.0f} s; inspect it with: saev-store info {shlex.quote(result.store)}")
+        emit(f"finished   in {result.seconds:.0f} s; inspect them with: saev-store ls {shlex.quote(str(out))}")
     if not result.ok:
         raise typer.Exit(1)

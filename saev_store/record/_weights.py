@@ -1,4 +1,4 @@
-"""The demo's model: DINOv2 ViT-S/14 with pretrained weights where available, else with seeded random weights."""
+"""The demo's models: DINOv2 ViT-S/14 with pretrained weights where available, and models with seeded random weights."""
 
 # transformers has no types for models made from a configuration.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -25,7 +25,7 @@ class DemoModel:
     """A model and the description of its weights.
 
     Attributes:
-        model: The vision transformer, in evaluation mode.
+        model: The transformer, in evaluation mode.
         title: Name for display.
         ckpt: Name for the metadata. For random weights it includes a digest of their values, so that other random weights
             (of another release of torch) have another store.
@@ -73,17 +73,17 @@ def load_model(*, pretrained: bool | None = None, timeout_s: float = 4.0) -> Dem
     return random_model(config, name="dinov2-small", reason=reason)
 
 
-def random_model(config: object, *, name: str, reason: str) -> DemoModel:
-    """A model of this configuration with seeded random weights; torch's random state is not changed."""
+def random_model(config: object, *, name: str, reason: str, dtype: torch.dtype | None = None) -> DemoModel:
+    """A model of this configuration with seeded random weights, as `dtype` if given; torch's random state is not changed."""
     import torch
     from transformers import AutoModel
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = AutoModel.from_config(config).eval()
+        model = AutoModel.from_config(config).eval().to(dtype)
     digest = xxhash.xxh3_64()
     for value in model.state_dict().values():
-        digest.update(value.contiguous().numpy())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
     note = f"random weights of seed {SEED} ({reason})"
     ckpt = f"{name}-random-{digest.hexdigest()}"
     return DemoModel(model, f"{name} with random weights", ckpt, pretrained=False, note=note)

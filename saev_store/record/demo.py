@@ -1,5 +1,6 @@
 """The demo: records photographs through a vision transformer, validates and reads the store, and draws a picture of it.
 
+Then it records fables through a language model, see `_demo_text.py`.
 `DemoResult` has what was measured.
 """
 
@@ -18,6 +19,8 @@ import numpy as np
 from saev_store.errors import AccessError, ArgumentError
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import VisionAdapter, place
+from saev_store.record._demo_steps import rate, say_checked, say_recorded, validate
+from saev_store.record._demo_text import TextDemoResult, run_text
 from saev_store.record._images import Images
 from saev_store.record._photos import GRID, draw, load_photographs, patch_colours, principal_colours, stitch
 from saev_store.record._record import describe, fill, prepare
@@ -65,6 +68,7 @@ class DemoResult:
         n_checked: Number of vectors compared with a fresh forward pass.
         max_abs: Largest absolute number in these vectors.
         max_abs_diff: Largest absolute difference; 0.0 means bit for bit.
+        text: The same of the language model's store.
         seconds: Seconds of the whole demo, imports included.
     """
 
@@ -90,20 +94,22 @@ class DemoResult:
     n_checked: int
     max_abs: float
     max_abs_diff: float
+    text: TextDemoResult
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether the store has no problem and equals a fresh forward pass.
+        """Whether both stores have no problem and equal a fresh forward pass.
 
         A store of an earlier run may differ from today's forward pass in the last bits (another device, number of
         threads, release of torch); a difference above a hundredth of the largest number is an error.
         """
-        return not self.problems and self.engines_equal and self.max_abs_diff <= 0.01 * self.max_abs
+        is_near = self.max_abs_diff <= 0.01 * self.max_abs
+        return not self.problems and self.engines_equal and is_near and self.text.ok
 
     def to_dict(self) -> dict[str, object]:
         """The fields and `ok`, as plain JSON types."""
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, **asdict(self), "text": self.text.to_dict()}
 
 
 def run_demo(
@@ -117,15 +123,15 @@ def run_demo(
     progress: bool | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> DemoResult:
-    """Record, publish, validate, read, compare and draw.
+    """Record, publish, validate, read, compare and draw photographs; record, validate and compare a text.
 
-    Running it again with the same `out` reuses a finished store and continues an unfinished one.
+    Running it again with the same `out` reuses finished stores and continues unfinished ones.
 
     Args:
-        out: Folder for the store and the picture; `./saev-demo` by default.
-        device: Where the model runs, such as `"cuda"`; the CPU by default.
-        model: A model to use instead of the demo's own.
-        layers: Labels of the blocks to record.
+        out: Folder for the stores and the picture; `./saev-demo` by default.
+        device: Where the models run, such as `"cuda"`; the CPU by default.
+        model: A model of images to use instead of the demo's own.
+        layers: Labels of its blocks to record.
         n_photographs: Number of photographs.
         tile_px: Side of an example in pixels.
         progress: Show bars on standard error; None: when it is a terminal.
@@ -150,31 +156,25 @@ def run_demo(
     )
 
     store, recorded = _record(network, model.ckpt, photographs, out, patch_px, layers=layers, progress=progress)
-    say(_sentence(recorded, len(store)))
-    say(repr(store))
-
-    report = store.validate(deep=True, progress=progress)
-    problems = tuple(str(problem) for problem in report.problems)
-    say(
-        f"validated  {_rate(store.nbytes / report.elapsed_s)}, every byte against its digest: {'; '.join(problems) or 'no problems'}"
-    )
+    say_recorded(store, recorded, say)
+    problems, validate_s = validate(store, say, progress=progress)
 
     write_bytes_per_s = _write_again(store, out)
     say(
-        f"written    {_rate(write_bytes_per_s)} with digests, until durable and published (once more, with no model in between)"
+        f"written    {rate(write_bytes_per_s)} with digests, until durable and published (once more, with no model in between)"
     )
 
     read_bytes_per_s, engines_equal = _read_back(store)
-    rates = ", ".join(f"{_rate(rate)} through {engine}" for engine, rate in read_bytes_per_s.items())
+    rates = ", ".join(f"{rate(speed)} through {engine}" for engine, speed in read_bytes_per_s.items())
     say(f"read       {rates}, from the page cache: {'the same bytes' if engines_equal else 'THE BYTES DIFFER'}")
 
     n_checked, max_abs, max_abs_diff = _compare(store, network, examples)
-    verdict = "bit for bit" if max_abs_diff == 0 else f"up to {max_abs_diff:.3g} (largest absolute difference)"
-    say(f"checked    {n_checked:,} vectors equal those of a fresh forward pass {verdict}")
+    say_checked(n_checked, max_abs_diff, "those of a fresh forward pass", say)
 
     picture = out / f"patches-{store.name[:8]}.png"
     picture.write_bytes(_draw(store, photographs, model, patch_px))
-    say(f"picture    {picture}")
+    say(f"picture    {picture}\n")
+    text = run_text(out, device=device, progress=progress, say=say)
     return DemoResult(
         store=store.url,
         picture=str(picture),
@@ -191,13 +191,14 @@ def run_demo(
         forward_s=recorded.elapsed_s - recorded.source_wait_s - recorded.writer_wait_s,
         wait_s=recorded.writer_wait_s,
         write_bytes_per_s=write_bytes_per_s,
-        validate_s=report.elapsed_s,
+        validate_s=validate_s,
         problems=problems,
         read_bytes_per_s=read_bytes_per_s,
         engines_equal=engines_equal,
         n_checked=n_checked,
         max_abs=max_abs,
         max_abs_diff=max_abs_diff,
+        text=text,
         seconds=time.perf_counter() - begun_s,
     )
 
@@ -219,14 +220,6 @@ def writable_folder(folder: Path) -> Path:
             remedy="Choose another one.",
         ) from error
     return folder
-
-
-def _sentence(recorded: RecordingReport, n_examples: int) -> str:
-    if not recorded.n_examples:
-        return "recorded   nothing: an earlier run finished this store"
-    there = n_examples - recorded.n_examples
-    after = f", after the {there} that an interrupted run had left" if there else ""
-    return f"recorded   {str(recorded).removeprefix('recorded ')}{after}"
 
 
 def _record(
@@ -351,7 +344,3 @@ def _draw(store: ShardStore, photographs: Photographs, model: DemoModel, patch_p
         title=f"Patch tokens of {model.title}, read back from the store",
         captions=[how, f"Each map is put together from {GRID[0]} x {GRID[1]} examples of the store. {meaning}"],
     )
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:,.0f} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:,.1f} GB/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from saev_store import ShardStore
 from saev_store.cli.writing import demo
 from saev_store.errors import AccessError
 from saev_store.record import run_demo
+from saev_store.record._demo_text import BOS, BOS_ID, TextDemoResult, run_text, tokenizer_of
+from saev_store.record._fables import FABLES
 from saev_store.record._photos import load_photographs, patch_colours, principal_colours, stitch
 from saev_store.record._weights import hub_refusal, random_model
 
@@ -86,12 +89,54 @@ def test_the_demo_on_a_tiny_model(tmp_path: Path) -> None:
     assert fields["ok"] is True
     assert fields["layers"] == [0, 2]
     assert fields["pretrained"] is False
+    assert fields["text"]["ok"] is True
 
     again = run_demo(tmp_path / "out", say=lines.append, **options)
     assert again.ok
-    assert again.n_recorded == 0
+    assert again.n_recorded == again.text.n_recorded == 0
     assert "an earlier run finished this store" in "\n".join(lines)
     assert again.store == result.store
+
+
+def test_the_demo_records_a_text(tmp_path: Path) -> None:
+    lines: list[str] = []
+    result = run_text(tmp_path, device=None, progress=False, say=lines.append)
+    assert result.ok
+    assert (result.dtype, result.max_abs_diff, result.problems) == ("bfloat16", 0.0, ())
+    assert result.n_recorded == result.n_examples
+    assert result.n_shards > 1
+    store = ShardStore.open(result.store)
+    assert store.metadata.text is not None
+    assert (store.metadata.text["layout"], store.metadata.text["bos"]) == ("window", True)
+    is_token, documents = store.token_arrays["mask"], store.token_arrays["document_ids"]
+    assert is_token.sum() == result.n_tokens
+    assert result.n_checked == len(store.layers) * (result.n_tokens + len(store))
+    # Each fable is its tokens, in the order of examples.
+    tokenizer = tokenizer_of([text.replace("\n", " ") for text in FABLES.values()])
+    assert tokenizer.token_to_id(BOS) == BOS_ID
+    for number, text in enumerate(FABLES.values()):
+        ids = store.token_arrays["token_ids"][is_token & (documents == number)]
+        assert tokenizer.decode(ids.tolist()).split() == text.split()
+    said = "\n".join(lines)
+    for words in (
+        "random weights of seed 17",
+        "12 fables",
+        "the hidden_states of a fresh forward pass bit for bit",
+        "the fables again",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    "damage", [{"text_equal": False}, {"problems": ("a shard is missing",)}, {"max_abs_diff": 1.0}], ids=str
+)
+def test_a_text_store_that_is_wrong_is_not_ok(damage: dict) -> None:
+    result = TextDemoResult(
+        store="", ckpt="", n_documents=1, n_tokens=1, n_examples=1, n_shards=1, nbytes=1, dtype="bfloat16", layers=(0,),
+        shape=(1, 1, 1, 1), n_recorded=1, problems=(), text_equal=True, n_checked=1, max_abs=1.0, max_abs_diff=0.0,
+    )  # fmt: skip
+    assert result.ok
+    assert not replace(result, **damage).ok
 
 
 def test_tiles_fit_together_again() -> None:
