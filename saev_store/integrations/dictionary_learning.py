@@ -37,6 +37,7 @@ class ActivationBatches(Provider[torch.Tensor]):
             "dtype": cfg.dtype,
             "n_samples": loader.n_samples,
             "scale": loader.scale,
+            "normalize": cfg.normalize,
             "seed": cfg.seed if isinstance(cfg, ShuffledConfig) else None,
         }
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from saev_store.loaders._base import Loader
 from saev_store.loaders._columns import NO_LABEL, TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation
-from saev_store.loaders._identity import stored_scale
+from saev_store.loaders._identity import sampled_rows, stored_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
 from saev_store.loaders._medium import WAITING, Medium, medium_of
 from saev_store.loaders._reads import ScatteredReads
 from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
 from saev_store.loaders.cache import CachedTransport
+from saev_store.loaders.filters import behind_bos, below_norms, filtered, filtered_pair
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, options_class
 from saev_store.loaders.ordered import OrderedLoader
 from saev_store.loaders.paired import OrderedPairLoader, PairBatches, PairLoader, ShuffledPairLoader
@@ -40,6 +41,10 @@ __all__ = [
     "ShuffledLoader",
     "ShuffledPairLoader",
     "batch_entropy",
+    "behind_bos",
+    "below_norms",
+    "filtered",
+    "filtered_pair",
     "shuffle_quality",
     "stage",
     "stage_in_background",
@@ -63,5 +68,6 @@ __all__ += [
     "medium_of",
     "open_for_training",
     "options_class",
+    "sampled_rows",
     "stored_scale",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Layers, Tokens
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
 
 STATE_VERSION = 1
+
+Floats = npt.NDArray[np.float64]
 
 
 def checked(
@@ -130,21 +133,25 @@ def stored_scale(store: ShardStore, layer: Layers, tokens: Tokens) -> float:
     return sampled_stats(store, n).scale(layer, tokens)
 
 
-def norm_scale(rows: Selection) -> float:
-    """`sqrt(d_model)` over the mean norm of the vectors of a fixed, seeded sample of the rows: the same in every process.
-
-    Raises:
-        ArgumentError: the sample's mean norm is zero or not finite.
-    """
+def sampled_rows(rows: Selection) -> Floats:
+    """The vectors of a fixed, seeded sample of at most 8,192 rows, fresh float64: the same rows in every process."""
     n, length = len(rows), min(_N_ROWS // _N_RUNS, max(len(rows), 1))
     n_places = -(-n // length)
     # The first places of a permutation of at most a million: no table grows with the data.
     stride = max(1, n_places // (1 << 20))
     places = shuffled(0x5A4E, min(n_places, 1 << 20))[:_N_RUNS] * stride
     picked = (np.sort(places)[:, None] * length + np.arange(length)).reshape(-1)
-    picked = picked[picked < n]
-    norms = np.linalg.norm(rows.rows(picked).astype(np.float64), axis=-1) if len(picked) else np.zeros(1)
-    mean = float(norms.mean())
+    return rows.rows(picked[picked < n]).astype(np.float64)
+
+
+def norm_scale(rows: Selection) -> float:
+    """`sqrt(d_model)` over the mean norm of the vectors of a fixed, seeded sample of the rows: the same in every process.
+
+    Raises:
+        ArgumentError: the sample's mean norm is zero or not finite.
+    """
+    sample = sampled_rows(rows)
+    mean = float(np.linalg.norm(sample, axis=-1).mean()) if len(sample) else 0.0
     if not (math.isfinite(mean) and mean > 0):
-        raise ArgumentError(f"the mean norm of {len(picked)} sampled rows is {mean}", where="scale_norm")
+        raise ArgumentError(f"the mean norm of {len(sample)} sampled rows is {mean}", where="scale_norm")
     return math.sqrt(rows.shape[-1]) / mean

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128
+import numpy.typing as npt
 
 from saev_store.core.dtypes import ReadDtype
-from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, are_several, keeping
+from saev_store.core.rows import Coordinates, Layers, Tokens, are_several
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.store.reader import FloatArray
 from saev_store.store.selection import Selection
@@ -21,8 +21,6 @@ from saev_store.store.store import ShardStore
 _SAME = ("token_ids", "document_ids")
 #: Token arrays are compared in pieces of about this many values.
 _PIECE = 4 << 20
-#: Of tokens that are labelled 1 or 0, those with 1 stay.
-_STAYS = np.arange(256) > 0
 
 
 class PairRows(NamedTuple):
@@ -46,6 +44,10 @@ class PairSelection:
 
     def __len__(self) -> int:
         return len(self.a)
+
+    def only(self, tokens: npt.NDArray[np.bool_]) -> PairSelection:
+        """The same rows without those of some content tokens; see `Selection.only`."""
+        return PairSelection(self.a.only(tokens), self.b.only(tokens))
 
     def rows(self, rows: object) -> PairRows:
         """The vectors of many rows of both stores, in the order given; see `Selection.rows`."""
@@ -109,19 +111,7 @@ class StorePair:
             )
         if a.space.ends is None and b.space.ends is None:
             return PairSelection(a, b)
-        kept = _kept(a.space) & _kept(b.space)
-        condition = xxh3_128(np.packbits(kept).data).digest()
-        rows = [
-            Selection(
-                one.reader,
-                keeping(one.space, kept, _STAYS, condition),
-                one.dtype,
-                token_arrays=one.token_arrays,
-                metadata=one.metadata,
-            )
-            for one in (a, b)
-        ]
-        return PairSelection(*rows)
+        return PairSelection(a.only(b.kept), b.only(a.kept))
 
     def __repr__(self) -> str:
         return f"<StorePair of {self.a!r} and {self.b!r}>"
@@ -175,10 +165,3 @@ def _different_tokens(a: ShardStore, b: ShardStore) -> Iterator[str]:
                 at = (first + int(differs[0, 0]), int(differs[0, 1]))
                 yield f"{name} of example {at[0]}, content token {at[1]} is {one[at]} and {other[at]}"
                 break
-
-
-def _kept(space: RowSpace) -> Labels:
-    """Whether content tokens stay: 1 or 0, (n_examples, content tokens)."""
-    if space.labels is None or space.kept is None:
-        return np.ones((space.layout.n_examples, space.layout.content_tokens_per_example), np.uint8)
-    return space.kept[space.labels].view(np.uint8)

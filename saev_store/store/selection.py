@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128
 
 from saev_store.core.arguments import check_flag
@@ -13,7 +14,7 @@ from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis, too_many
 from saev_store.core.layout import LayerKey, Layout
 from saev_store.core.plan import Part
-from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, row_space
+from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, keeping, row_space
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.store.reader import FloatArray, NumberArray
 from saev_store.store.token_arrays import MASK, TokenArrays, kept_tokens
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: A slice of rows is read in pieces of about this size.
 PIECE_BYTES = 64 << 20
+#: Of tokens that are labelled 1 or 0, those with 1 stay.
+_STAYS = np.arange(256) > 0
 
 
 class Selection:
@@ -88,6 +91,46 @@ class Selection:
     def layer_keys(self) -> tuple[LayerKey, ...]:
         """The same layers as `layers`, in stores with hook points as pairs (label, hook point)."""
         return tuple(self.space.layout.layer_keys[position] for position in self.space.layer_idx)
+
+    @property
+    def kept(self) -> npt.NDArray[np.bool_]:
+        """Which content tokens stay, fresh bool (n_examples, content tokens), whether or not their examples are chosen."""
+        space, layout = self.space, self.space.layout
+        if space.labels is None or space.kept is None:
+            self.reader.check_large(layout.n_examples * layout.content_tokens_per_example // 64)
+            return np.ones((layout.n_examples, layout.content_tokens_per_example), dtype=np.bool_)
+        return space.kept[space.labels]
+
+    def only(self, tokens: npt.NDArray[np.bool_]) -> Selection:
+        """The same rows without those of some content tokens. Special tokens stay.
+
+        Loaders take the result as any selection: lengths are exact, and a state is for the same tokens.
+
+        Args:
+            tokens: Which content tokens stay: bool (n_examples, content tokens), for all examples of the store.
+
+        Raises:
+            SelectionError: `tokens` is no bool array of this shape, or only special tokens are chosen.
+
+        >>> from saev_store import ShardStore
+        >>> store = ShardStore.open(SAMPLE)
+        >>> rows, tokens = store.sel(layer=5, tokens="content"), np.ones((7, 4), bool)
+        >>> tokens[:, 0] = False  # without the first token of each example
+        >>> len(rows), len(rows.only(tokens))
+        (28, 21)
+        """
+        layout = self.space.layout
+        shape, given = (layout.n_examples, layout.content_tokens_per_example), np.asarray(tokens)
+        if given.dtype != np.bool_ or given.shape != shape:
+            raise SelectionError(
+                f"tokens is {given.dtype} {given.shape}; it must be bool {shape}, a value for each content token",
+                where="tokens",
+            )
+        if self.space.tokens.count < layout.content_tokens_per_example:
+            raise SelectionError("special tokens alone are chosen", where="tokens", remedy="Choose tokens='content'.")
+        kept = (self.kept & given).view(np.uint8)
+        space = keeping(self.space, kept, _STAYS, xxh3_128(np.packbits(kept).data).digest())
+        return Selection(self.reader, space, self.dtype, self.token_arrays, self.metadata)
 
     def coordinates(self, rows: object = slice(None)) -> Coordinates:
         """Example, layer label and content token (-1 for CLS) of rows; reads at most labels, never activations.

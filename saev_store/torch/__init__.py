@@ -12,6 +12,7 @@ from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.config import ConfigError, IndexedConfig, OrderedConfig, ShuffledConfig
 from saev_store.torch.indexed import IndexedDataset
 from saev_store.torch.loaders import OrderedDataLoader, ShuffledDataLoader
+from saev_store.torch.normalize import Normalization
 from saev_store.torch.pairs import OrderedPairConfig, OrderedPairDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
 
 #: The specification's name of `IndexedDataset`.
@@ -24,6 +25,7 @@ __all__ = [
     "ExampleBatch",
     "IndexedConfig",
     "IndexedDataset",
+    "Normalization",
     "OrderedConfig",
     "OrderedDataLoader",
     "OrderedPairConfig",

@@ -1,5 +1,7 @@
 """What all loaders of batches for PyTorch share: epochs, states, batches on their way to a device."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from abc import ABC
@@ -15,6 +17,7 @@ from saev_store.errors import ArgumentError
 from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, ReadOptions
 from saev_store.torch._device import Copies, moved
 from saev_store.torch.batch import ExampleBatch, tensors
+from saev_store.torch.normalize import Normalizer
 
 AnyConfig = TypeVar("AnyConfig", bound=ReadOptions)
 Options = TypeVar("Options", bound=ReadOptions)
@@ -33,13 +36,16 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         cfg: What and how.
         loader: The loader of NumPy batches.
         copies: How to get to the device; None where batches are there.
+        normalizer: What is done to vectors there; None where nothing is.
     """
 
     ExampleBatch = ExampleBatch
 
-    def __init__(self, cfg: AnyConfig, loader: Inner, copies: Copies | None) -> None:
+    def __init__(
+        self, cfg: AnyConfig, loader: Inner, copies: Copies | None, normalizer: Normalizer | None = None
+    ) -> None:
         self.cfg = cfg
-        self._copies = copies
+        self._copies, self._normalizer = copies, normalizer
         self._loader = loader
         #: Epoch and number of the batch that comes next, where the loader below is ahead of what was handed out.
         self._at: tuple[int, int] | None = None
@@ -77,7 +83,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         epoch = self._loader.epoch
         batches = iter(self._loader)
         self._at = None
-        return _Batches(batches, self._copies, (epoch, self._loader.next_batch), len(self._loader), self._advance)
+        at, n_batches = (epoch, self._loader.next_batch), len(self._loader)
+        return _Batches(batches, self._copies, at, n_batches, self._advance, self._normalizer)
 
     def _advance(self, at: tuple[int, int]) -> None:
         """Note the epoch and the number of the batch that comes next."""
@@ -98,6 +105,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         state = self._loader.state_dict()
         if self._at is not None:
             self._put_place(state, *self._at)
+        if self._normalizer is not None:
+            state["normalize"] = self._normalizer.kind
         return state
 
     def _put_place(self, state: dict[str, object], epoch: int, batch: int) -> None:
@@ -110,6 +119,14 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         Raises:
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
+        mine = None if self._normalizer is None else self._normalizer.kind
+        found = state.get("normalize") if isinstance(state, Mapping) else mine
+        if found != mine:
+            raise ArgumentError(
+                f"the state was saved with normalize = {found!r}, but this loader has {mine!r}",
+                where="load_state_dict",
+                remedy="Make the loader with the same normalize.",
+            )
         self._loader.load_state_dict(state)
         self._at = None
 
@@ -155,6 +172,7 @@ class _Batches(Iterator[ExampleBatch]):
         at: Epoch and number of the first batch.
         n_batches: Batches of an epoch.
         advance: Called with each batch that is handed out: epoch and number of the one that comes next.
+        normalizer: What is done to vectors on the device; None where nothing is.
     """
 
     def __init__(
@@ -164,10 +182,12 @@ class _Batches(Iterator[ExampleBatch]):
         at: tuple[int, int],
         n_batches: int,
         advance: Callable[[tuple[int, int]], None],
+        normalizer: Normalizer | None,
     ) -> None:
         self._batches, self._at, self._n_batches, self._advance = batches, at, n_batches, advance
         found = map(tensors, batches)
-        self._found: Iterator[ExampleBatch] = found if copies is None else moved(found, copies)
+        found = found if copies is None else moved(found, copies)
+        self._found: Iterator[ExampleBatch] = found if normalizer is None else map(normalizer, found)
         self._has_ended = False
 
     def __iter__(self) -> _Batches:

@@ -13,6 +13,7 @@ from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
 from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
+from saev_store.torch.normalize import Normalize
 
 _OLD_TOKENS = {"image": "content", "cls": "special"}
 
@@ -22,6 +23,21 @@ class ConfigError(ArgumentError):
 
 
 config_class = options_class(ConfigError, kw_only=False)
+
+
+def scaling(scale_norm: bool | float, normalize: Normalize | None) -> bool | float:
+    """What the loader of NumPy batches does by itself.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if scale_norm and normalize is not None:
+        raise ConfigError(
+            f"scale_norm is {scale_norm} and normalize is {normalize!r}",
+            where="normalize",
+            remedy="Choose one of them.",
+        )
+    return scale_norm or normalize == "scale_norm"
 
 
 def _tokens(value: object) -> object:
@@ -61,6 +77,7 @@ _Value = pydantic.StrictBool | pydantic.StrictInt | pydantic.StrictFloat
 Conditions = dict[str, Annotated[tuple[_Value, ...] | _Value, BeforeValidator(_values)]]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Multiple = Annotated[float, BeforeValidator(_values), Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class _OldNames:
@@ -96,6 +113,9 @@ class IndexedConfig(_OldNames):
         stack_layers: A row holds the vectors of all chosen layers of one token: (layers, d_model).
         storage_options: What fsspec hands to the file system.
         where: Only content tokens whose token arrays have these values, such as `{"document_ids": (3, 7)}`.
+        remove_bos: Leave out the first token of each context, as `saev_store.loaders.filtered` does.
+        max_norm_multiple: Leave out tokens whose vectors are longer than so many mean norms, likewise. The chosen layers are read
+            once for it.
     """
 
     shards: Shards = "./shards"
@@ -110,6 +130,8 @@ class IndexedConfig(_OldNames):
     stack_layers: bool = False
     storage_options: dict[str, object] | None = None
     where: Conditions | None = None
+    remove_bos: bool = False
+    max_norm_multiple: Multiple | None = None
 
 
 @config_class
@@ -135,6 +157,9 @@ class _LoaderConfig(_OldNames):
     cache_bytes: Count = 64 << 30
     device: str = "cpu"
     where: Conditions | None = None
+    remove_bos: bool = False
+    max_norm_multiple: Multiple | None = None
+    normalize: Normalize | None = None
 
 
 @config_class
@@ -144,7 +169,11 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
     Attributes:
         prefetch_batches: Default: by `buffer_size` and `buffer_bytes`.
         scale_norm: `True` takes the statistics beside the store, and makes them of a sample where there are none.
-        shards, tokens, layer, ignore_labels, where, masked, dtype, stack_layers, storage_options: As in `IndexedConfig`.
+        shards, tokens, layer, ignore_labels, where, masked, dtype, stack_layers, storage_options, remove_bos, max_norm_multiple: As
+            in `IndexedConfig`.
+        normalize: What is done to vectors, computed where batches are wanted: `"scale_norm"` as `scale_norm=True`;
+            `"scale_norm_per_layer"` scales each layer by a factor of its own; `"center"` subtracts the mean vector of the layer;
+            `"center_and_scale_norm"` scales each layer after that. The last three are by a fixed sample of these rows.
         examples: Which examples: positions, a slice, or a mask over all of them; default: all.
         damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.

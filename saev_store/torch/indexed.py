@@ -16,7 +16,7 @@ from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
 from saev_store.errors import SelectionError
-from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, layer_columns, medium_of
+from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, filtered, layer_columns, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
 from saev_store.torch.config import IndexedConfig
@@ -54,7 +54,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
     def __init__(self, cfg: IndexedConfig) -> None:
         self.cfg = cfg
         self.store = ShardStore.open(cfg.shards, cfg.storage_options)
-        self.rows = self.store.sel(
+        rows = self.store.sel(
             layer=cfg.layer,
             tokens=cfg.tokens,
             ignore_labels=cfg.ignore_labels or None,
@@ -63,6 +63,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
             dtype=cfg.dtype,
             stack_layers=cfg.stack_layers,
         )
+        self.rows = filtered(self.store, rows, remove_bos=cfg.remove_bos, max_norm_multiple=cfg.max_norm_multiple)
         self._columns = TokenColumns(self.rows, cfg.token_arrays, self.store.labels)
         self._several = self.rows.space.rows_per_token > 1
         self._n_batches = 0

@@ -25,6 +25,7 @@ from saev_store.loaders import (
     ReadOptions,
     ShuffledLoader,
     ShuffleOptions,
+    filtered,
     open_for_training,
     stored_scale,
 )
@@ -33,7 +34,8 @@ from saev_store.store.store import ShardStore
 from saev_store.torch._device import DeviceMemory, PlainCopies, copies_to, pinned
 from saev_store.torch._epochs import EpochLoader, options_of
 from saev_store.torch.batch import ExampleBatch
-from saev_store.torch.config import OrderedConfig, ShuffledConfig
+from saev_store.torch.config import OrderedConfig, ShuffledConfig, scaling
+from saev_store.torch.normalize import Normalization, normalizer_of
 
 Config = TypeVar("Config", OrderedConfig, ShuffledConfig)
 
@@ -63,7 +65,7 @@ class TorchLoader(EpochLoader[Config, Loader]):
             cache_bytes=cfg.cache_bytes,
             damaged_ok=cfg.damaged_ok,
         )
-        super().__init__(cfg, self._make(), copies)
+        super().__init__(cfg, self._make(), copies, normalizer_of(cfg.normalize, {"act": self._rows}))
         self._logged_s = 0.0
 
     @abstractmethod
@@ -80,8 +82,9 @@ class TorchLoader(EpochLoader[Config, Loader]):
     def _scale_norm(self) -> bool | float:
         """The factor by the statistics beside the store; those say nothing about vectors without the ignored ones."""
         cfg = self.cfg
-        if not cfg.scale_norm or self._rows.space.ends is not None:
-            return cfg.scale_norm
+        scale_norm = scaling(cfg.scale_norm, cfg.normalize)
+        if scale_norm is not True or self._rows.space.ends is not None:
+            return scale_norm
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 
     @cached_property
@@ -89,7 +92,7 @@ class TorchLoader(EpochLoader[Config, Loader]):
         """The rows that the config chooses."""
         cfg = self.cfg
         examples = list(cfg.examples) if isinstance(cfg.examples, tuple) else cfg.examples
-        return self.store.sel(
+        rows = self.store.sel(
             layer=cfg.layer,
             tokens=cfg.tokens,
             ignore_labels=cfg.ignore_labels or None,
@@ -99,6 +102,12 @@ class TorchLoader(EpochLoader[Config, Loader]):
             dtype=cfg.dtype,
             stack_layers=cfg.stack_layers,
         )
+        remove_bos = cfg.remove_bos
+        if remove_bos and cfg.use_tmpdir and not self.store.layout.cls_token:
+            # A copy of the content tokens alone does not say whether there was a special one.
+            with ShardStore.open(cfg.shards, cfg.storage_options) as source:
+                remove_bos = not source.layout.cls_token
+        return filtered(self.store, rows, remove_bos=remove_bos, max_norm_multiple=cfg.max_norm_multiple)
 
     @property
     def metadata(self) -> Metadata:
@@ -121,6 +130,11 @@ class TorchLoader(EpochLoader[Config, Loader]):
     def scale(self) -> float | None:
         """What activations are multiplied by with `scale_norm`, else None."""
         return self._loader.scale
+
+    @property
+    def normalization(self) -> Normalization | None:
+        """What is done to vectors with `normalize`, else None; a sample is read for it when it is first asked for."""
+        return None if self._normalizer is None else self._normalizer.found["act"]
 
     @property
     def manager_pid(self) -> int:

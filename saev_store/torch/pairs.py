@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BeforeValidator
@@ -16,12 +17,14 @@ from saev_store.loaders import (
     ReadOptions,
     ShuffledPairLoader,
     ShuffleOptions,
+    filtered_pair,
 )
 from saev_store.store.pair import PairSelection, pair
 from saev_store.store.store import ShardStore
 from saev_store.torch._device import copies_to
 from saev_store.torch._epochs import EpochLoader, options_of
-from saev_store.torch.config import Conditions, Examples, Layer, config_class, text_of_path
+from saev_store.torch.config import Conditions, Examples, Layer, Multiple, config_class, scaling, text_of_path
+from saev_store.torch.normalize import Normalization, Normalize, normalizer_of
 
 Address = Annotated[str, BeforeValidator(text_of_path)]
 
@@ -43,6 +46,9 @@ class _PairConfig:
     storage_options_b: dict[str, object] | None = None
     device: str = "cpu"
     where: Conditions | None = None
+    remove_bos: bool = False
+    max_norm_multiple: Multiple | None = None
+    normalize: Normalize | None = None
 
 
 @config_class
@@ -54,6 +60,8 @@ class OrderedPairConfig(_PairConfig, ReadOptions):
         layer_a, layer_b: Which layer of each: a label, or a pair (label, hook point); several of them, or `"all"`, are stacked.
         tokens: `"content"`, `"special"` or `"all"`.
         ignore_labels, where, masked, dtype, examples: As in `StorePair.sel`.
+        remove_bos, max_norm_multiple: As in `IndexedConfig`; a token is left out where either store leaves it out.
+        normalize: As in `OrderedConfig`, of each store by itself.
         storage_options_a, storage_options_b: What fsspec hands to the file systems.
         device: Where batches are wanted, such as `"cuda"`.
     """
@@ -92,8 +100,13 @@ class TorchPairLoader(EpochLoader[PairConfig, PairLoader]):
             masked=cfg.masked,
             dtype=cfg.dtype,
         )
+        rows = filtered_pair((self.a, self.b), rows, remove_bos=cfg.remove_bos, max_norm_multiple=cfg.max_norm_multiple)
         labels = self.a.labels if self.a.has_labels else self.b.labels
-        super().__init__(cfg, self._make(cfg, rows, labels), copies)
+        scale_norm = scaling(cfg.scale_norm, cfg.normalize)
+        normalizer = normalizer_of(cfg.normalize, {"act_a": rows.a, "act_b": rows.b})
+        super().__init__(
+            cfg, self._make(replace(cfg, normalize=None, scale_norm=scale_norm), rows, labels), copies, normalizer
+        )
 
     @abstractmethod
     def _make(self, cfg: PairConfig, rows: PairSelection, labels: Labels | None) -> PairLoader:
@@ -103,6 +116,12 @@ class TorchPairLoader(EpochLoader[PairConfig, PairLoader]):
     def scale(self) -> tuple[float | None, float | None]:
         """What the activations of each store are multiplied by with `scale_norm`, else None."""
         return self._loader.scale
+
+    @property
+    def normalization(self) -> tuple[Normalization, Normalization] | None:
+        """What is done to the vectors of each store with `normalize`, else None; a sample is read for it when it is first asked for."""
+        found = None if self._normalizer is None else self._normalizer.found
+        return None if found is None else (found["act_a"], found["act_b"])
 
     def metrics(self) -> tuple[Metrics, Metrics]:
         """Measures of the latest iteration, of each store."""

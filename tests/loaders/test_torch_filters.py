@@ -1,0 +1,255 @@
+"""Tokens that trainers leave out: what stays is exactly what dense NumPy says, once an epoch, in a length that is known before."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from saev_store import ShardStore, new_metadata, pair  # after the check that torch is there
+from saev_store.errors import ArgumentError, SelectionError  # after the check that torch is there
+from saev_store.loaders import filtered  # after the check that torch is there
+from saev_store.torch import (  # after the check that torch is there
+    ConfigError,
+    IndexedConfig,
+    IndexedDataset,
+    OrderedConfig,
+    OrderedDataLoader,
+    OrderedPairConfig,
+    OrderedPairDataLoader,
+    ShuffledConfig,
+    ShuffledDataLoader,
+    ShuffledPairConfig,
+    ShuffledPairDataLoader,
+)
+
+N, LAYERS, TOKENS, D_MODEL = 23, (2, 5, 9), 6, 8
+
+
+def write(
+    root: Path, acts: np.ndarray, *, cls: bool = False, arrays: dict[str, np.ndarray] | None = None, **more: object
+) -> Path:
+    """A store of these activations (example, layer, token, d_model)."""
+    n, _, tokens, d_model = acts.shape
+    dtypes = {name: str(values.dtype) for name, values in (arrays or {}).items()}
+    if dtypes:
+        more["token_arrays"] = dtypes
+    metadata = new_metadata(
+        family="gpt2", ckpt="filters", layers=LAYERS, content_tokens_per_example=tokens - cls, cls_token=cls, d_model=d_model,
+        n_examples=n, max_tokens_per_shard=5 * tokens * len(LAYERS), **more,
+    )  # fmt: skip
+    with ShardStore.create(root, metadata, progress=False, on_nonfinite="allow") as writer:
+        writer.append(acts, **(arrays or {}))
+    return root / metadata.hash
+
+
+def long_ones(seed: int = 0, *, cls: bool = False) -> np.ndarray:
+    """Normal vectors, a sixth of them ten times as long, some not finite; CLS always is long."""
+    rng = np.random.default_rng(seed)
+    acts = rng.standard_normal((N, len(LAYERS), TOKENS + cls, D_MODEL), dtype=np.float32)
+    acts[rng.random(acts.shape[:3]) < 1 / 6] *= 10
+    acts[3, 1, 2 + cls, 0], acts[7, 0, 4 + cls, 1] = np.nan, np.inf
+    acts[:, :, :cls] *= 100
+    return acts
+
+
+def expected(acts: np.ndarray, multiple: float, layers: list[int], *, first: int) -> np.ndarray:
+    """Which tokens from `first` on have no long vector in these layers, by the mean of those: a dense mask (example, token)."""
+    with np.errstate(invalid="ignore"):
+        norms = np.sqrt((acts[:, layers].astype(np.float64) ** 2).sum(-1))
+    looked_at = np.isfinite(norms)
+    looked_at[:, :, :first] = False
+    means = [norms[:, i][looked_at[:, i]].mean() for i in range(len(layers))]
+    return (looked_at & (norms <= multiple * np.array(means)[:, None])).all(1)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("filters"), long_ones())
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("special"), long_ones(cls=True), cls=True)
+
+
+def make(kind: str, store: Path, **more: object) -> OrderedDataLoader | ShuffledDataLoader:
+    given = {"shards": store, "batch_size": 7, **more}
+    if kind == "ordered":
+        return OrderedDataLoader(OrderedConfig(**given))
+    return ShuffledDataLoader(ShuffledConfig(window_bytes=3000, **given))
+
+
+def tokens_of(batches) -> list[tuple[int, ...]]:
+    """(example, token) of all rows, with several layers (example, token, layer)."""
+    names = ("example_idx", "token_idx", "layer")
+    columns = [[batch[name].tolist() for name in names if name in batch] for batch in batches]
+    return [row for batch in columns for row in zip(*batch, strict=True)]
+
+
+@given(
+    multiple=st.floats(0.5, 12), layers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True),
+    kind=st.sampled_from(["ordered", "shuffled"]), stacked=st.booleans(), bos=st.booleans(), drop_last=st.booleans(),
+)  # fmt: skip
+def test_what_passes_comes_once_an_epoch_and_the_length_is_known_before(
+    plain: Path, multiple: float, layers: list[int], kind: str, stacked: bool, bos: bool, drop_last: bool
+):
+    acts = long_ones()
+    stays = expected(acts, multiple, layers, first=int(bos))
+    labels = tuple(LAYERS[i] for i in layers)
+    loader = make(
+        kind, plain, layer=labels, stack_layers=stacked, remove_bos=bos, max_norm_multiple=multiple, drop_last=drop_last
+    )
+    truth = {
+        (e, t, *([] if stacked or len(layers) == 1 else [LAYERS[i]])): acts[e, layers if stacked else i, t]
+        for e, t in np.argwhere(stays).tolist() for i in layers
+    }  # fmt: skip
+    assert loader.n_samples == len(truth)
+    n_batches = len(truth) // 7 if drop_last else -(-len(truth) // 7)
+    assert len(loader) == n_batches
+    with loader:
+        for _ in range(2):
+            found = []
+            for batch in loader:
+                rows = tokens_of([batch])
+                assert np.array_equal(batch["act"].numpy(), np.array([truth[row] for row in rows]))
+                found += rows
+            assert len(found) == len(set(found)) == (7 * n_batches if drop_last else len(truth))
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled"])
+def test_ranks_share_what_passes(plain: Path, kind: str):
+    stays, found = expected(long_ones(), 2.0, [1], first=0), []
+    for rank in range(2):
+        with make(kind, plain, layer=5, max_norm_multiple=2.0, rank=rank, world=2, drop_last=True) as loader:
+            assert len(loader) == int(stays.sum()) // 14
+            found += tokens_of(loader)
+    assert len(found) == len(set(found)) == int(stays.sum()) // 14 * 14
+    assert all(stays[row] for row in found)
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled"])
+def test_a_state_goes_on_and_is_for_the_same_filter(plain: Path, kind: str):
+    def batches(loader: object) -> list:
+        return [batch["act"].tolist() for batch in loader]
+
+    some = {"layer": (9, 2), "stack_layers": True, "remove_bos": True, "max_norm_multiple": 3.0}
+    whole = batches(make(kind, plain, **some))
+    loader = make(kind, plain, **some)
+    for _ in itertools.islice(loader, 2):
+        pass
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    other = make(kind, plain, **some)
+    other.load_state_dict(state)
+    assert batches(other) == whole[2:]
+    for changed in ({"remove_bos": False}, {"max_norm_multiple": 1.5}, {"max_norm_multiple": None}):
+        with pytest.raises(ArgumentError, match="rows"):
+            make(kind, plain, **{**some, **changed}).load_state_dict(state)
+
+
+def test_a_filter_that_leaves_nothing_out_changes_nothing(plain: Path, special: Path):
+    """Not the order, not the state."""
+    finite = {"layer": 9, "max_norm_multiple": 1000.0}
+    assert make("shuffled", plain, **finite).state_dict() == make("shuffled", plain, layer=9).state_dict()
+    assert (
+        make("shuffled", special, layer=9, remove_bos=True).state_dict()
+        == make("shuffled", special, layer=9).state_dict()
+    )
+
+
+def test_where_something_is_left_out_before_the_mean_norm_is_that_of_the_rest(tmp_path: Path):
+    """Padding of zeros, which a mask hides, says nothing about vectors."""
+    acts = long_ones()
+    mask = np.random.default_rng(1).random((N, TOKENS)) < 0.3
+    acts[np.broadcast_to(~mask[:, None], acts.shape[:3])] = 0
+    store = write(tmp_path, acts, arrays={"mask": mask})
+    norms = np.linalg.norm(acts[:, 2].astype(np.float64), axis=-1)
+    stays = mask & (norms <= 2 * norms[mask].mean())
+    assert (mask & (norms <= 2 * norms.mean())).sum() < stays.sum() < mask.sum()
+    assert make("ordered", store, layer=9, max_norm_multiple=2.0).n_samples == stays.sum()
+
+
+def test_special_tokens_stay(special: Path):
+    stays = expected(long_ones(cls=True)[:, :, 1:], 2.0, [1], first=0)
+    assert make("ordered", special, layer=5, tokens="all", max_norm_multiple=2.0).n_samples == stays.sum() + N
+    for tokens in ("all", "special"):
+        with pytest.raises(SelectionError, match="first of each context"):
+            make("ordered", special, layer=5, tokens=tokens, remove_bos=True)
+    with pytest.raises(SelectionError, match="special tokens alone"):
+        make("ordered", special, layer=5, tokens="special", max_norm_multiple=2.0)
+
+
+def test_where_bos_is_the_special_token_content_stays(special: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert make("ordered", special, layer=5, remove_bos=True).n_samples == N * TOKENS
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a copy of the content tokens alone
+    assert make("ordered", special, layer=5, remove_bos=True, use_tmpdir=True).n_samples == N * TOKENS
+
+
+def test_in_a_stream_it_is_the_first_token_of_each_document(tmp_path: Path):
+    rng = np.random.default_rng(2)
+    ids = np.sort(rng.integers(0, 30, N * TOKENS)).reshape(N, TOKENS)
+    positions = np.concatenate([np.arange(n) for n in np.unique(ids, return_counts=True)[1]]).reshape(N, TOKENS)
+    acts, text = long_ones(), {"layout": "stream", "bos": False}
+    wanted = [tuple(row) for row in np.argwhere(positions > 0).tolist()]
+    for name, arrays in {
+        "ids": {"document_ids": ids},
+        "positions": {"positions": positions.astype(np.int32)},
+    }.items():
+        store = write(tmp_path / name, acts, arrays=arrays, text=text)
+        assert tokens_of(make("ordered", store, layer=5, remove_bos=True)) == wanted
+    store = write(tmp_path / "neither", acts, arrays={"token_ids": ids.astype(np.int32)}, text=text)
+    with pytest.raises(SelectionError, match="where documents begin"):
+        make("ordered", store, layer=5, remove_bos=True)
+
+
+def test_a_pair_leaves_out_what_either_store_leaves_out(tmp_path: Path):
+    a, b = (write(tmp_path / str(seed), long_ones(seed), data={"seed": seed}) for seed in (0, 1))
+    # What the two masks leave, each by the mean norms of its own store.
+    stays = expected(long_ones(0), 2.0, [0], first=1) & expected(long_ones(1), 2.0, [2, 1], first=1)
+    some = {"shards_a": a, "shards_b": b, "layer_a": 2, "layer_b": (9, 5), "max_norm_multiple": 2.0, "batch_size": 7}
+    for loader in (
+        OrderedPairDataLoader(OrderedPairConfig(**some, remove_bos=True)),
+        ShuffledPairDataLoader(ShuffledPairConfig(**some, remove_bos=True)),
+    ):
+        with loader:
+            found = tokens_of(loader)
+        assert sorted(found) == [tuple(row) for row in np.argwhere(stays).tolist()]
+        assert loader.n_samples == len(found)
+
+
+def test_random_access_has_the_same_rows(plain: Path):
+    some = {"shards": plain, "layer": (5, 9), "remove_bos": True, "max_norm_multiple": 2.5}
+    dataset = IndexedDataset(IndexedConfig(**some))
+    batch = next(iter(OrderedDataLoader(OrderedConfig(**some, batch_size=1000))))
+    assert len(dataset) == len(batch["act"])
+    assert torch.equal(dataset.batch(range(len(dataset)))["act"], batch["act"])
+
+
+def test_what_makes_no_sense_is_refused(plain: Path, tmp_path: Path):
+    for multiple in (0, -1.0, np.inf, np.nan, "2"):
+        with pytest.raises(ConfigError, match="max_norm_multiple"):
+            OrderedConfig(shards=plain, max_norm_multiple=multiple)
+    store = ShardStore.open(plain)
+    rows = store.sel(layer=5, tokens="content")
+    with pytest.raises(ArgumentError, match="max_norm_multiple"):
+        filtered(store, rows, max_norm_multiple=-1)
+    with pytest.raises(ArgumentError, match="remove_bos"):
+        filtered(store, rows, remove_bos="no")
+    zeros = write(tmp_path, np.zeros((N, 3, TOKENS, D_MODEL), np.float32), arrays={"mask": np.ones((N, TOKENS), bool)})
+    with pytest.raises(ArgumentError, match="mean norm"):
+        make("ordered", zeros, layer=5, max_norm_multiple=2.0)
+    with pytest.raises(ArgumentError, match="mean norm"):
+        make("ordered", zeros, layer=5, max_norm_multiple=2.0, masked=True)
+    for tokens in (np.ones((N, TOKENS)), np.ones((TOKENS, N), bool), np.ones(N, bool)):
+        with pytest.raises(SelectionError, match="it must be bool"):
+            rows.only(tokens)
+    with pytest.raises(SelectionError, match="it must be bool"):
+        pair(store, store).sel(layer_a=5, layer_b=2).only(np.ones((TOKENS, N), bool))
