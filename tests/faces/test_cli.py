@@ -437,6 +437,7 @@ def test_a_bucket_on_the_command_line(run, store, tmp_path, s3_bucket):
         (["head", "x", "--tokens", "some"], 2, "--tokens"),
         (["info", "x", "--storage-options", "{"], 2, "not JSON"),
         (["info", "x", "--storage-options", "[1]"], 2, "not an object"),
+        (["info", "x", "--storage-options", "[" * 100_000], 2, "not JSON"),
         (["info", "x", "-o", "anon"], 2, "KEY=VALUE"),
         (["info", "/tmp", "-o", "anon=true"], 2, "local files take no options"),
         (["info", ""], 2, "not an address"),

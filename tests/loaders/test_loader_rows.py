@@ -500,6 +500,16 @@ def test_ranks_come_from_the_environment(store, monkeypatch):
         monkeypatch.undo()
 
 
+def test_a_value_that_breaks_several_rules_is_told_all_of_them(store):
+    with pytest.raises(ArgumentError) as refused:
+        OrderedLoader(store.sel(), scale_norm="x", batch_size=0)
+    assert refused.value.where == "batch_size, scale_norm"
+    assert refused.value.message == (
+        "batch_size is 0; it must be greater than or equal to 1; "
+        "scale_norm is 'x'; it must be a valid boolean, or it must be a valid number"
+    )
+
+
 def test_options_are_given_once(store):
     """As an object, as arguments, or both; a torch config is one."""
     rows = store.sel(layer=5, tokens="content")

@@ -272,6 +272,11 @@ class TestSplits:
         with pytest.raises(UnsafeContentError):
             parse_info(json.dumps({"shard_counts": {name: 1}}).encode(), where="x.json")
 
+    @pytest.mark.parametrize("counts", [None, [], ["a.tar"], "a.tar", 3, True])
+    def test_no_mapping_of_counts(self, counts):
+        with pytest.raises(DocumentError, match="no mapping 'shard_counts'"):
+            parse_info(json.dumps({"shard_counts": counts}).encode(), where="x.json")
+
     @pytest.mark.parametrize("count", [-1, 1.5, "2", None, True, 2**63, [1]])
     def test_counts(self, count):
         with pytest.raises(DocumentError, match="no number of samples"):

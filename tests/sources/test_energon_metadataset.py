@@ -32,6 +32,18 @@ def test_samples_with_what_they_name(folder):
     assert read_metadataset(f"file://{folder}/meta.yaml")["val"].primary == f"file://{folder}/texts"
 
 
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [("a", "/a"), ("./a", "/a"), ("a/./b", "/a/b"), ("a//b/", "/a/b"), (".", ""), ("./", ""), ("././/a/.", "/a")],
+)
+def test_addresses_have_one_spelling(tmp_path, path, below):
+    """They are compared, and become names of files: a service takes `a/./b` for another one than `a/b`."""
+    (tmp_path / "meta.yaml").write_text(f"{HEAD}  train: {{path: '{path}', aux: {{files: 'filesystem://{path}'}}}}\n")
+    found = read_metadataset(tmp_path / "meta.yaml")["train"]
+    assert found.primary == f"{tmp_path}{below}"
+    assert found.folders == {"files": f"{tmp_path}{below}"}
+
+
 def test_wrong_questions(folder):
     with pytest.raises(SelectionError, match="no split 'test'; there are 'train', 'val', 'twice'"):
         open_metadataset(folder / "meta.yaml", "test", names={})

@@ -124,6 +124,21 @@ def test_padding_that_is_not_zero_is_found_by_looking():
     assert (problem.kind, problem.severity) == ("padding_not_zero", "warning")
 
 
+def test_a_report_says_how_much_was_read():
+    reader = BatchFileReader("x.batch", transport=MemoryTransport({"x.batch": FILE}))
+    quick, deep = reader.validate(), reader.validate(deep=True, progress=False)
+    assert (quick.deep, quick.checked_bytes, quick.n_examples) == (False, 0, 6)
+    assert (deep.deep, deep.checked_bytes, deep.n_examples) == (True, len(FILE), 6)
+
+
+def test_an_error_names_the_whole_address(tmp_path):
+    (tmp_path / "x.batch").write_bytes(FILE[:39])
+    for engine in ("mmap", "pread"):
+        with pytest.raises(DocumentError) as refused:
+            BatchFileReader(tmp_path / "x.batch", engine=engine)
+        assert refused.value.where == f"{tmp_path}/x.batch"
+
+
 @pytest.mark.parametrize(
     ("batch_size", "seq_len", "is_right"),
     [(2**31, 2**30 - 1, True), (2**31, 2**30, False), (2**32 - 1, 2**29, True), (2**32 - 1, 2**29 + 1, False)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter, deque
 
@@ -97,3 +99,26 @@ def test_what_nobody_waits_for_is_not_begun():
     next(answers)
     answers.close()
     assert len(begun) <= 5
+
+
+AT_EXIT = """
+import atexit
+from saev_store._runtime.threads import AbandonedObjects
+
+class Open:
+    def __init__(self, name):
+        self.name = name
+    def close(self):
+        print(self.name)
+
+atexit.register(print, "what they use")
+abandoned, opened = AbandonedObjects(), [Open("first"), Open("second"), Open("closed before")]
+for some in opened:
+    abandoned.add(some)
+abandoned.remove(opened.pop())
+"""
+
+
+def test_what_is_open_at_the_end_of_the_process_is_closed_once_and_before_what_it_uses():
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert (done.stdout, done.stderr) == ("first\nsecond\nwhat they use\n", "")
