@@ -50,6 +50,16 @@ def check(plain: Plain, batch) -> None:
     assert np.array_equal(batch["token_labels"].numpy(), known)
 
 
+@pytest.mark.parametrize("kind", ["ordered", "shuffled"])
+@pytest.mark.parametrize(
+    ("layer", "stack_layers", "keys"),
+    [(LAYERS, True, LAYERS), ("all", True, (2, 5, 11)), ("all", False, (2, 5, 11)), (5, False, (5,))],
+)
+def test_d_model_is_that_of_a_vector_however_many_a_row_has(plain, kind, layer, stack_layers, keys):
+    with loader_of(plain, kind, layer=layer, stack_layers=stack_layers) as loader:
+        assert (loader.d_model, loader.layer_keys) == (16, keys)
+
+
 @pytest.mark.parametrize("tokens", ["content", "all"])
 @pytest.mark.parametrize("kind", ["ordered", "shuffled"])
 def test_batches_equal_the_tensor(plain, kind, tokens):
