@@ -549,6 +549,17 @@ def test_what_was_found_out_can_be_overruled(store):
     assert ShuffledLoader(rows, examples_per_block=3).explain().examples_per_block == 3
 
 
+@pytest.mark.parametrize(
+    ("medium", "expected"), [("memory", 1), ("cached", 1), ("flash", 1), ("disk", 53), ("parallel", 53), ("remote", 53)]
+)
+def test_several_examples_are_a_block_where_requests_are_expensive(medium, expected):
+    """As many as make 4 MiB, in stores of one layer, whose examples lie side by side: one has 19 content tokens of 4096 bytes."""
+    layout = Layout(10**6, (1,), 19, True, 1024, 3000)
+    rows = Selection(Reader(Synthetic(), layout), row_space(layout, tokens="content"))
+    plan = ShuffledLoader(rows, medium=medium).explain()
+    assert (plan.medium, plan.examples_per_block) == (medium, expected)
+
+
 def test_pages_are_kept_where_that_was_chosen(store):
     rows = store.sel(layer=5, tokens="content")
     for kind in (OrderedLoader, ShuffledLoader):

@@ -193,6 +193,12 @@ def test_wrong_samples():
         samples.locate(0, 31)
 
 
+@pytest.mark.parametrize("documents", [[[0, 1], [2, 3]], 3, [[]], np.arange(4).reshape(2, 2), [0.0, 1.0], ["0"]])
+def test_documents_are_a_list_of_integers(documents):
+    with pytest.raises(ArgumentError, match="no list of sequences"):
+        TokenSamples(IndexedDataset(FOLDER / "data"), 30, documents=documents)
+
+
 def test_few_requests_for_many_samples():
     transport = open_transport(FOLDER, engine="pread")
     counting = CountingTransport(LatencyTransport(transport, 0.0, 10e6))

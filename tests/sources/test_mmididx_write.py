@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,6 +71,21 @@ def test_merged_data_sets_are_one_after_the_other(first, second, modes):
     assert (memory.files["c.idx"], memory.files["c.bin"]) == (idx, bin_)
 
 
+def test_merged_documents_of_several_sequences_keep_theirs():
+    memory = MemoryTransport()
+    for name, documents in (("a", [[[1], [2, 3]], [[4], [5], [6]]]), ("b", [[[7], [8]], [], [[9]]])):
+        with IndexedDatasetBuilder(name, transport=memory) as builder:
+            for document in documents:
+                builder.add_document([*itertools.chain(*document)], [len(sequence) for sequence in document])
+    with IndexedDatasetBuilder("c", transport=memory) as builder:
+        builder.add_document([10, 11], [1, 1])
+        for name in "ab":
+            builder.merge(IndexedDataset(name, transport=memory))
+    merged = IndexedDataset("c", transport=memory)
+    assert merged.doc_idx.tolist() == [0, 2, 4, 7, 9, 9, 10]
+    assert [merged.document(i).tolist() for i in range(6)] == [[10, 11], [1, 2, 3], [4, 5, 6], [7, 8], [], [9]]
+
+
 def test_merging_what_is_not_packed():
     idx, _ = mmididx_bytes([np.zeros(2, np.int32), np.zeros(3, np.int32)], pointers=[16, 0])
     memory = MemoryTransport({"a.idx": idx, "a.bin": np.arange(6, dtype=np.int32).tobytes()})
@@ -128,6 +145,15 @@ def test_on_s3(s3_bucket):
         builder.add_document([1, 2, 3])
     assert IndexedDataset(url, s3_bucket.options)[0].tolist() == [1, 2, 3]
     # Two writers that replace the pair at once could leave the tokens of one and the index of the other.
+    bucket = open_transport(f"{s3_bucket.url}/deep", s3_bucket.options)
+    for left in ("x.idx", "x.bin"):  # also where a writer that was killed has left one of the two
+        (other,) = {"x.idx", "x.bin"} - {left}
+        content = bucket.read(other)
+        bucket.delete(other)
+        with pytest.raises(StoreExistsError, match="Delete both files first") as refused:
+            IndexedDatasetBuilder(url, "uint16", overwrite=True, storage_options=s3_bucket.options)
+        assert refused.value.where == f"{s3_bucket.url}/deep/{left}"
+        bucket.put(other, content)
     with pytest.raises(StoreExistsError, match="Delete both files first"):
         IndexedDatasetBuilder(url, "uint16", overwrite=True, storage_options=s3_bucket.options)
 
