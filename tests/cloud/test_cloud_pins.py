@@ -72,6 +72,17 @@ def test_what_we_change_ourselves_is_no_surprise(place: tuple[Bucket, str]):
 
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_what_the_service_copies_for_us_is_no_surprise(s3_bucket: Bucket, engine: str):
+    source, target = (
+        open_transport(f"{s3_bucket.url}/{name}", s3_bucket.options, engine=engine) for name in ("from", "to")
+    )
+    for data in (OLD, NEW):
+        source.put("acts.bin", data)
+        assert target.copy_within(source, "acts.bin", "acts.bin")
+        assert bytes(target.get_ranges("acts.bin", starts=[10], ends=[100])[0]) == data[10:100]
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 def test_a_shard_of_an_open_store_is_replaced(s3_bucket: Bucket, engine: str):
     stored = plain_store(LAYOUT, tail="cut")
     writer = open_transport(f"{s3_bucket.url}/{stored.name}", s3_bucket.options, engine=engine)

@@ -608,6 +608,7 @@ def test_works_where_a_loop_is_running(s3_bucket):
         ("simplecache::s3://b/x", {"s3": S3}, {}, "fsspec:simplecache::s3"),
         ("gs://b/x", {"token": "anon"}, {}, "obstore:gs"),
         ("gs://b/x", {"token": "anon"}, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "fsspec:gs"),
+        ("gcs://b/x", {"token": "anon"}, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "fsspec:gcs"),
         ("gs://b/x", {"token": "anon", "endpoint_url": "http://127.0.0.1:9"}, {}, "fsspec:gs"),
         ("http://127.0.0.1:9/x", {}, {}, "fsspec:http"),  # obstore cannot list what web servers show
         ("az://b/x", {"account_name": "a", "account_key": "a2V5"}, {}, "obstore:az"),
@@ -619,7 +620,7 @@ def test_auto_takes_obstore_where_it_can_do_everything(url, options, environment
         monkeypatch.delenv(variable)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    if name == "fsspec:gs":
+    if name in {"fsspec:gs", "fsspec:gcs"}:
         pytest.importorskip("gcsfs")
     assert open_transport(url, options).name == name
 
