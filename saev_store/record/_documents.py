@@ -7,23 +7,26 @@ import json
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import xxhash
 
-from saev_store.errors import AccessError, ArgumentError, DocumentError, NotFoundError, brief
-from saev_store.sources import Source, recorded_from
+from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.sources import MapStyle, Source, TextFile, recorded_from
+from saev_store.sources.texts import text_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from saev_store.core.layout import IntArray
+    from saev_store.sources.map_style import DataSet
 
 #: Samples of a source that are read at a time to learn their lengths.
 _BATCH = 1024
+#: Formats of sources whose samples are texts, or parts with a text: their ids are kept in memory.
+_OF_TEXTS = frozenset({"energon", "map_style", "text"})
 _MAX_ID = 2**31 - 1
 
 
@@ -140,27 +143,29 @@ class _OfSource(Documents):
         return recorded_from(self._source, by_token=True)
 
 
-def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str) -> Documents:
+def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str | int) -> Documents:
     """Documents of what a caller has.
 
     Args:
-        value: Texts, or the path of a text file or of a JSONL file (which need a tokenizer); arrays of token ids; or an open
-            source of token ids.
+        value: The path of a text file or of a JSONL file; an open source of token ids or of texts; or texts and arrays of token
+            ids, as a data set with a length and numbered samples or as any iterable.
         tokenizer: For texts.
-        text_key: Key of the text in the objects of a JSONL file.
+        text_key: Key of the text in samples with several parts, see `saev_store.sources.texts.text_of`.
 
     Raises:
         ArgumentError: it is none of these, or there is no token in it.
         NotFoundError, AccessError, DocumentError: the file cannot be read, or is not what its name says.
     """
-    if isinstance(value, Source):
-        documents: Documents = _OfSource(cast("Source[npt.NDArray[np.generic]]", value))
-    elif isinstance(value, (str, os.PathLike)):
-        path = Path(cast("str", value))
-        described: dict[str, object] = {"__class__": "TextFile", "file": str(path)}
-        documents = _InMemory(_encoded(_texts_in(path, text_key), tokenizer), described)
+    source = _source_of(value, text_key)
+    if source is not None and source.format in _OF_TEXTS:
+        ids = (_ids(found, tokenizer, where) for found, where in _texts_of(source, text_key))
+        documents: Documents = _InMemory(ids, recorded_from(source, by_token=True))
+    elif source is not None:
+        documents = _OfSource(cast("Source[npt.NDArray[np.generic]]", source))
     elif isinstance(value, Iterable):
-        documents = _InMemory(_each(cast("Iterable[object]", value), tokenizer), {"__class__": "Texts"})
+        each = enumerate(cast("Iterable[object]", value))
+        ids = (_ids(found, tokenizer, f"documents[{number}]") for number, found in each)
+        documents = _InMemory(ids, {"__class__": "Texts"})
     else:
         raise ArgumentError(
             f"{brief(value)} is no texts", where="documents", remedy="Pass texts, a file, or open_source(…)."
@@ -170,55 +175,41 @@ def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str) -
     return documents
 
 
-def _each(values: Iterable[object], tokenizer: Tokenizer | None) -> Iterator[npt.NDArray[np.integer]]:
-    for number, value in enumerate(values):
-        if isinstance(value, str):
-            yield from _encoded([value], tokenizer)
-        else:
-            yield _checked_ids(value, f"documents[{number}]")
+def _source_of(value: object, text_key: str | int) -> Source[object] | None:
+    """The value as a source; None for an iterable that has no numbered samples."""
+    if isinstance(value, Source):
+        source = cast("Source[object]", value)
+        if source.format == "images":
+            raise ArgumentError(f"{source.url} has images; these are no texts", where="documents", remedy="Use Images.")
+        return source
+    if isinstance(value, (str, os.PathLike)):
+        try:
+            return TextFile(cast("str", value), text_key=str(text_key))
+        except NotFoundError as error:
+            raise NotFoundError(
+                "there is no such file", where=error.where, remedy="If this is the text itself, pass a list of texts."
+            ) from None
+    is_numbered = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping)
+    return MapStyle(cast("DataSet", value)) if is_numbered else None
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer | None) -> Iterator[IntArray]:
-    for text in texts:
-        if tokenizer is None:
-            raise ArgumentError("texts need a tokenizer", where="tokenizer", remedy="Pass tokenizer=….")
-        yield tokenizer.encode(text)
+def _texts_of(source: Source[object], text_key: str | int) -> Iterator[tuple[object, str]]:
+    """Each text or array of token ids of a source, and its name for messages."""
+    number = 0
+    for batch in source.batches(_BATCH):
+        for sample in batch:
+            where = f"documents[{number}]" if source.format == "map_style" else f"{source.url}: {source.key(number)}"
+            yield text_of(source, sample, text_key, where=where), where
+            number += 1
 
 
-def _texts_in(path: Path, text_key: str) -> Iterator[str]:
-    """The texts of a file: of JSONL one in each line, else all of it is one."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            if path.suffix != ".jsonl":
-                yield file.read()
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _text_of(line, text_key, where=f"{path}:{number}")
-    except FileNotFoundError:
-        raise NotFoundError(
-            "there is no such file", where=str(path), remedy="If this is the text itself, pass a list of texts."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise DocumentError(f"it is not UTF-8: {error.reason}", where=str(path)) from None
-    except OSError as error:
-        raise AccessError(f"it cannot be read: {error.strerror}", where=str(path)) from error
-
-
-def _text_of(line: str, text_key: str, *, where: str) -> str:
-    try:
-        found = cast("object", json.loads(line))
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"the line is no JSON: {error}", where=where) from None
-    document = cast("dict[str, object]", found) if isinstance(found, dict) else {}
-    text = document.get(text_key)
-    if not isinstance(text, str):
-        raise DocumentError(
-            f"the line has no text under the key {text_key!r}; its keys are {brief(list(document))}",
-            where=where,
-            remedy="Pass text_key=….",
-        )
-    return text
+def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[np.integer]:
+    """The token ids of a text, or an array of them, checked."""
+    if not isinstance(value, str):
+        return _checked_ids(value, where)
+    if tokenizer is None:
+        raise ArgumentError("texts need a tokenizer", where="tokenizer", remedy="Pass tokenizer=….")
+    return tokenizer.encode(value)
 
 
 def _lengths_of(source: Source[npt.NDArray[np.generic]]) -> Sequence[int] | IntArray:

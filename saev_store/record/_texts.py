@@ -40,9 +40,10 @@ class Texts(ExampleSource):
     document, and `mask`, false for padding. The vectors of padding are zeros.
 
     Args:
-        documents: Texts; the path of a UTF-8 file, which is one text, or of a file `*.jsonl`, which has an object with a text in each
-            line; arrays of token ids; or an open source of token ids, see `saev_store.sources.open_source`. Texts are turned
-            into ids at once and kept in memory, four bytes a token.
+        documents: The address of a UTF-8 file, which is one text, or of a file `*.jsonl`, which has an object with a text in each
+            line; texts or arrays of token ids, in a list or in any data set with a length and numbered samples, such as one
+            of Hugging Face; or an open source of token ids or of Energon samples with a text, see
+            `saev_store.sources.open_source`. Texts are turned into ids at once and kept in memory, four bytes a token.
         tokenizer: Of `tokenizers` or `transformers`; needed for texts, and named in the metadata.
         context: Most content tokens that the model sees at once; longer documents are cut.
         layout: `"window"` or `"stream"`.
@@ -51,7 +52,8 @@ class Texts(ExampleSource):
             padded. A token then sees the documents before its own.
         batch_size: Rows in a batch.
         example_tokens: With a stream: tokens of an example; `context` by default.
-        text_key: Key of the text in the objects of a JSONL file.
+        text_key: Key of the text in the objects of a JSONL file; the column of a data set; the field or the part of an Energon
+            sample. An integer is a place in pairs such as (text, label).
 
     Raises:
         ArgumentError: an argument breaks a rule, or there is no token.
@@ -74,7 +76,7 @@ class Texts(ExampleSource):
         pack: bool = False,
         batch_size: int = 8,
         example_tokens: int | None = None,
-        text_key: str = "text",
+        text_key: str | int = "text",
     ) -> None:
         if layout not in get_args(TextLayout):
             raise ArgumentError(f"layout is {brief(layout)}; it must be 'window' or 'stream'", where="layout")

@@ -14,6 +14,7 @@ from saev_store.sources.map_style import MapStyle
 from saev_store.sources.places import PatchPlace, TokenPlace
 from saev_store.sources.provenance import Origin, recorded_from
 from saev_store.sources.sniff import open_source, reopen, sniff
+from saev_store.sources.text_file import TextFile
 
 __all__ = [
     "ImageFolder",
@@ -21,6 +22,7 @@ __all__ = [
     "Origin",
     "PatchPlace",
     "Source",
+    "TextFile",
     "TokenPlace",
     "open_source",
     "recorded_from",

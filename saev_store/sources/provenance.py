@@ -40,12 +40,11 @@ from saev_store.sources.places import (
 from saev_store.sources.sniff import reopen
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from saev_store.documents import Metadata
     from saev_store.sources._source import Source
     from saev_store.sources.address import Url
     from saev_store.sources.framing import Framing
+    from saev_store.store.text import TextReading
 
 _REMEDY = "Stores recorded with data=recorded_from(source) name theirs."
 
@@ -212,30 +211,29 @@ def source_of(
 
 
 def origin_of(
-    metadata: Metadata,
+    store: TextReading,
     source: Source[object],
     example_idx: int,
     token_idx: int | None = None,
     *,
     neighbours: int = 8,
-    token_arrays: Mapping[str, npt.NDArray[np.generic]] | None = None,
 ) -> Origin:
     """The origin of one vector.
 
     Args:
-        metadata: The document of the store.
+        store: The store. Of one that was recorded with `by_token=True` the token arrays are read; an example as a whole, and its CLS
+            token, are then of the sample of its first content token.
         source: The source, from `source_of`.
         example_idx: Position of the example; negative ones count from the end.
         token_idx: The content token, as loaders and `Selection.coordinates` number it: -1 is CLS. None for the example.
         neighbours: Number of tokens of a text to return on each side.
-        token_arrays: Those of the store, for one that was recorded with `by_token=True`. An example as a whole, and its CLS
-            token, are then of the sample of its first content token.
 
     Raises:
         SelectionError: there is no such example or token, or it is padding.
+        CorruptShardError: `source` is not the data set that was recorded.
         DocumentError: the description in the metadata is not usable.
     """
-    layout = metadata.layout
+    metadata, layout = store.metadata, store.metadata.layout
     described = _described(metadata)
     example = check_index(example_idx, layout.n_examples, what="example")
     if token_idx == -1 and layout.cls_token:
@@ -247,9 +245,9 @@ def origin_of(
             where="token_idx",
         )
     examples = _part(_Examples, "examples", described, metadata)
-    if examples.by_token:
-        return _origin_by_token(metadata, source, example, token_idx, neighbours, token_arrays or {})
     _check_given(source, described)
+    if examples.by_token:
+        return _origin_by_token(store, source, example, token_idx, neighbours)
     sample_idx = _sample_of(examples, example, source, metadata)
     sample = source[sample_idx]
     place = None
@@ -263,14 +261,10 @@ def origin_of(
 
 
 def _origin_by_token(
-    metadata: Metadata,
-    source: Source[object],
-    example: int,
-    token_idx: int | None,
-    neighbours: int,
-    token_arrays: Mapping[str, npt.NDArray[np.generic]],
+    store: TextReading, source: Source[object], example: int, token_idx: int | None, neighbours: int
 ) -> Origin:
     """The origin of a token by what the store recorded for it."""
+    metadata, token_arrays = store.metadata, store.token_arrays
     for name in ("document_ids", "positions"):
         if name not in token_arrays:
             raise DocumentError(
@@ -286,8 +280,20 @@ def _origin_by_token(
         )
     _check_sample(sample_idx, example, source, metadata)
     sample = source[sample_idx]
-    ids = ids_of(sample)
-    place = None if ids is None or token_idx is None else token_place(ids, token, position, neighbours)
+    ids, place = ids_of(sample), None
+    if token_idx is not None and ids is not None:
+        place = token_place(ids, token, position, neighbours)
+        recorded = int(token_arrays["token_ids"][example, token]) if "token_ids" in token_arrays else place.token_id
+        if place.token_id != recorded:
+            raise CorruptShardError(
+                f"token {position} of sample {sample_idx} is {place.token_id}, but was {recorded} when the store was recorded",
+                where="source",
+                remedy="Pass the data set that was recorded.",
+            )
+    elif token_idx is not None and "token_ids" in token_arrays:
+        reach = check_count(neighbours, name="neighbours", least=0)
+        found = store.context(example, token, before=reach, after=reach)
+        place = TokenPlace(position, found.token_id, found.before, found.after)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
 
 
@@ -332,12 +338,12 @@ def _sample_of(examples: _Examples, example: int, source: Source[object], metada
 
 
 def _check_given(source: Source[object], described: Mapping[str, object]) -> None:
-    """Compare a data set in memory, which nothing reopens, with the description; others were compared when they were opened."""
+    """Compare what the caller opened with the description, where that reads nothing; others were compared when they were opened."""
     description = cast("Mapping[str, object]", described["source"])
-    if source.format != "map_style" or description.get("format") != "map_style":
+    if source.format not in {"map_style", "text"} or description.get("format") != source.format:
         return
     now = source.describe()
-    for name in ("n_samples", "fingerprint"):
+    for name in ("n_samples", "fingerprint", "digest"):
         if name in description and name in now and now[name] != description[name]:
             raise CorruptShardError(
                 f"{name} is {brief(now[name])}, but was {brief(description[name])} when the store was recorded",

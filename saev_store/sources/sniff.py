@@ -188,6 +188,13 @@ def reopen(
         from saev_store.sources.image_folder import ImageFolder
 
         source = ImageFolder(address, storage_options, engine=engine, transport=transport)
+    elif description.get("format") == "text":
+        from saev_store.sources.text_file import TextFile
+
+        text_key = description.get("text_key", "text")
+        if not isinstance(text_key, str):
+            raise DocumentError(f"text_key is {brief(text_key)}; it must be a name", where="description")
+        source = TextFile(address, storage_options, text_key=text_key, engine=engine, transport=transport)
     else:
         source = open_source(address, storage_options, engine=engine, transport=transport)
     if description.get("samples") is not None:

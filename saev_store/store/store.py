@@ -418,8 +418,7 @@ class ShardStore(TextReading, Importing):
 
         if source is None:
             source = self._source = self._source or self.source()
-        arrays = self.token_arrays
-        return origin_of(self.metadata, source, example_idx, token_idx, neighbours=neighbours, token_arrays=arrays)
+        return origin_of(self, source, example_idx, token_idx, neighbours=neighbours)
 
     def unmapped(self) -> ShardStore:
         """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""

@@ -11,12 +11,12 @@ from tiny_models import D_MODEL, LONGEST, VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.errors import (
-    AccessError,
     ArgumentError,
     DocumentError,
     IncompleteStoreError,
     NotFoundError,
     SelectionError,
+    TransportError,
 )
 from saev_store.record import Images, Texts, record
 
@@ -345,7 +345,7 @@ def test_texts_that_a_model_cannot_run(tmp_path: Path, model, tokenizer) -> None
         ("x.txt", b"\xff\xfe", DocumentError, "not UTF-8"),
         ("x.txt", b"", ArgumentError, "not a single token"),
         ("x.txt", None, NotFoundError, "no such file"),
-        (".", None, AccessError, "cannot be read"),
+        (".", None, TransportError, "this is a folder, but a regular file is needed"),
     ],
 )
 def test_bad_files(

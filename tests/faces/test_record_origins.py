@@ -1,0 +1,423 @@
+"""Every source that can be recorded: each vector is that of the token or patch that `store.origin` says, computed by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from photographs import noise, png, write_energon, write_folder
+from tiny_models import D_MODEL, tiny_language, tiny_vision
+
+from saev_store import ShardStore, new_metadata
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
+from saev_store.record import Images, Texts, record
+from saev_store.sources import ImageFolder, MapStyle, PatchPlace, TextFile, TokenPlace, open_source, recorded_from
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+Image = pytest.importorskip("PIL.Image")
+
+WORDS = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", "the", "cat", "sat", "on", "mat", "and", "größer"])}
+TEXTS = ["the cat sat on the mat", "", "größer and größer and größer the cat sat on the cat", "sat", "cat and mat"]
+#: By hand: what a tokenizer of whole words makes of them.
+IDS = [[WORDS[word] for word in text.split()] for text in TEXTS]
+OPTIONS = {"layers": (1, 0), "ckpt": "tiny", "progress": False}
+CONTEXT, BOS = 4, 1
+
+
+class Columns:
+    """What a data set of Hugging Face looks like from outside."""
+
+    split = "train"
+
+    def __init__(self, fingerprint: str = "b4c1", **columns: list) -> None:
+        self._fingerprint, self.columns = fingerprint, columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, sample: int) -> dict[str, object]:
+        return {name: values[sample] for name, values in self.columns.items()}
+
+
+class Pairs(torch.utils.data.Dataset):
+    """What a data set of torch looks like: pairs with a label, no iteration, no error at the end."""
+
+    def __init__(self, values: list) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, sample: int) -> tuple[object, int]:
+        return self.values[sample % len(self.values)], 7
+
+
+@dataclass
+class Case:
+    """A source of texts, and what it has.
+
+    Attributes:
+        documents: What `Texts` is given.
+        ids: The token ids of each sample.
+        samples: Each sample, as a source gives it.
+        key: `text_key`.
+        keys: The key of each sample; None for its number.
+        passed_on: What has to be passed on, because it has no address.
+    """
+
+    documents: object
+    samples: list[object]
+    ids: list[list[int]]
+    key: str | int | None = None
+    keys: list[str] | None = None
+    passed_on: object = None
+
+
+def joined(parts: list[list]) -> list:
+    return [value for part in parts for value in part]
+
+
+def jsonl(folder: Path) -> Path:
+    lines = [json.dumps({"n": i, "content": text}, ensure_ascii=False) for i, text in enumerate(TEXTS)]
+    path = folder / "corpus.jsonl"
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+def json_lines(folder: Path) -> Case:
+    return Case(jsonl(folder), list(TEXTS), IDS, "content")
+
+
+def json_lines_elsewhere(folder: Path) -> Case:
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/origins/corpus.jsonl", jsonl(folder).read_bytes())
+    return Case("memory://origins/corpus.jsonl", list(TEXTS), IDS, "content")
+
+
+def plain_text(folder: Path) -> Case:
+    (folder / "one.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    return Case(str(folder / "one.txt"), ["\n".join(TEXTS)], [joined(IDS)])
+
+
+def list_of_texts(folder: Path) -> Case:
+    return Case(TEXTS, list(TEXTS), IDS, passed_on=TEXTS)
+
+
+def list_of_ids(folder: Path) -> Case:
+    return Case(IDS, list(IDS), IDS, passed_on=IDS)
+
+
+def arrays_of_ids(folder: Path) -> Case:
+    arrays = [np.array(ids, np.uint16) for ids in IDS]
+    return Case(arrays, list(IDS), IDS, passed_on=arrays)
+
+
+def hugging_face(folder: Path) -> Case:
+    data = Columns(n=[*range(5)], text=TEXTS)
+    return Case(data, [{"n": i, "text": text} for i, text in enumerate(TEXTS)], IDS, passed_on=data)
+
+
+def hugging_face_ids(folder: Path) -> Case:
+    data = Columns(input_ids=IDS)
+    return Case(data, [{"input_ids": ids} for ids in IDS], IDS, "input_ids", passed_on=data)
+
+
+def torch_pairs(folder: Path) -> Case:
+    data = Pairs(TEXTS)
+    return Case(data, [(text, 7) for text in TEXTS], IDS, 0, passed_on=data)
+
+
+def energon_text(folder: Path) -> Case:
+    parts = [(f"s{i}.txt", text.encode()) for i, text in enumerate(TEXTS)]
+    source = open_source(write_energon(folder / "tars", [parts[:3], parts[3:]]))
+    return Case(source, [{"txt": text.encode()} for text in TEXTS], IDS, keys=[f"s{i}" for i in range(5)])
+
+
+def energon_field(folder: Path) -> Case:
+    """A split of a data set whose text is inside JSON; another part is text, too."""
+    raw = [json.dumps({"a": [text]}).encode() for text in TEXTS]
+    parts = [part for i, found in enumerate(raw) for part in ((f"s{i}.json", found), (f"s{i}.txt", b"no"))]
+    fields = {"field_map": {"text": "json[a][0]"}, "sample_type": "TextSample"}
+    tars = write_energon(folder / "tars", [parts], **fields)
+    return Case(
+        open_source(tars).split("train"),
+        [{"json": found, "txt": b"no"} for found in raw],
+        IDS,
+        keys=[f"s{i}" for i in range(5)],
+    )
+
+
+def mmididx(folder: Path) -> Case:
+    from saev_store.sources.mmididx import IndexedDatasetBuilder
+
+    with IndexedDatasetBuilder(folder / "tokens", dtype=np.uint16) as builder:
+        for ids in IDS:
+            builder.add_document(ids)
+    return Case(open_source(folder / "tokens.idx"), list(IDS), IDS)
+
+
+def llmbatch(folder: Path) -> Case:
+    from saev_store.sources.llmbatch import write_batch_file
+
+    records = np.random.default_rng(5).integers(3, 10, (6, 7)).astype(np.uint32)
+    write_batch_file(folder / "x.batch", records, batch_size=3)
+    # The writer shuffles; each batch of three records begins at a page.
+    pages = np.fromfile(folder / "x.batch", "<u4").reshape(-1, 1024)[1:]
+    stored = pages[:, : 3 * 7].reshape(6, 7).tolist()
+    assert sorted(stored) == sorted(records.tolist())
+    return Case(open_source(folder / "x.batch"), stored, stored)
+
+
+SOURCES: list[Callable[[Path], Case]] = [
+    json_lines, json_lines_elsewhere, plain_text, list_of_texts, list_of_ids, arrays_of_ids, hugging_face, hugging_face_ids,
+    torch_pairs, energon_text, energon_field, mmididx, llmbatch,
+]  # fmt: skip
+#: Options of `Texts`.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "windows": {"bos": None},
+    "windows, BOS": {"bos": BOS},
+    "packed": {"bos": None, "pack": True},
+    "packed, BOS": {"bos": BOS, "pack": True},
+    "stream": {"bos": None, "layout": "stream", "example_tokens": 5},
+    "stream, BOS": {"bos": BOS, "layout": "stream"},
+}
+#: Those that all sources are recorded with.
+OFTEN = {"packed, BOS", "stream"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> object:
+    return tiny_language("GPT2Model")
+
+
+def expected(ids: list[list[int]], layout: dict[str, Any], model: object) -> list[list[tuple[int, int, np.ndarray]]]:
+    """For each example, (document, position, the model's state behind block 0) of each of its tokens."""
+    tokens = [[(key, position) for position in range(len(found))] for key, found in enumerate(ids)]
+    if layout.get("pack"):
+        tokens = [joined(tokens)]
+    rows = [text[first : first + CONTEXT] for text in tokens for first in range(0, len(text), CONTEXT)]
+    examples = []
+    for row in rows:
+        before = [] if layout["bos"] is None else [layout["bos"]]
+        run = torch.tensor([before + [ids[key][position] for key, position in row]])
+        with torch.no_grad():
+            state = model(input_ids=run, output_hidden_states=True).hidden_states[1][0, len(before) :].numpy()
+        examples.append([(*token, vector) for token, vector in zip(row, state, strict=True)])
+    if layout.get("layout") == "stream":
+        width, flat = layout.get("example_tokens", CONTEXT), joined(examples)
+        examples = [flat[first : first + width] for first in range(0, len(flat), width)]
+    return examples
+
+
+def plain(sample: object) -> object:
+    """A sample as plain values: arrays as lists, parts of Energon as a dictionary."""
+    parts = getattr(sample, "parts", None)
+    return dict(parts) if parts is not None else sample.tolist() if isinstance(sample, np.ndarray) else sample
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [(source, layout) for source in SOURCES for layout in LAYOUTS if source is json_lines or layout in OFTEN],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_token_is_traced_to_its_document(
+    tmp_path: Path, model: object, tokenizer: object, source: Callable[[Path], Case], layout: str
+) -> None:
+    case, options = source(tmp_path), LAYOUTS[layout]
+    chosen = {} if case.key is None else {"text_key": case.key}
+    texts = Texts(case.documents, tokenizer, context=CONTEXT, batch_size=3, **options, **chosen)
+    store = ShardStore.open(record(model, texts, tmp_path / "root", **OPTIONS).url)
+    truth = expected(case.ids, options, model)
+    assert len(store) == len(truth)
+    given = {}
+    if case.passed_on is not None:
+        with pytest.raises(DocumentError, match=r"has no address. Pass it on: .*MapStyle\(data\)"):
+            store.origin(0, 0)
+        given = {"source": MapStyle(case.passed_on)}
+    n_bos = int(store.metadata.cls_token)
+    for example, tokens in enumerate(truth):
+        for token, (key, position, vector) in enumerate(tokens):
+            np.testing.assert_allclose(store[example, 1, n_bos + token], vector, rtol=2e-5, atol=2e-6)
+            origin, ids = store.origin(example, token, neighbours=3, **given), case.ids[key]
+            assert (origin.sample_idx, origin.key) == (key, str(key) if case.keys is None else case.keys[key])
+            assert plain(origin.sample) == case.samples[key]
+            assert origin.place == TokenPlace(
+                position, ids[position], tuple(ids[max(0, position - 3) : position]), tuple(ids[position + 1 :][:3])
+            )
+        for token in range(len(tokens), store.layout.content_tokens_per_example):
+            assert not store[example, 1, n_bos + token].any()
+            with pytest.raises(SelectionError, match="is padding: it is of no sample"):
+                store.origin(example, token, **given)
+        for whole in [None, -1][: 1 + n_bos]:
+            origin = store.origin(example, whole, **given)
+            assert (origin.sample_idx, origin.place) == (tokens[0][0], None)
+
+
+# -- images -------------------------------------------------------------------------------------------------------------
+
+
+def images(kind: str, folder: Path) -> tuple[object, dict[str, object], object]:
+    """Four images as a source: what `Images` is given, its options, and what has to be passed on."""
+    pixels = [noise(i) for i in range(4)]
+    pictures = [Image.fromarray(each) for each in pixels]
+    files = [(f"s{i}.png", png(each)) for i, each in enumerate(pixels)]
+    if kind == "folder":
+        return write_folder(folder / "images", dict(files)), {}, None
+    if kind == "folder elsewhere":
+        import fsspec
+
+        for name, data in files:
+            fsspec.filesystem("memory").pipe(f"/origins/images/{name}", data)
+        return ImageFolder("memory://origins/images"), {}, None
+    if kind == "energon":
+        return open_source(write_energon(folder / "tars", [files[:2], files[2:]])), {}, None
+    data: object = {
+        "list": pictures,
+        "hugging face": Columns(image=pictures, label=[*range(4)]),
+        "torch pairs": Pairs(pictures),
+    }[kind]
+    return data, {"hugging face": {"image_key": "image"}, "torch pairs": {"image_key": 0}}.get(kind, {}), data
+
+
+@pytest.mark.parametrize("kind", ["folder", "folder elsewhere", "energon", "list", "hugging face", "torch pairs"])
+def test_a_patch_is_traced_to_its_image(tmp_path: Path, kind: str) -> None:
+    vision = tiny_vision("ViTModel")
+    processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
+    source, options, passed_on = images(kind, tmp_path)
+    store = record(vision, Images(source, 3, processor=processor, **options), tmp_path / "root", **OPTIONS)
+    store = ShardStore.open(store.url)
+    given = {} if passed_on is None else {"source": MapStyle(passed_on)}
+    for example in range(4):
+        seen = processor(images=[Image.fromarray(noise(example))], return_tensors="pt")["pixel_values"]
+        with torch.no_grad():
+            state = vision(seen, output_hidden_states=True).hidden_states[1][0].numpy()
+        np.testing.assert_allclose(store[example, 1], state, rtol=2e-5, atol=2e-6)
+        for token in range(16):
+            origin, (row, column) = store.origin(example, token, **given), divmod(token, 4)
+            box = (8 * column, 8 * row, 8 * column + 8, 8 * row + 8)
+            # The original has 20 x 30 pixels.
+            original = (7.5 * column, 5.0 * row, 7.5 * column + 7.5, 5.0 * row + 5)
+            assert origin.place == PatchPlace(row, column, box, (32, 32), pytest.approx(original))
+            assert origin.sample_idx == example
+        sample = store.origin(example, **given).sample
+        found = getattr(sample, "parts", {}).get("png")
+        if found is not None:
+            assert found == png(noise(example))
+        else:
+            sample = sample["image"] if isinstance(sample, dict) else sample[0] if isinstance(sample, tuple) else sample
+            np.testing.assert_array_equal(np.asarray(sample), noise(example))
+
+
+# -- sources that changed -------------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_that_changed_or_moved(tmp_path: Path, model: object, tokenizer: object) -> None:
+    path = jsonl(tmp_path)
+    texts = Texts(path, tokenizer, context=CONTEXT, bos=None, text_key="content")
+    url = record(model, texts, tmp_path / "root", **OPTIONS).url
+    raw = path.read_bytes()
+    shutil.move(path, tmp_path / "moved.jsonl")
+    with pytest.raises(NotFoundError, match=r"corpus\.jsonl"):
+        ShardStore.open(url).origin(0, 0)
+    store = ShardStore.open(url)
+    assert store.origin(0, 1, source=store.source(url=tmp_path / "moved.jsonl")).place.token_id == WORDS["cat"]
+    path.write_bytes(raw.replace(b"the mat", b"the cat"))  # of equal length, and read as text without complaint
+    with pytest.raises(CorruptShardError, match=r"corpus\.jsonl: digest is .* when it was described"):
+        ShardStore.open(url).origin(0, 0)
+    with pytest.raises(CorruptShardError, match=r"source: digest is .* when the store was recorded"):
+        store.origin(0, 0, source=TextFile(path, text_key="content"))
+    path.write_bytes(raw + b'\n{"content": "sat"}')
+    with pytest.raises(CorruptShardError, match="n_samples is 6, but was 5"):
+        ShardStore.open(url).origin(0, 0)
+    path.write_bytes(raw)
+    assert ShardStore.open(url).origin(0, 1).place.token_id == WORDS["cat"]
+
+
+def test_other_data_that_are_passed_on_are_refused(tmp_path: Path, model: object, tokenizer: object) -> None:
+    store = record(model, Texts(Columns(text=TEXTS), tokenizer, context=CONTEXT), tmp_path / "a", **OPTIONS)
+    with pytest.raises(CorruptShardError, match="fingerprint is 'ffff', but was 'b4c1' when the store was recorded"):
+        store.origin(0, 0, source=MapStyle(Columns("ffff", text=TEXTS)))
+    with pytest.raises(CorruptShardError, match="n_samples is 4, but was 5"):
+        store.origin(0, 0, source=MapStyle(TEXTS[:4]))
+    arrays = [np.array(ids) for ids in IDS]
+    store = record(model, Texts(arrays, context=CONTEXT), tmp_path / "b", **OPTIONS)
+    other = [*arrays[:2], arrays[2][::-1], *arrays[3:]]
+    assert store.origin(0, 0, source=MapStyle(other)).sample_idx == 0
+    with pytest.raises(CorruptShardError, match="token 0 of sample 2 is 4, but was 9 when the store was recorded"):
+        store.origin(2, 0, source=MapStyle(other))
+
+
+def test_what_no_sample_is_known_of_is_not_traced(tmp_path: Path, model: object, tokenizer: object) -> None:
+    """A generator is used up: nothing can be opened again."""
+    store = record(model, Texts((text for text in TEXTS), tokenizer, context=CONTEXT), tmp_path, **OPTIONS)
+    with pytest.raises(DocumentError, match="names no source"):
+        store.origin(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "error", "match"),
+    [
+        (Columns(body=TEXTS), {}, ArgumentError, r"documents\[0\] has no 'text'; it has \['body'\]"),
+        (Pairs(TEXTS), {"text_key": 3}, ArgumentError, r"documents\[0\] has no 3; it has 'tuple'"),
+        (Columns(text=[TEXTS]), {}, ArgumentError, r"documents\[0\]: .*is no text"),
+        (Columns(text=TEXTS), {"text_key": "text", "tokenizer": None}, ArgumentError, "texts need a tokenizer"),
+    ],
+)
+def test_samples_without_a_text(tokenizer: object, documents: object, options: dict, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        Texts(documents, **({"tokenizer": tokenizer, "context": CONTEXT} | options))
+
+
+def test_energon_samples_without_one_text(tmp_path: Path, tokenizer: object) -> None:
+    none = open_source(write_energon(tmp_path / "none", [[("s0.png", png(noise(0)))]]))
+    with pytest.raises(DocumentError, match="s0: the sample has no text; its parts are png"):
+        Texts(none, tokenizer, context=CONTEXT)
+    two = open_source(write_energon(tmp_path / "two", [[("s0.a.txt", b"the cat"), ("s0.b.txt", b"sat")]]))
+    with pytest.raises(DocumentError, match="s0: the sample has several texts; its parts are a.txt, b.txt"):
+        Texts(two, tokenizer, context=CONTEXT)
+    assert Texts(two, tokenizer, context=CONTEXT, text_key="b.txt").documents.tokens(0, 1).tolist() == [WORDS["sat"]]
+    folder = ImageFolder(write_folder(tmp_path / "images", {"0.png": png(noise(0))}))
+    with pytest.raises(ArgumentError, match="has images; these are no texts"):
+        Texts(folder, tokenizer, context=CONTEXT)
+
+
+def test_tokens_that_a_mask_hides_are_traced_and_are_neighbours(tmp_path: Path) -> None:
+    """A store that was written by hand: every second token of two texts is hidden."""
+    source = TextFile(jsonl(tmp_path), text_key="content")
+    dtypes = {"token_ids": "int32", "document_ids": "int64", "positions": "int32", "mask": "bool"}
+    metadata = new_metadata(
+        family="tiny", ckpt="tiny", layers=[0], content_tokens_per_example=6, cls_token=False, d_model=D_MODEL, n_examples=2,
+        max_tokens_per_shard=12, data=recorded_from(source, by_token=True), token_arrays=dtypes,
+    )  # fmt: skip
+    arrays = {
+        "token_ids": np.array([IDS[0], IDS[2][:6]], np.int32),
+        "document_ids": np.array([[0] * 6, [2] * 6], np.int64),
+        "positions": np.array([[*range(6)]] * 2, np.int32),
+        "mask": np.array([[True, False] * 3] * 2),
+    }
+    with ShardStore.create(tmp_path / "root", metadata) as writer:
+        writer.append(np.ones((2, 1, 6, D_MODEL), np.float32), **arrays)
+    store = ShardStore.open(writer.url)
+    for example, key in enumerate([0, 2]):
+        for token in range(6):
+            origin, ids = store.origin(example, token, neighbours=2), IDS[key][:6]
+            assert (origin.sample_idx, origin.sample) == (key, TEXTS[key])
+            assert origin.place == TokenPlace(
+                token, ids[token], tuple(ids[max(0, token - 2) : token]), tuple(ids[token + 1 :][:2])
+            )
