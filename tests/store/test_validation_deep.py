@@ -291,6 +291,18 @@ def test_numbers_that_are_none(store):
     assert report.problems[0].message.startswith("3 numbers")
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("example", [0, 2, 6])
+def test_a_single_number_that_is_none(store, example, number):
+    values = store.acts[example].copy()
+    values[-1, -1, -1] = number
+    shard_idx, row = divmod(example, 3)
+    overwrite(store.shard(shard_idx), row * values.nbytes, values.tobytes())
+    (problem,) = look(store).problems
+    assert (problem.kind, problem.where) == ("non_finite", f"acts{shard_idx:06d}.bin")
+    assert problem.message.startswith("1 numbers")
+
+
 def test_padding_that_is_not_zero(store):
     overwrite(store.shard(2), 1439, b"\x01")
     report = look(store)

@@ -28,6 +28,7 @@ from saev_store.errors import (
     CorruptShardError,
     DeadlineError,
     ForkError,
+    MissingDependencyError,
     NotFoundError,
     TransportError,
 )
@@ -631,6 +632,13 @@ def test_auto_takes_obstore_where_fsspec_has_no_client(monkeypatch):
     found = "saev_store.transport.open.find_spec"
     monkeypatch.setattr(found, lambda name: None if name == "s3fs" else object())
     assert open_transport("s3://b/x").name == "obstore:s3"
+
+
+def test_without_obstore_its_engine_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'saev_store\[obstore\]'") as refused:
+        open_transport("s3://b/x", S3, engine="obstore")
+    assert refused.value.where == "s3://b/x"
 
 
 # Reading into memory

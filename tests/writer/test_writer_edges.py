@@ -133,8 +133,19 @@ def test_parts_with_and_without_labels_are_not_published():
             acts, labels = this.rows(*writer.example_range)
             writer.append(acts, labels if rank else None)
         del disk.files[hidden(this, "labelled.json")]
-    with pytest.raises(IncompleteStoreError, match="all must have them, or none"):
+    message = r"acts000001\.bin has labels, acts000000\.bin has none; all must have them, or none"
+    with pytest.raises(IncompleteStoreError, match=message):
         finalize_store(disk, this.metadata)
+
+
+@pytest.mark.parametrize("verify", ["no", "", "DIGESTS", None, True, ["sizes"]])
+def test_what_is_verified_is_sizes_or_digests(verify):
+    """Another word must not publish what nobody has checked."""
+    this, disk = case(n=6, per_shard=2), Disk(posix=True)
+    parts_written(disk, this)
+    with pytest.raises(ArgumentError, match="it must be one of"):
+        finalize_store(disk, this.metadata, verify=verify)
+    assert f"{this.name}/metadata.json" not in disk.files
 
 
 @pytest.mark.parametrize("verify", ["sizes", "digests"])
@@ -149,6 +160,19 @@ def test_a_shard_of_another_length_is_not_published(n, verify):
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_more", [0, 1])
+def test_what_is_durable_when_a_writer_resumes_is_not_recorded_again(n_more):
+    this, disk = case(n=8, per_shard=8), Disk(posix=True)
+    for first, end in ((0, 4), (4, 4 + n_more)):
+        disk.log.clear()
+        writer = create_store(disk, this.metadata, resume="auto", checkpoint_bytes=1 << 20, **OPTIONS)
+        assert writer.next_example == first
+        this.append(writer, first, end)
+        writer.close()
+    recorded = [step for step in disk.log if step.startswith("put ") and "acts000000" in step]
+    assert len(recorded) == 2 * n_more  # the token rows, and the receipt
 
 
 @pytest.mark.parametrize("damaged", [True, False])
