@@ -14,6 +14,7 @@ from saev_store.torch.indexed import IndexedDataset
 from saev_store.torch.loaders import OrderedDataLoader, ShuffledDataLoader
 from saev_store.torch.normalize import Normalization
 from saev_store.torch.pairs import OrderedPairConfig, OrderedPairDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
+from saev_store.torch.share import Consumer, SharedLoader
 
 #: The specification's name of `IndexedDataset`.
 Dataset = IndexedDataset
@@ -21,6 +22,7 @@ Dataset = IndexedDataset
 __all__ = [
     "BatchDataset",
     "ConfigError",
+    "Consumer",
     "Dataset",
     "ExampleBatch",
     "IndexedConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "OrderedDataLoader",
     "OrderedPairConfig",
     "OrderedPairDataLoader",
+    "SharedLoader",
     "ShuffledConfig",
     "ShuffledDataLoader",
     "ShuffledPairConfig",

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing.context import get_spawning_popen
 from types import TracebackType
@@ -18,6 +18,7 @@ from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, R
 from saev_store.torch._device import Copies, moved
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.normalize import Normalizer
+from saev_store.torch.share import SharedLoader
 
 AnyConfig = TypeVar("AnyConfig", bound=ReadOptions)
 Options = TypeVar("Options", bound=ReadOptions)
@@ -108,6 +109,40 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         if self._normalizer is not None:
             state["normalize"] = self._normalizer.kind
         return state
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and number of the batch that comes next."""
+        return (self._loader.epoch, self._loader.next_batch) if self._at is None else self._at
+
+    def state_at(self, epoch: int, batch: int) -> dict[str, object]:
+        """A state of this loader in front of another batch."""
+        state = self.state_dict()
+        self._put_place(state, epoch, batch)
+        return state
+
+    def share(self, n: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0) -> SharedLoader:
+        """This loader for several training loops in threads of this process: each batch is read once, and is the same memory for all.
+
+        Args:
+            n: How many loops, or their names for errors.
+            max_ahead: Batches that the fastest may be in front of the slowest.
+            timeout_s: Seconds for which loops wait for one that takes no batch, before it is dropped.
+
+        Raises:
+            ArgumentError: an argument is out of range, or the names are not different.
+
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+        >>> def train(consumer):
+        ...     with consumer:
+        ...         return sum(len(batch["act"]) for batch in consumer)
+        >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=5, batch_size=8))
+        >>> with loader.share(3) as shared, ThreadPoolExecutor(3) as pool:
+        ...     list(pool.map(train, shared))
+        [28, 28, 28]
+        """
+        return SharedLoader(self, n, max_ahead=max_ahead, timeout_s=timeout_s)
 
     def _put_place(self, state: dict[str, object], epoch: int, batch: int) -> None:
         """Write into a state which batch comes next."""

@@ -1,0 +1,410 @@
+"""`SharedLoader`: one read, several training loops in threads of one process, the same memory."""
+
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from saev_store.core.arguments import check_count, check_number
+from saev_store.errors import ArgumentError, DeadlineError, SaevStoreError
+from saev_store.torch._sharing import Patience, Shareable, SharedBatch, written
+from saev_store.torch.batch import ExampleBatch
+
+_logger = logging.getLogger("saev_store.torch")
+
+
+class Consumer:
+    """One of the loops that share a loader: iterate it once per epoch, as a loader, in a thread of its own.
+
+    Batches have the order, the values and the state of the loader. Their tensors are the same memory for all consumers: they must not be
+    written to. A consumer is a context manager, and so says at once when its loop has failed.
+
+    Attributes:
+        name: What errors call it.
+    """
+
+    def __init__(self, shared: SharedLoader, name: str, number: int) -> None:
+        self.name = name
+        self._shared = shared
+        #: The batch that comes next, counted through all epochs.
+        self.number = number
+        #: Whether it has asked for a batch, and whether it has got one.
+        self.has_begun = self.has_taken = False
+        self.is_between_epochs = True
+        #: The thread that asked last.
+        self.thread: threading.Thread | None = None
+        #: Its latest batch.
+        self.held: ExampleBatch | None = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self._shared.n_batches
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch that comes next."""
+        return self.number // max(self._shared.n_batches, 1)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        """The epoch's batches; after `load_state_dict`, those that had not been handed out.
+
+        Raises (from the iterator):
+            CorruptShardError, TransportError, DeadlineError: a shard could not be read; every consumer is told. The next iteration
+                tries the same batch again.
+            ArgumentError: a consumer has written into a batch, or the loader is shared no more; the message names the consumer.
+            SaevStoreError: this consumer was dropped before; the message says why.
+        """
+        return _ConsumerBatches(self._shared, self)
+
+    def state_dict(self) -> dict[str, object]:
+        """Which batch comes next: a state of the loader, with which this consumer, or a loader of its own, goes on."""
+        return self._shared.state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was taken. Other consumers may be at other batches: reading begins with the earliest.
+
+        Raises:
+            ArgumentError: the state is of other rows, another batch size, seed or version; or reading has begun, and that batch is not among those
+                that are kept.
+        """
+        self._shared.move(self, state)
+
+    def close(self) -> None:
+        """Take no more batches: nobody waits for this consumer any more."""
+        self._shared.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shared.leave(self, error)
+
+    def __repr__(self) -> str:
+        return f"<Consumer {self.name!r}>"
+
+
+class SharedLoader:
+    """A loader whose batches go to several consumers; made by `loader.share`. A context manager, and a sequence of consumers.
+
+    Each batch is read once, by whichever consumer first needs it, and is kept until all have taken it. The slowest decides: nobody is
+    more than `max_ahead` batches in front of it. Reading begins when every consumer has asked for its first batch.
+
+    A consumer is dropped when its thread has ended within an epoch, when its `with` block was left by an error, or when it kept others waiting for
+    `timeout_s` seconds. The others go on without it. `dropped` has the error, which is logged, raised if that consumer asks again, and raised
+    when the `with` block of this object ends.
+
+    Args:
+        loader: Of `saev_store.torch`. Nothing else iterates it.
+        names: Names of the consumers, or how many there are.
+        max_ahead: Batches that are kept for those that are behind.
+        timeout_s: Seconds for which the others wait for a consumer.
+
+    Raises:
+        ArgumentError: the names are not different texts, there are none, or a number is out of range.
+
+    Attributes:
+        consumers: One for each loop.
+        dropped: Name of a dropped consumer to the error.
+    """
+
+    def __init__(
+        self, loader: Shareable, names: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0
+    ) -> None:
+        self._loader = loader
+        self._max_ahead = check_count(max_ahead, name="max_ahead")
+        self._timeout_s = check_number(timeout_s, name="timeout_s")
+        self.n_batches = len(loader)
+        epoch, batch = loader.place
+        first = epoch * self.n_batches + batch
+        self.consumers = tuple(Consumer(self, name, first) for name in _names(names))
+        self.dropped: dict[str, SaevStoreError] = {}
+        # Notified when a batch comes, a consumer moves on or leaves, or all is closed. Guards all that follows.
+        self._changed = threading.Condition()
+        self._live = list(self.consumers)
+        self._window: deque[SharedBatch] = deque()
+        self._first = first  # the number of the first batch in the window
+        self._batches: Iterator[ExampleBatch] | None = None
+        self._has_begun = self._is_reading = False
+        self._is_closed = False
+        #: Who has written into a batch.
+        self._spoiled: ArgumentError | None = None
+
+    def __len__(self) -> int:
+        """How many consumers there are."""
+        return len(self.consumers)
+
+    def __getitem__(self, number: int) -> Consumer:
+        return self.consumers[number]
+
+    def __iter__(self) -> Iterator[Consumer]:
+        return iter(self.consumers)
+
+    # -- consumers: called in their threads ----------------------------------------------------------------------------
+
+    def take(self, consumer: Consumer) -> ExampleBatch:
+        """The consumer's next batch."""
+        with self._changed:
+            consumer.thread, consumer.has_begun, consumer.is_between_epochs = threading.current_thread(), True, False
+            self._give_back(consumer)
+            patience = Patience(self._timeout_s)
+            while True:
+                self._check(consumer)
+                waited_for = [other for other in self._live if not other.has_begun]
+                if not waited_for:
+                    if not self._has_begun:
+                        self._begin()
+                    if consumer.number < self._first + len(self._window):
+                        return self._hand_out(consumer)
+                    if not self._is_reading:
+                        if len(self._window) < self._max_ahead:
+                            self._read()
+                            continue
+                        waited_for = [other for other in self._live if other.number == self._first]
+                self._drop_dead(waited_for)
+                if patience.is_over([(other.name, other.number) for other in waited_for]):
+                    for other in waited_for:
+                        text = f"consumer {other.name!r} kept others waiting for {self._timeout_s:g} s at {self._where(other)}"
+                        remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
+                        self._drop(other, DeadlineError(text, where="share", remedy=remedy))
+                else:
+                    patience.wait(self._changed)
+
+    def end_epoch(self, consumer: Consumer) -> None:
+        """Note that a consumer has had the last batch of an epoch."""
+        with self._changed:
+            consumer.is_between_epochs = True
+            self._give_back(consumer)
+            if self._spoiled is not None:
+                raise self._spoiled
+
+    def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
+        """Let a consumer go on from a state."""
+        with self._changed:
+            if state == self.state_of(consumer):
+                self._give_back(consumer)
+                return
+            if self._has_begun:
+                raise ArgumentError(
+                    f"the state of consumer {consumer.name!r} is of another batch than its next one, and reading has begun",
+                    where="load_state_dict",
+                    remedy="Load the states of all consumers before they take batches.",
+                )
+            before = self._loader.state_dict()
+            self._loader.load_state_dict(state)
+            epoch, batch = self._loader.place
+            self._loader.load_state_dict(before)
+            consumer.number = epoch * self.n_batches + batch
+
+    def state_of(self, consumer: Consumer) -> dict[str, object]:
+        """The loader's state in front of the consumer's next batch."""
+        return self._loader.state_at(*divmod(consumer.number, max(self.n_batches, 1)))
+
+    def leave(self, consumer: Consumer, error: BaseException | None = None) -> None:
+        """Wait for a consumer no more; it is dropped if an error is why."""
+        with self._changed:
+            if consumer not in self._live:
+                return
+            self._give_back(consumer)
+            if error is None or error is self._spoiled:
+                self._remove(consumer)
+            else:
+                text = f"consumer {consumer.name!r} failed at {self._where(consumer)}: {type(error).__name__}: {error}"
+                dropped = SaevStoreError(text, where="share")
+                dropped.__cause__ = error
+                self._drop(consumer, dropped)
+
+    # -- with the condition held ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start reading with the earliest batch that a consumer needs."""
+        self._first = min(other.number for other in self._live)
+        self._loader.load_state_dict(self._loader.state_at(*divmod(self._first, self.n_batches)))
+        self._has_begun = True
+
+    def _read(self) -> None:
+        """Bring one more batch into the window. Others may take what is there meanwhile.
+
+        Raises:
+            SaevStoreError: what the loader raises; it stands in front of the same batch then.
+        """
+        self._is_reading = True
+        self._changed.release()
+        try:
+            try:
+                # Tensors that are made in inference mode cannot be trained on, wherever they go.
+                with torch.inference_mode(False):
+                    if self._batches is None:
+                        self._batches = iter(self._loader)
+                    found = next(self._batches)
+                    shared = SharedBatch(found, [one.name for one in self.consumers])
+                    del found
+            except BaseException:
+                self._batches = None
+                # The next iteration begins behind the latest batch.
+                self._loader.load_state_dict(self._loader.state_dict())
+                raise
+        finally:
+            self._changed.acquire()
+            self._is_reading = False
+            self._changed.notify_all()
+        self._window.append(shared)
+        if (self._first + len(self._window)) % self.n_batches == 0:
+            self._batches = None  # the loader's next iteration is the next epoch
+
+    def _hand_out(self, consumer: Consumer) -> ExampleBatch:
+        """Take a batch out of the window for a consumer."""
+        self._check_writes()
+        self._check(consumer)
+        batch = self._window[consumer.number - self._first].take(consumer.name)
+        consumer.held, consumer.has_taken = batch, True
+        consumer.number += 1
+        self._forget()
+        return ExampleBatch(batch)
+
+    def _forget(self) -> None:
+        """Give back the memory of batches that all have taken."""
+        before, least = self._first, min((other.number for other in self._live), default=self._first)
+        while self._window and self._first < least:
+            self._window.popleft()
+            self._first += 1
+        if self._first != before:
+            self._changed.notify_all()
+
+    def _check(self, consumer: Consumer) -> None:
+        """Raise what keeps a consumer from going on."""
+        if self._spoiled is not None:
+            raise self._spoiled
+        if consumer.name in self.dropped:
+            raise self.dropped[consumer.name]
+        if self._is_closed:
+            raise ArgumentError("the loader is shared no more", where="share", remedy="Share the loader anew.")
+        if consumer not in self._live:
+            raise ArgumentError(
+                f"consumer {consumer.name!r} was closed", where="share", remedy="Share the loader anew."
+            )
+
+    def _give_back(self, consumer: Consumer) -> None:
+        """Note that a consumer is done with the batch that it had."""
+        self._check_writes()
+        consumer.held = None
+
+    def _check_writes(self) -> None:
+        """Find out who has written into a batch: others may have seen it, so nobody goes on."""
+        for other in self.consumers:
+            name = None if other.held is None else written(other.held)
+            if name is not None and self._spoiled is None:
+                self._spoiled = ArgumentError(
+                    f"consumer {other.name!r} has written into {name} of {self._where(other)}, which others share",
+                    where="share",
+                    remedy="Let it clone what it changes, or let the loader do it (normalize=, dtype=).",
+                )
+                self._changed.notify_all()
+
+    def _drop_dead(self, waited_for: Sequence[Consumer]) -> None:
+        """Drop consumers whose threads have ended; those that ended between two epochs have just left."""
+        for other in waited_for:
+            if other.thread is not None and not other.thread.is_alive():
+                if other.is_between_epochs:
+                    self._remove(other)
+                else:
+                    text = f"the thread of consumer {other.name!r} has ended at {self._where(other)}"
+                    remedy = "Look for its error; close() a consumer that takes no more batches."
+                    self._drop(other, SaevStoreError(text, where="share", remedy=remedy))
+
+    def _drop(self, consumer: Consumer, error: SaevStoreError) -> None:
+        """Go on without a consumer."""
+        if consumer in self._live:
+            self._check_writes()
+            self.dropped[consumer.name] = error
+            _logger.error("%s", error)
+            self._remove(consumer)
+
+    def _remove(self, consumer: Consumer) -> None:
+        """Wait for a consumer no more, and keep no batches for it."""
+        self._live.remove(consumer)
+        if not self._live:
+            self._is_closed = True
+            self._window.clear()
+            self._loader.close()
+        for shared in self._window:
+            shared.forget(consumer.name)
+        self._forget()
+        self._changed.notify_all()
+
+    def _where(self, consumer: Consumer) -> str:
+        """The latest batch that a consumer took, in words."""
+        if not consumer.has_taken:
+            return "its start"
+        epoch, batch = divmod(consumer.number - 1, self.n_batches)
+        return f"batch {batch} of epoch {epoch}"
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the loader's threads and give back its memory. Consumers that ask for more are told."""
+        with self._changed:
+            self._is_closed = True
+            self._window.clear()
+            self._changed.notify_all()
+        self._loader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is None:
+            for dropped in self.dropped.values():
+                raise dropped
+
+    def __repr__(self) -> str:
+        return f"<SharedLoader of {[one.name for one in self.consumers]}>"
+
+
+class _ConsumerBatches(Iterator[ExampleBatch]):
+    """An epoch of a consumer."""
+
+    def __init__(self, shared: SharedLoader, consumer: Consumer) -> None:
+        self._shared, self._consumer = shared, consumer
+        #: The number of the first batch of the next epoch.
+        self._end: int | None = None
+
+    def __iter__(self) -> _ConsumerBatches:
+        return self
+
+    def __next__(self) -> ExampleBatch:
+        shared, consumer = self._shared, self._consumer
+        if self._end is None:
+            self._end = (consumer.epoch + 1) * shared.n_batches
+        if consumer.number >= self._end:
+            shared.end_epoch(consumer)
+            raise StopIteration
+        return shared.take(consumer)
+
+
+def _names(names: int | Sequence[str]) -> list[str]:
+    """The names of consumers.
+
+    Raises:
+        ArgumentError: they are not different texts, or there are none.
+    """
+    if isinstance(names, int) and not isinstance(names, bool):
+        return [str(number) for number in range(check_count(names, name="n"))]
+    given = [] if isinstance(names, (str, bool)) else list(names)
+    if not given or not all(isinstance(name, str) for name in given) or len(set(given)) != len(given):
+        raise ArgumentError(
+            f"consumers are {names!r}; they must be a number, or a list of different names", where="share"
+        )
+    return given
