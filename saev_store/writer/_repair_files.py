@@ -219,7 +219,9 @@ def _settle(folder: Folder, journal: Digests) -> None:
     transport.close()  # maps of the file that was replaced
     digests = load_digests(transport)
     if digests is not None and digests.block_bytes == journal.block_bytes:
-        folder.put(DIGESTS_NAME, Digests(digests.block_bytes, {**digests.files, **journal.files}).to_bytes())
+        files = {**digests.files, **journal.files}
+        if files != digests.files:
+            folder.put(DIGESTS_NAME, Digests(digests.block_bytes, files).to_bytes())
     folder.delete(JOURNAL)
 
 

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +23,20 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_flag
 from saev_store.core.layout import shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, SaevStoreError
+from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, ResumeError, SaevStoreError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
 from saev_store.writer._digests import BLOCK_BYTES, BlockDigester, FileDigests, block_ranges
 from saev_store.writer._inputs import (
     NONFINITE_POLICIES,
     NonfinitePolicy,
+    OverflowPolicy,
     as_activations,
     check_finite,
     check_overflow,
     rows_as_bytes,
-    token_rows,
 )
+from saev_store.writer._repair_arrays import compare_rows, rows_in_pieces
 from saev_store.writer._repair_files import (
     Damage,
     DamagedShard,
@@ -44,7 +46,7 @@ from saev_store.writer._repair_files import (
     find_damage,
     finish_journal,
 )
-from saev_store.writer.folder import JOURNAL, Folder
+from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -71,7 +73,9 @@ def open_repair(
     *,
     lost: Sequence[tuple[int, int]] = (),
     deep: bool = False,
+    exact: bool = False,
     on_nonfinite: NonfinitePolicy = "raise",
+    on_overflow: OverflowPolicy = "raise",
     progress: bool | None = None,
 ) -> RepairWriter:
     """A writer that takes exactly the examples that a published store has lost.
@@ -84,7 +88,9 @@ def open_repair(
         metadata: The store's document.
         lost: Half-open ranges of examples that are known to be lost, such as `Report.lost`.
         deep: Check all shards against their digests.
+        exact: Refuse a rebuilt file that has other digests than digests.json, before it takes its place.
         on_nonfinite: As for `create_store`.
+        on_overflow: Likewise.
         progress: Show a bar; None shows one on a terminal.
 
     Raises:
@@ -111,7 +117,16 @@ def open_repair(
         finish_journal(folder, metadata)
         store_transport.close()  # maps of files that were replaced meanwhile
         damage = find_damage(folder, metadata, lost=lost, deep=deep, progress=progress)
-        writer = RepairWriter(folder, metadata, damage, on_nonfinite=on_nonfinite, progress=progress, held=held)
+        writer = RepairWriter(
+            folder,
+            metadata,
+            damage,
+            exact=exact,
+            on_nonfinite=on_nonfinite,
+            on_overflow=on_overflow,
+            progress=progress,
+            held=held,
+        )
         if damage.is_none:  # nobody has to close what has nothing to do
             writer.let_go()
         return writer
@@ -133,7 +148,9 @@ class RepairWriter:
         metadata: Metadata,
         damage: Damage,
         *,
+        exact: bool,
         on_nonfinite: NonfinitePolicy,
+        on_overflow: OverflowPolicy,
         progress: bool | None,
         held: ExitStack,
     ) -> None:
@@ -145,7 +162,7 @@ class RepairWriter:
         # The examples that are still to be appended, in order.
         self._todo = deque((shard, start, end) for shard in damage.shards for start, end in shard.lost)
         self._arrays = damage.arrays
-        self._on_nonfinite = on_nonfinite
+        self._exact, self._on_nonfinite, self._on_overflow = exact, on_nonfinite, on_overflow
         self._held = held
         self._sink: Sink | None = None
         self._digester = BlockDigester(self._block_bytes)
@@ -198,6 +215,7 @@ class RepairWriter:
         Raises:
             ArgumentError: wrong shape, dtype or values; more examples than are missing; other labels than the store's.
             CorruptShardError: what had survived changes while it is being copied.
+            ResumeError: with `exact`: a file would not be what was first written. Nothing of it takes its place.
         """
         self._check_open()
         batch = as_activations(acts, self._layout)
@@ -210,17 +228,18 @@ class RepairWriter:
         pieces = self._next_ranges(len(batch))
         for name, values in {"labels": labels, **token_arrays}.items():
             if values is not None:
-                self._compare(self._array(name), values, pieces)
+                array = self._array(name)
+                compare_rows(self._folder, self._layout, array, values, pieces, state=self._arrays[name])
+        checked: list[npt.NDArray[np.generic]] = []
         at = 0
         for start, end in pieces:  # before any of them is written
-            check_finite(batch[at : at + end - start], start, self._on_nonfinite)
-            check_overflow(batch[at : at + end - start], start, self._layout, "raise")
+            part = batch[at : at + end - start]
+            check_finite(part, start, self._on_nonfinite)
+            checked.append(check_overflow(part, start, self._layout, self._on_overflow))
             at += end - start
-        at = 0
         try:
-            for start, end in pieces:
-                self._fill(batch[at : at + end - start])
-                at += end - start
+            for part in checked:
+                self._fill(part)
         except BaseException:
             self._failed = True
             raise
@@ -234,31 +253,38 @@ class RepairWriter:
 
         Args:
             name: Of the array, such as "token_ids".
-            values: (n_examples, content tokens): all of them.
+            values: (n_examples, content tokens): all of them. Or an iterator of NumPy arrays (k, content tokens) that are all
+                of them one after the other.
 
         Raises:
             ArgumentError: the array is not lost, was never recorded, or these have another shape or other values.
+            ResumeError: with `exact`: the file would not be what was first written. It stays as it is.
         """
         self._check_open()
         array = self._array(name)
-        rows = token_rows({name: values}, (array,), self._layout.n_examples, self._layout, required=True)
         state, file_name = self._arrays[name], array.file_name
         if state == "whole":
             raise ArgumentError(f"{file_name} is whole", where=name, remedy="Repair does not change what is there.")
         if state == "absent" and self._digests is not None:
             raise ArgumentError(f"this store was written without {name}", where=name, remedy="They make another store.")
-        data = cast("npt.NDArray[np.uint8]", rows).reshape(-1)
-        sink = building_sink(self._folder, file_name, used_nbytes=data.nbytes, file_nbytes=data.nbytes)
-        digester = BlockDigester(self._block_bytes)
+        nbytes, digester = array.nbytes(self._layout), BlockDigester(self._block_bytes)
+        pieces = rows_in_pieces(array, values, self._layout)
+        first = next(pieces)  # nothing is begun with values that are refused
+        sink = building_sink(self._folder, file_name, used_nbytes=nbytes, file_nbytes=nbytes)
         try:
-            sink.write(0, [data.data])
-            digester.update(data.data)
+            for data in chain([first], pieces):
+                sink.write(digester.nbytes, [data])
+                digester.update(memoryview(data))
             promised = self._digests.files.get(file_name) if self._digests is not None else None
             self._replace(file_name, sink, digester, (), promised)
         except BaseException:
             sink.abort()
             raise
         self._arrays[name] = "whole"
+
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar, where there is one."""
+        self._progress.note(text)
 
     def close(self) -> None:
         """Let go of the store; shards that are not whole yet stay as damaged as they were. Closing twice is fine."""
@@ -281,7 +307,9 @@ class RepairWriter:
             # With a claim the files of a writer are there; with a journal this repair was cut short, and the next one
             # needs it to know what digests.json has to say.
             if not self._folder.exists(CLAIM_PATH) and not self._folder.exists(JOURNAL):
-                self._folder.delete(WORK_FOLDER)
+                names = () if self._folder.is_far else self._folder.names() or ()
+                for name in (*(name for name in names if name.startswith(TEMPORARY)), WORK_FOLDER):
+                    self._folder.delete(name)
         finally:
             self._held.close()
 
@@ -331,36 +359,6 @@ class RepairWriter:
         raise ArgumentError(
             f"the store has no token array {name}; it has {list(self._arrays)}", where=name, remedy="Leave it out."
         )
-
-    def _compare(self, array: TokenArray, values: object, pieces: Ranges) -> None:
-        """Check that a token array of some missing examples is what the store still has."""
-        n = sum(end - start for start, end in pieces)
-        rows = token_rows({array.name: values}, (array,), n, self._layout, required=True)
-        state = self._arrays[array.name]
-        if state != "whole":
-            absent = state == "absent"
-            restore = "restore_labels" if array == LABELS else "restore_array"
-            raise ArgumentError(
-                f"the store has no {array.name} to compare these with"
-                if absent
-                else f"{array.file_name} is lost as a whole",
-                where=array.name,
-                remedy="Leave them out." if absent else f"Give all of them to `{restore}`.",
-            )
-        width, at = array.example_nbytes(self._layout), 0
-        for start, end in pieces:
-            there = self._folder.get_range(array.file_name, start * width, end * width)
-            same = (
-                np.frombuffer(there, np.uint8).reshape(-1, width)
-                == cast("npt.NDArray[np.uint8]", rows)[at : at + end - start]
-            )
-            if not same.all():
-                raise ArgumentError(
-                    f"the {array.name} of example {start + int(np.argmin(same.all(axis=1)))} are others than the store's",
-                    where=array.name,
-                    remedy="These are most likely other examples than the missing ones.",
-                )
-            at += end - start
 
     def _fill(self, rows: npt.NDArray[np.generic]) -> None:
         """Write the next missing examples, all of one shard, and what survives before them."""
@@ -428,6 +426,14 @@ class RepairWriter:
     ) -> None:
         """Put a rebuilt file in its place."""
         new = FileDigests(digester.nbytes, tuple(digester.digests()))
+        if self._exact and promised is not None and promised != new:
+            n_other = sum(old != now for old, now in zip(promised.digests, new.digests, strict=False))
+            raise ResumeError(
+                f"it would not be what was first written: {n_other} of {len(new.digests)} blocks of {self._block_bytes} bytes "
+                "have other digests",
+                where=self._folder.where(name),
+                remedy="It stays as it was.",
+            )
         try:
             carry_out(self._folder, name, new, self._block_bytes, sink)
         except BaseException:

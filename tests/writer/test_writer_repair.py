@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from saev_store.errors import (
     DocumentError,
     IncompleteStoreError,
     NotFoundError,
+    ResumeError,
     SaevStoreError,
     TransportError,
     WriterConflictError,
@@ -456,14 +458,100 @@ def test_after_an_error_no_other_file_is_replaced() -> None:
     memory = Full(this.files())
     change(memory, "acts000001.bin", None)
     change(memory, "labels.bin", None)
+    other = this.labels ^ 1  # not what was lost, so that digests.json has to change
     with pytest.raises(ArgumentError, match="cut short"), opened(memory, this) as writer:
         with pytest.raises(TransportError, match="no space"):
-            writer.restore_labels(this.labels)
+            writer.restore_labels(other)
         memory.full = False
         writer.append(this.acts[3:6])
     with opened(memory, this, deep=True) as writer:
         fill(writer, this)
+    Case(this.metadata, this.acts, other, True, 48).check(memory.files)
+
+
+def test_a_file_that_is_not_what_was_written_is_refused_if_asked() -> None:
+    this = case(n=11, per_shard=3, block_bytes=48, protocol="3.0")
+    memory = store_of(this)
+    for name in ("acts000000.bin", "acts000002.bin", "mask.bin"):
+        change(memory, name, None)
+    damaged, other = dict(memory.files), this.acts[:3].copy()
+    other.view(np.uint16)[1, 0, 0, 0] ^= 1
+    n_blocks = -(-other.nbytes // 48)
+    said = f"acts000000.bin: it would not be what was first written: 1 of {n_blocks} blocks of 48 bytes"
+    with pytest.raises(ResumeError, match=said), opened(memory, this, exact=True) as writer:
+        writer.append(other)
+    said = "mask.bin: it would not be what was first written"
+    with pytest.raises(ResumeError, match=said), opened(memory, this, exact=True) as writer:
+        writer.restore_array("mask", ~this.arrays["mask"])
+    assert dict(memory.files) == damaged
+    with opened(memory, this, exact=True) as writer:
+        writer.restore_array("mask", this.arrays["mask"])
+        fill(writer, this)
     this.check(memory.files)
+
+
+def test_digests_that_stay_the_same_are_not_written_again(tmp_path: Path) -> None:
+    this = case(n=11, per_shard=3, block_bytes=48, protocol="3.0")
+    folder = on_disk(tmp_path, this)
+    (folder / "document_ids.bin").unlink()
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    with opened(open_transport(folder), this, deep=True) as writer:
+        writer.restore_array("document_ids", this.arrays["document_ids"])
+        fill(writer, this)
+    after = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    assert {name for name in after if after[name] != before.get(name)} == {"acts000001.bin", "document_ids.bin"}
+    assert content(folder) == this.files()
+
+
+def test_a_token_array_comes_in_pieces() -> None:
+    this = case(n=11, per_shard=3, protocol="3.0")
+    memory, values = store_of(this), this.arrays["document_ids"]
+    change(memory, "document_ids.bin", None)
+    with opened(memory, this) as writer:
+        with pytest.raises(ArgumentError, match="was given for 7 examples; the store has 11"):
+            writer.restore_array("document_ids", iter([values[:4], values[4:7]]))
+        with pytest.raises(ArgumentError, match="was given for 0 examples"):
+            writer.restore_array("document_ids", iter([]))
+        with pytest.raises(ArgumentError, match="it must be"):
+            writer.restore_array("document_ids", iter([values[:4], values]))
+        assert "document_ids.bin" not in memory.files
+        writer.restore_array("document_ids", iter([values[:4], values[4:4], values[4:]]))
+    this.check(memory.files)
+
+
+def test_numbers_that_are_too_large_are_saturated_if_asked() -> None:
+    this = case(n=5, per_shard=3, protocol="3.0")
+    assert this.metadata.layout.dtype == "bfloat16"
+    memory, acts = store_of(this), np.full(this.acts[:3].shape, 1.0, np.float32)
+    acts[1, 0, 1, 1], acts[2, 0, 1, 0] = 3.4e38, -3.4e38
+    change(memory, "acts000000.bin", None)
+    with opened(memory, this, on_overflow="saturate") as writer:
+        writer.append(acts)
+    stored = np.frombuffer(memory.files["acts000000.bin"][: acts.size * 2], np.uint16).reshape(acts.shape)
+    assert {int(stored[1, 0, 1, 1]), int(stored[2, 0, 1, 0])} == {0x7F7F, 0xFF7F}
+    assert np.count_nonzero(stored != 0x3F80) == 2
+
+
+def test_a_repair_lets_go_while_another_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one takes its lock in the folder that the first one is deleting: both are told the truth."""
+    this = case(n=11, per_shard=3, block_bytes=48)
+    folder, second = on_disk(tmp_path, this), list[RepairWriter]()
+    unlink = os.unlink
+
+    def unlinked(path: str, **options: int) -> None:
+        unlink(path, **options)
+        if os.path.basename(path) == "repair.lock" and not second:
+            second.append(None)
+            second[0] = opened(open_transport(folder), this, lost=[(0, 1)])
+            second[0].append(this.acts[:1])
+
+    with opened(open_transport(folder), this, deep=True) as writer:
+        fill(writer, this)
+        monkeypatch.setattr(os, "unlink", unlinked)
+    monkeypatch.undo()
+    with second[0]:
+        assert [file.name for file in second[0].repaired] == ["acts000000.bin"]
+    assert content(folder) == this.files()
 
 
 def repaired(disk: Disk, this: Case) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple, Self, cast
 
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SaevStoreError, TransportError
+from saev_store.names import WORK_FOLDER
 from saev_store.transport.base import FREE, Buffer, Counters, Entry, ReadCost
 from saev_store.transport.checks import (
     RequestCounter,
@@ -30,7 +31,14 @@ from saev_store.transport.checks import (
 )
 from saev_store.transport.local._spread import SpreadReader, preadv_all
 from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file, positions
-from saev_store.transport.local.write import LocalSink, fsync_folder, link_exclusive, lock_file, temporary_file
+from saev_store.transport.local.write import (
+    LocalSink,
+    fsync_folder,
+    link_exclusive,
+    lock_file,
+    moved_aside,
+    temporary_file,
+)
 
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
@@ -218,7 +226,7 @@ class LocalTransport:
         self._requests.add("delete")
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
-                shutil.rmtree(where)
+                shutil.rmtree(moved_aside(where) if os.path.basename(where) == WORK_FOLDER else where)
             else:
                 os.unlink(where)
             fsync_folder(os.path.dirname(where))

@@ -305,6 +305,13 @@ def _close_in_child() -> None:
 after_fork_in_child(_close_in_child)
 
 
+def moved_aside(where: str) -> str:
+    """A folder under a temporary name: other processes may take locks in it while it is deleted, and then make it anew."""
+    aside = f"{os.path.dirname(where)}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    os.rename(where, aside)
+    return aside
+
+
 def lock_file(where: str) -> _LockFile:
     """The lock on a file, whose folder is made first; again where another writer removes that folder meanwhile.
 
