@@ -22,6 +22,7 @@ from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record._ranks import RecordedPart, finalize
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
+from saev_store.record._repair import RepairedRecording, repair
 from saev_store.record._report import RecordingReport
 from saev_store.record._texts import Texts
 from saev_store.record.demo import DemoResult, run_demo
@@ -39,6 +40,7 @@ __all__ = [
     "Recorder",
     "RecordingEstimate",
     "RecordingReport",
+    "RepairedRecording",
     "TextAdapter",
     "Texts",
     "VisionAdapter",
@@ -48,5 +50,6 @@ __all__ = [
     "load_language_model",
     "load_photographs",
     "record",
+    "repair",
     "run_demo",
 ]

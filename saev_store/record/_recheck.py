@@ -1,4 +1,4 @@
-"""Whether a model still gives what an unfinished store holds of it."""
+"""Whether a model still gives what a store holds of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from saev_store.transport import open_transport
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from saev_store.record._examples import Recorded
-    from saev_store.record._ranks import RunWriter
+    from saev_store.record._examples import ExampleWriter, Recorded
     from saev_store.transport import Transport
-    from saev_store.writer import ShardWriter
 
 Recheck = Literal["exact", "close", "off"]
 #: With `recheck="close"`: the largest difference, as a part of the largest number.
@@ -25,11 +23,9 @@ _CLOSE = 0.01
 
 
 class KeptExamples:
-    """The examples that an unfinished store holds."""
+    """The examples that a store holds."""
 
-    def __init__(
-        self, writer: ShardWriter | RunWriter, storage_options: Mapping[str, object] | None, *, saturate: bool
-    ) -> None:
+    def __init__(self, writer: ExampleWriter, storage_options: Mapping[str, object] | None, *, saturate: bool) -> None:
         self._writer, self._storage_options, self._saturate = writer, storage_options, saturate
         self._transport: Transport | None = None
 

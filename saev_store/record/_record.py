@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
-    from saev_store.record._examples import Batch
+    from saev_store.record._examples import Batch, ExampleWriter
     from saev_store.record._host_copy import HostCopy
     from saev_store.record._part import Part
     from saev_store.record._ranks import RecordedPart, RunWriter
@@ -166,12 +166,7 @@ def record(
         StoreExistsError, IncompleteStoreError, WriterConflictError: see `ShardStore.create`.
         MissingDependencyError: torch is not installed.
     """
-    if recheck not in get_args(Recheck):
-        raise ArgumentError(f"recheck is {brief(recheck)}; it must be 'exact', 'close' or 'off'", where="recheck")
-    if on_overflow not in {"raise", "saturate"}:
-        raise ArgumentError(
-            f"on_overflow is {brief(on_overflow)}; it must be 'raise' or 'saturate'", where="on_overflow"
-        )
+    check_policies(recheck, on_overflow)
     of_ranks = this_part(part)
     recorder = prepare(
         model, source, layers, hook_points=hook_points, device=this_device(device) if part == "auto" else device
@@ -212,6 +207,16 @@ def record(
     if on_report is not None:
         on_report(report.published_after(time.perf_counter() - written_s))
     return found
+
+
+def check_policies(recheck: str, on_overflow: str) -> None:
+    """Refuse other values than those of `record`."""
+    if recheck not in get_args(Recheck):
+        raise ArgumentError(f"recheck is {brief(recheck)}; it must be 'exact', 'close' or 'off'", where="recheck")
+    if on_overflow not in {"raise", "saturate"}:
+        raise ArgumentError(
+            f"on_overflow is {brief(on_overflow)}; it must be 'raise' or 'saturate'", where="on_overflow"
+        )
 
 
 def prepare(
@@ -294,7 +299,7 @@ def describe(
 
 
 def fill(
-    writer: ShardWriter | RunWriter,
+    writer: ExampleWriter,
     recorder: Recorder,
     source: ExampleSource,
     *,

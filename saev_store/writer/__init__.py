@@ -13,6 +13,7 @@ from saev_store.writer._leftovers import (
 )
 from saev_store.writer._publish import finalize_store
 from saev_store.writer._requests import writing_requests
+from saev_store.writer._resume import metadata_differences
 from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
 from saev_store.writer.shard_writer import ShardWriter
 
@@ -31,6 +32,7 @@ __all__ = [
     "discard_unfinished",
     "finalize_store",
     "load_digests",
+    "metadata_differences",
     "open_repair",
     "unfinished",
     "writing_requests",

@@ -204,6 +204,11 @@ class RepairWriter:
         """The token arrays that are known to be missing or damaged: `restore_array` takes them."""
         return [name for name, state in self._arrays.items() if state == "lost"]
 
+    @property
+    def absent_arrays(self) -> list[str]:
+        """The token arrays that are not there, and not known to be lost: without digests `restore_array` takes these, too."""
+        return [name for name, state in self._arrays.items() if state == "absent"]
+
     def append(self, acts: object, labels: object = None, **token_arrays: object) -> None:
         """Add the next missing examples.
 

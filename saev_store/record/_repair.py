@@ -1,0 +1,234 @@
+"""`repair`: records again what a published recording has lost, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from saev_store.core.layout import RESID_POST
+from saev_store.errors import ResumeError
+from saev_store.record._pipeline import closing_in_thread
+from saev_store.record._record import check_policies, describe, fill, prepare
+from saev_store.record._report import NOTHING_RECORDED
+from saev_store.store.store import ShardStore
+from saev_store.transport import open_transport
+from saev_store.writer import metadata_differences, open_repair
+
+if TYPE_CHECKING:
+    import os
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from saev_store.core.dtypes import StoredDtype
+    from saev_store.core.layout import Layout
+    from saev_store.documents import Metadata
+    from saev_store.record._adapters import Adapter
+    from saev_store.record._examples import Batch, ExampleSource
+    from saev_store.record._recheck import Recheck
+    from saev_store.record._recorder import Recorder
+    from saev_store.record._report import RecordingReport
+    from saev_store.writer import RepairedFile, RepairWriter
+
+
+@dataclass(frozen=True)
+class RepairedRecording:
+    """What a repair has done; `str()` is a line for each file.
+
+    Attributes:
+        store: The store, opened; it is whole.
+        files: The files that were written anew, in that order; empty where nothing was lost.
+    """
+
+    store: ShardStore
+    files: tuple[RepairedFile, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The address and the files, as plain JSON types."""
+        files = [
+            {"name": file.name, "examples": [list(found) for found in file.examples], "identical": file.identical}
+            for file in self.files
+        ]
+        return {"url": self.store.url, "files": files}
+
+    def __str__(self) -> str:
+        return "\n".join(map(_line, self.files)) or "nothing is lost: no file was changed"
+
+
+def repair(
+    model: torch.nn.Module | Adapter,
+    source: ExampleSource,
+    url: str | os.PathLike[str],
+    *,
+    layers: Sequence[int] | None = None,
+    hook_points: Sequence[str] | None = None,
+    dtype: StoredDtype | None = None,
+    max_tokens_per_shard: int | None = None,
+    dataset: str | None = None,
+    family: str | None = None,
+    ckpt: str | None = None,
+    protocol: str | None = None,
+    device: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    recheck: Recheck = "exact",
+    on_overflow: Literal["raise", "saturate"] = "raise",
+    progress: bool | None = None,
+    on_report: Callable[[RecordingReport], object] | None = None,
+) -> RepairedRecording:
+    """Record again what a published recording has lost: shards and token arrays that are missing, short or damaged.
+
+    All files are compared with digests.json first. Only the batches with a lost example run through the model, and one with an
+    example that is there. A file that is lost is built beside its place, and takes it in one step when it is whole. No other
+    file is touched. Token arrays come from the source alone.
+
+    After a crash the same call repairs the rest. Where nothing is lost, nothing runs.
+
+    Args:
+        model: As of `record`.
+        source: As of `record`. With several ranges of lost examples it is read several times.
+        url: The folder of the store itself.
+        layers: As of `record`; None, also for the arguments below: what the store says. What is given has to be that.
+        hook_points: As of `record`.
+        dtype: As of `record`.
+        max_tokens_per_shard: As of `record`.
+        dataset: As of `record`.
+        family: As of `record`.
+        ckpt: As of `record`.
+        protocol: As of `record`.
+        device: Device of the computation; None: that of the model.
+        storage_options: Options of the file system of `url`.
+        recheck: Before anything is replaced, an example that is there is computed again. `"exact"` refuses to repair where a bit
+            differs, there or, as the digests tell, in a file that is to be replaced. `"close"` accepts what is only rounding,
+            `"off"` anything; digests.json then tells of the new bytes.
+        on_overflow: As of `record`.
+        progress: Show a bar on standard error; None: when it is a terminal.
+        on_report: As of `record`: called after each batch.
+
+    Raises:
+        ResumeError: the store was recorded in another way, and the message names what differs; or the model gives other vectors.
+        WriterConflictError: another process is repairing the store.
+        NotFoundError, IncompleteStoreError, DocumentError: there is no published store, see `ShardStore.open`.
+        ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
+    """
+    check_policies(recheck, on_overflow)
+    transport = open_transport(url, storage_options)
+    there = ShardStore.open(transport, damaged_ok=True).metadata
+    if layers is None:
+        layers = tuple(dict.fromkeys(there.layers))
+    if hook_points is None:
+        hook_points = tuple(dict.fromkeys(there.hook_points or (RESID_POST,)))
+    recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
+    here = describe(
+        recorder,
+        source,
+        dtype=dtype or cast("StoredDtype", there.layout.dtype),
+        max_tokens_per_shard=there.max_tokens_per_shard if max_tokens_per_shard is None else max_tokens_per_shard,
+        dataset=there.dataset if dataset is None else dataset,
+        family=family or there.family,
+        ckpt=ckpt or there.ckpt,
+        protocol=protocol or there.protocol,
+    )
+    differences = metadata_differences(there.raw.decode(), here.raw.decode())
+    if differences:
+        raise ResumeError(
+            f"the store was recorded in another way: {'; '.join(differences)}",
+            where=transport.url,
+            remedy="Repair with the model, the source and the packages that it was recorded with.",
+        )
+    with open_repair(
+        transport, there, deep=True, exact=recheck == "exact", on_overflow=on_overflow, progress=progress
+    ) as writer:
+        try:
+            _restore_arrays(writer, recorder, source, there)
+            _record_lost(writer, recorder, source, there.layout, storage_options, recheck, on_overflow, on_report)
+        except ResumeError as error:
+            error.remedy = (
+                "Repair on a machine like the one that recorded it, with as many threads. If only rounding differs, recheck='close' "
+                "(--recheck close) repairs with other bytes, and digests.json then tells of them."
+            )
+            raise
+    return RepairedRecording(ShardStore.open(open_transport(url, storage_options)), tuple(writer.repaired))
+
+
+def _restore_arrays(writer: RepairWriter, recorder: Recorder, source: ExampleSource, metadata: Metadata) -> None:
+    """Write lost token arrays anew. The model does not run."""
+    given = source.geometry(recorder.adapter).token_arrays
+    for name in (*writer.lost_arrays, *(name for name in writer.absent_arrays if name in given)):
+        writer.restore_array(name, _values(source, name, metadata.layout.n_examples))
+
+
+def _values(source: ExampleSource, name: str, n_examples: int) -> Iterator[npt.NDArray[np.generic]]:
+    """A token array in pieces, (k, content tokens)."""
+    with closing_in_thread(source.batches(0, n_examples)) as batches:
+        for recorded in source.assemble(((batch, _no_vectors(batch)) for batch in batches), 0):
+            yield recorded.token_arrays[name][: n_examples - recorded.first]
+
+
+def _no_vectors(batch: Batch) -> torch.Tensor:
+    """In the place of the vectors of a batch: one layer of vectors of one number each."""
+    import torch
+
+    rows, tokens, *_ = torch.as_tensor(batch.inputs[0]).shape
+    return torch.zeros(rows, 1, tokens, 1)
+
+
+def _record_lost(
+    writer: RepairWriter,
+    recorder: Recorder,
+    source: ExampleSource,
+    layout: Layout,
+    storage_options: Mapping[str, object] | None,
+    recheck: Recheck,
+    on_overflow: Literal["raise", "saturate"],
+    on_report: Callable[[RecordingReport], object] | None,
+) -> None:
+    """Record the examples that are missing, range by range."""
+    ranges, report = writer.missing, NOTHING_RECORDED
+    spans = [(first, first, end) for first, end in ranges]
+    if ranges and recheck != "off":
+        first, end = ranges[0]
+        if first > 0:  # the one before is most often of a batch that has to run anyway
+            spans[0] = first - 1, first, end
+        elif end < layout.n_examples:
+            spans.insert(0, (end, end + 1, end + 1))
+    for first, kept, end in spans:
+        report = fill(
+            _Span(writer, layout, first, kept, end),
+            recorder,
+            source,
+            storage_options=storage_options,
+            recheck=recheck,
+            saturate=on_overflow == "saturate",
+            before=report,
+            on_report=on_report,
+        )
+
+
+class _Span:
+    """Consecutive examples of a repair as `fill` takes them: up to `next_example` they are there, then they are lost."""
+
+    complete = False
+
+    def __init__(self, writer: RepairWriter, layout: Layout, first: int, kept: int, end: int) -> None:
+        self._writer = writer
+        self.url, self.layout = writer.url, layout
+        self.example_range, self.next_example = (first, end), kept
+
+    def append(self, acts: torch.Tensor, **token_arrays: npt.NDArray[np.generic]) -> None:
+        """Add the next examples; their token arrays are compared with those that the store has."""
+        absent = self._writer.absent_arrays
+        self._writer.append(acts, **{name: rows for name, rows in token_arrays.items() if name not in absent})
+        self.next_example += len(acts)
+
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar."""
+        self._writer.note(text)
+
+
+def _line(file: RepairedFile) -> str:
+    """What became of a file, as text."""
+    examples = ", ".join(f"{first} to {end - 1}" if end - first > 1 else str(first) for first, end in file.examples)
+    bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest tells which bytes"}
+    return f"{file.name}: {f'examples {examples}' if examples else 'written anew'}; {bytes_are[file.identical]}"
