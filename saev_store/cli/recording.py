@@ -16,7 +16,7 @@ from saev_store.cli.finishing import emit_part, parse_part
 from saev_store.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -29,7 +29,7 @@ Resume = Literal["auto", "strict", "never"]
 _RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True, "never": False}
 
 
-class _Plan(BaseModel):
+class Plan(BaseModel):
     """What is to be recorded: the flags of the command, and the keys of its TOML file."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -109,16 +109,14 @@ def record(
     """
     flags: dict[str, object] = {
         "model": model, "text": text, "tokens": tokens, "to": to, "context": context, "layout": layout, "pack": pack,
-        "bos": int(bos) if bos is not None and bos.isdecimal() else bos, "example_tokens": example_tokens, "text_key": text_key, "tokenizer": tokenizer, "batch_size": batch_size,
+        "bos": bos, "example_tokens": example_tokens, "text_key": text_key, "tokenizer": tokenizer, "batch_size": batch_size,
         "dtype": dtype, "compute_dtype": compute_dtype, "attention": attention, "device": device,
-        "max_tokens_per_shard": max_tokens_per_shard, "resume": resume,
-        "layers": None if layers is None else integers(layers, where="--layers"),
-        "hook_points": None if hook_points is None else hook_points.split(","),
+        "max_tokens_per_shard": max_tokens_per_shard, "resume": resume, "layers": layers, "hook_points": hook_points,
     }  # fmt: skip
-    plan = _plan(config, {name: value for name, value in flags.items() if value is not None})
+    plan = plan_of(config, flags)
     of_ranks = None if part is None else parse_part(part)
     storage, reports = storage_options(options, option), list["RecordingReport"]()
-    model_and_texts = _load(plan, progress=progress)
+    model_and_texts = load(plan, progress=progress)
     if dry_run:
         found = _estimate(plan, *model_and_texts, storage)
         emit_json(found.to_dict()) if as_json else emit(str(found))
@@ -150,7 +148,7 @@ def record(
         emit(store.url)
 
 
-def _load(plan: _Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
+def load(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
     """The model and the texts; what is wrong without a model is refused before one is loaded."""
     from saev_store.record import Texts, load_language_model
     from saev_store.sources import open_source
@@ -181,9 +179,7 @@ def _load(plan: _Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts
     return model, texts(documents, tokenizer)
 
 
-def _estimate(
-    plan: _Plan, model: torch.nn.Module, texts: Texts, storage: dict[str, object] | None
-) -> RecordingEstimate:
+def _estimate(plan: Plan, model: torch.nn.Module, texts: Texts, storage: dict[str, object] | None) -> RecordingEstimate:
     """What recording would take."""
     from saev_store.record import estimate_recording
 
@@ -203,7 +199,7 @@ def _estimate(
 
 
 def _run(
-    plan: _Plan,
+    plan: Plan,
     model: torch.nn.Module,
     texts: Texts,
     storage: dict[str, object] | None,
@@ -235,16 +231,21 @@ def _run(
     )
 
 
-def _plan(config: Path | None, flags: dict[str, object]) -> _Plan:
+def plan_of(config: Path | None, flags: Mapping[str, object], otherwise: Mapping[str, object] | None = None) -> Plan:
     """The plan of a file and flags.
+
+    Args:
+        config: The file; None: there is none.
+        flags: What flags say, None where they were not given; they take precedence.
+        otherwise: What holds where neither says anything.
 
     Raises:
         ArgumentError: an option is missing, unknown, or breaks its rule.
         NotFoundError: the file cannot be read.
     """
-    said = _read(config) if config is not None else {}
+    said, flags = _read(config) if config is not None else {}, _parsed(flags)
     try:
-        return _Plan.model_validate({**said, **flags})
+        return Plan.model_validate({**(otherwise or {}), **said, **flags})
     except ValidationError as error:
         problems: dict[str, str] = {}
         for found in error.errors(include_url=False):
@@ -252,6 +253,19 @@ def _plan(config: Path | None, flags: dict[str, object]) -> _Plan:
             place = f" in {config}" if name in said and name not in flags else ""
             problems.setdefault(name, f"{name}{place}: {found['msg'].replace('Input should', 'it must')}")
         raise ArgumentError("; ".join(problems.values()), where=", ".join(problems)) from None
+
+
+def _parsed(flags: Mapping[str, object]) -> dict[str, object]:
+    """The flags that were given, with lists and numbers instead of text."""
+    said = {name: value for name, value in flags.items() if value is not None}
+    layers, hook_points, bos = said.get("layers"), said.get("hook_points"), said.get("bos")
+    if isinstance(layers, str):
+        said["layers"] = integers(layers, where="--layers")
+    if isinstance(hook_points, str):
+        said["hook_points"] = hook_points.split(",")
+    if isinstance(bos, str) and bos.isdecimal():
+        said["bos"] = int(bos)
+    return said
 
 
 def _read(config: Path) -> dict[str, object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kill_children import content
 from tiny_models import VOCABULARY, tiny_language
 
 from saev_store import ShardStore
@@ -222,3 +223,92 @@ def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str
     (tmp_path / "dump.toml").write_text(text)
     code, _, err = run("--config", tmp_path / "dump.toml")
     assert (code, said in err) == (2, True), err
+
+
+# -- repair ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(run, folder: Path, tmp_path: Path):
+    """A file of options, what was recorded by it (three shards and four token arrays), and the damaged store's folder."""
+    config = tmp_path / "dump.toml"
+    config.write_text(
+        f'model = "{folder}"\ntext = "{folder}/corpus.jsonl"\nto = "{tmp_path / "a"}"\nlayers = [2, 0]\ncontext = 4\n'
+        'batch_size = 3\ndtype = "bfloat16"\nmax_tokens_per_shard = 20\n'
+    )
+    code, out, _ = run("--config", config)
+    assert code == 0
+    path = Path(out.strip())
+    whole = content(path)
+    (path / "acts000001.bin").unlink()
+    (path / "mask.bin").write_bytes(b"?")
+    return config, whole, path
+
+
+@pytest.fixture
+def repaired(capfd, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["repair", "--no-progress", *map(str, arguments)])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_repair_takes_the_file_of_the_recording(repaired, damaged) -> None:
+    config, whole, path = damaged
+    assert len([name for name in whole if name.startswith("acts")]) == 3
+    assert repaired(path, "--config", config) == (
+        0,
+        "mask.bin: written anew; the bytes of before\nacts000001.bin: examples 2 to 3; the bytes of before\n",
+        "",
+    )
+    assert content(path) == whole
+    assert repaired(path, "--config", config) == (0, "nothing is lost: no file was changed\n", "")
+
+
+def test_repair_takes_flags_and_asks_the_store_for_the_rest(repaired, damaged, folder: Path) -> None:
+    _, whole, path = damaged
+    flags = ["--model", folder, "--text", folder / "corpus.jsonl", "--context", 4, "--batch-size", 3]
+    code, out, err = repaired(path, *flags, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "url": str(path),
+        "files": [
+            {"name": "mask.bin", "examples": [], "identical": True},
+            {"name": "acts000001.bin", "examples": [[2, 4]], "identical": True},
+        ],
+    }
+    assert content(path) == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        (["--layers", "0,2"], 1, "layers is [2, 0] there, [0, 2] in this call"),
+        (["--dtype", "float32"], 1, "dtype is 'bfloat16' there, 'float32' in this call"),
+        (["--hook-points", "mlp_out"], 1, "hook_points"),
+        (["--batch-size", 2], 1, "data.recording.source.batch_size is 3 there, 2 in this call"),
+        (["--bos", "none"], 1, "text.bos is True there, False in this call"),
+        (["--context", 0], 2, "--context: context is 0"),
+        (["--recheck", "maybe"], 2, "maybe"),
+        (["--to", "elsewhere"], 2, "--to"),
+        (["--config", "missing.toml"], 1, "missing.toml: it cannot be read"),
+    ],
+)
+def test_repair_refuses_what_was_not_recorded_so(repaired, damaged, changes: list, code: int, said: str) -> None:
+    config, _, path = damaged
+    before = content(path)
+    found, out, err = repaired(path, "--config", config, *changes)
+    assert (found, out, said in err) == (code, "", True), err
+    assert content(path) == before
+
+
+def test_repair_of_nothing(repaired, damaged, tmp_path: Path) -> None:
+    config, _, path = damaged
+    code, _, err = repaired(tmp_path / "nothing", "--config", config)
+    assert (code, "nothing" in err) == (1, True)
+    code, _, err = repaired(path)
+    assert (code, "model: Field required; context: Field required" in err) == (2, True), err
