@@ -53,8 +53,8 @@ def repair(
     Takes the options of the recording: its TOML file, or flags. What the store says need not be said: layers, hook points, dtype
     and the size of shards. Anything else than what was recorded is refused, and the message names what differs.
     """
-    from saev_store import ShardStore
     from saev_store.record import repair as repair_recording
+    from saev_store.store import ShardStore
 
     storage = storage_options(options, option)
     there = ShardStore.open(url, storage_options=storage, damaged_ok=True).metadata
