@@ -1,4 +1,4 @@
-"""The command `record`: a language model over texts, from flags, a TOML file, or both."""
+"""The command `record`: a language model over texts or a vision model over images, from flags, a TOML file, or both."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     import torch
 
     from saev_store import ShardStore
-    from saev_store.record import Part, RecordedPart, RecordingEstimate, RecordingReport, Texts
+    from saev_store.record import ExampleSource, Images, Part, RecordedPart, RecordingEstimate, RecordingReport, Texts
+    from saev_store.sources import Source
 
 Layout = Literal["window", "stream"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Resume = Literal["auto", "strict", "never"]
+OnBadImage = Literal["raise", "skip"]
 _RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True, "never": False}
 
 
@@ -37,9 +39,14 @@ class Plan(BaseModel):
     model: str
     to: str
     layers: list[int]
-    context: int
     text: str | None = None
     tokens: str | None = None
+    images: str | None = None
+    processor: str | None = None
+    image_key: str | None = None
+    masks: str | None = None
+    on_bad_image: OnBadImage = "raise"
+    context: int | None = None
     tokenizer: str | None = None
     text_key: str = "text"
     hook_points: list[str] = ["resid_post"]
@@ -47,7 +54,7 @@ class Plan(BaseModel):
     pack: bool = False
     bos: int | Literal["tokenizer", "none"] = "tokenizer"
     example_tokens: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
     dtype: Dtype | None = None
     compute_dtype: Dtype | Literal["auto"] = "auto"
     attention: str | None = None
@@ -60,9 +67,26 @@ def record(
     config: Annotated[
         Path | None, typer.Option(help="A TOML file with options as keys; flags take precedence.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The language model: a folder, or a name on the hub.")] = None,
-    text: Annotated[str | None, typer.Option(help="A text file, or a JSONL file with a text in each line.")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="URL", help="Instead: an MMIDIDX or LLMBATCH file.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model: a folder, or a name on the hub.")] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="URL", help="A text file, or a JSONL file with a text in each line.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="URL", help="Instead: an MMIDIDX or LLMBATCH file, or Energon with texts.")
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(metavar="URL", help="Instead, of a vision model: a folder of images, or Energon.")
+    ] = None,
+    processor: Annotated[
+        str | None, typer.Option(help="Of images: folder or name [default: that of the model].")
+    ] = None,
+    image_key: Annotated[str | None, typer.Option(help="The part of an Energon sample that is its image.")] = None,
+    masks: Annotated[
+        str | None, typer.Option(metavar="URL", help="Folder of segmentation masks with the names of the images.")
+    ] = None,
+    on_bad_image: Annotated[
+        OnBadImage | None, typer.Option(help="What to do with images that do not decode [default: raise].")
+    ] = None,
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder in which the store's folder is created.")
     ] = None,
@@ -78,9 +102,11 @@ def record(
         typer.Option(metavar="ID", help="Token in front of each row: an id, tokenizer or none [default: tokenizer]."),
     ] = None,
     example_tokens: Annotated[int | None, typer.Option(help="Tokens of an example of a stream.")] = None,
-    text_key: Annotated[str | None, typer.Option(help="Key of the text in a JSONL file [default: text].")] = None,
+    text_key: Annotated[
+        str | None, typer.Option(help="Key of the text in a JSONL file or an Energon sample [default: text].")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or name [default: that of the model].")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows that run at once [default: 8].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows that run at once [default: 8; of images 32].")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the store [default: that of the computation].")] = None,
     compute_dtype: Annotated[Dtype | None, typer.Option(help="Of the model [default: that of its file].")] = None,
     attention: Annotated[str | None, typer.Option(metavar="eager", help="Implementation of attention.")] = None,
@@ -102,13 +128,14 @@ def record(
     option: Pairs = None,
     progress: Progress = None,
 ) -> None:
-    """Record a language model over texts; the same command continues an interrupted recording.
+    """Record a language model over texts, or a vision model over images; the same command continues an interrupted recording.
 
     A finished recording of the same options is not made again. With --part several processes record one store, each its own
     shards: 1/4 to 4/4 for four processes. The last one publishes it. Any other number of them can go on.
     """
     flags: dict[str, object] = {
-        "model": model, "text": text, "tokens": tokens, "to": to, "context": context, "layout": layout, "pack": pack,
+        "model": model, "text": text, "tokens": tokens, "images": images, "processor": processor, "image_key": image_key,
+        "masks": masks, "on_bad_image": on_bad_image, "to": to, "context": context, "layout": layout, "pack": pack,
         "bos": bos, "example_tokens": example_tokens, "text_key": text_key, "tokenizer": tokenizer, "batch_size": batch_size,
         "dtype": dtype, "compute_dtype": compute_dtype, "attention": attention, "device": device,
         "max_tokens_per_shard": max_tokens_per_shard, "resume": resume, "layers": layers, "hook_points": hook_points,
@@ -116,13 +143,13 @@ def record(
     plan = plan_of(config, flags)
     of_ranks = None if part is None else parse_part(part)
     storage, reports = storage_options(options, option), list["RecordingReport"]()
-    model_and_texts = load(plan, progress=progress)
+    model_and_source = load(plan, progress=progress)
     if dry_run:
-        found = _estimate(plan, *model_and_texts, storage)
+        found = _estimate(plan, *model_and_source, storage)
         emit_json(found.to_dict()) if as_json else emit(str(found))
         raise typer.Exit(int(found.fits is False))
     try:
-        store = _run(plan, *model_and_texts, storage, of_ranks, on_report=reports.append, progress=progress)
+        store = _run(plan, *model_and_source, storage, of_ranks, on_report=reports.append, progress=progress)
     except KeyboardInterrupt:
         print(
             f"\nRecorded examples are kept; continue with: {shlex.join(['saev-store', *sys.argv[1:]])}", file=sys.stderr
@@ -148,50 +175,88 @@ def record(
         emit(store.url)
 
 
-def load(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
-    """The model and the texts; what is wrong without a model is refused before one is loaded."""
-    from saev_store.record import Texts, load_language_model
-    from saev_store.sources import open_source
+def load(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, ExampleSource]:
+    """The model and its source; what is wrong without a model is refused before one is loaded."""
+    _check_source(plan)
+    return (_load_texts if plan.images is None else _load_images)(plan, progress=progress)
 
-    if (plan.text is None) == (plan.tokens is None):
-        raise ArgumentError("one of the two is needed, and only one", where="text, tokens")
+
+def _check_source(plan: Plan) -> None:
+    """Refuse several sources, and options of another one.
+
+    Raises:
+        ArgumentError: there is no source, or more than one, or an option says nothing about this one.
+    """
+    if [plan.text, plan.tokens, plan.images].count(None) != 2:
+        raise ArgumentError("one of the three is needed, and only one", where="text, tokens, images")
+    of_texts = {"context", "tokenizer", "text_key", "layout", "pack", "bos", "example_tokens"}
+    of_images = {"processor", "image_key", "masks", "on_bad_image"}
+    others = sorted(plan.model_fields_set & (of_texts if plan.images is not None else of_images))
+    if others:
+        kind = "texts" if plan.images is not None else "images"
+        raise ArgumentError(f"{others[0]} is an option for {kind}", where=", ".join(others), remedy="Leave it out.")
+    if plan.images is None and plan.context is None:
+        raise ArgumentError("texts need it: the most tokens that the model sees at once", where="context")
+
+
+def _load_texts(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
+    from saev_store.record import Texts, load_language_model
+    from saev_store.sources import TextFile, open_source
 
     def texts(documents: object, tokenizer: object) -> Texts:
         return Texts(
             documents,
             tokenizer,
-            context=plan.context,
+            context=plan.context or 0,
             layout=plan.layout,
             bos=None if plan.bos == "none" else plan.bos,
             pack=plan.pack,
-            batch_size=plan.batch_size,
+            batch_size=8 if plan.batch_size is None else plan.batch_size,
             example_tokens=plan.example_tokens,
             text_key=plan.text_key,
         )
 
-    if plan.text is not None and not Path(plan.text).exists():
-        raise NotFoundError("there is no such file", where=plan.text)
-    documents = Path(plan.text) if plan.text is not None else open_source(plan.tokens or "")
     texts([[0]], None)  # the options alone
+    if plan.text is not None:
+        documents: Source[object] = TextFile(plan.text, text_key=plan.text_key)
+    else:
+        documents = open_source(plan.tokens or "")
     model, tokenizer = load_language_model(
         plan.model, tokenizer=plan.tokenizer, dtype=plan.compute_dtype, attention=plan.attention, progress=progress
     )
     return model, texts(documents, tokenizer)
 
 
-def _estimate(plan: Plan, model: torch.nn.Module, texts: Texts, storage: dict[str, object] | None) -> RecordingEstimate:
+def _load_images(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Images]:
+    from saev_store.record import Images, load_image_processor, load_vision_model
+
+    images = Images(
+        plan.images or "",
+        32 if plan.batch_size is None else plan.batch_size,
+        processor=load_image_processor(plan.processor or plan.model, progress=progress),
+        masks=plan.masks,
+        image_key=plan.image_key,
+        on_bad_image=plan.on_bad_image,
+    )
+    model = load_vision_model(plan.model, dtype=plan.compute_dtype, attention=plan.attention, progress=progress)
+    return model, images
+
+
+def _estimate(
+    plan: Plan, model: torch.nn.Module, source: ExampleSource, storage: dict[str, object] | None
+) -> RecordingEstimate:
     """What recording would take."""
     from saev_store.record import estimate_recording
 
     return estimate_recording(
         model,
-        texts,
+        source,
         plan.to,
         layers=plan.layers,
         hook_points=plan.hook_points,
         dtype=plan.dtype,
         ckpt=plan.model,
-        dataset=plan.text or plan.tokens,
+        dataset=plan.text or plan.tokens or plan.images,
         device=plan.device,
         max_tokens_per_shard=plan.max_tokens_per_shard,
         storage_options=storage,
@@ -201,7 +266,7 @@ def _estimate(plan: Plan, model: torch.nn.Module, texts: Texts, storage: dict[st
 def _run(
     plan: Plan,
     model: torch.nn.Module,
-    texts: Texts,
+    source: ExampleSource,
     storage: dict[str, object] | None,
     part: Part | None,
     *,
@@ -209,17 +274,17 @@ def _run(
     progress: bool | None,
 ) -> ShardStore | RecordedPart:
     """Record, open."""
-    from saev_store.record import record as record_texts
+    from saev_store.record import record as record_source
 
-    return record_texts(
+    return record_source(
         model,
-        texts,
+        source,
         plan.to,
         layers=plan.layers,
         hook_points=plan.hook_points,
         dtype=plan.dtype,
         ckpt=plan.model,
-        dataset=plan.text or plan.tokens,
+        dataset=plan.text or plan.tokens or plan.images,
         device=plan.device,
         max_tokens_per_shard=plan.max_tokens_per_shard,
         storage_options=storage,

@@ -16,7 +16,7 @@ from saev_store.record._architectures import HookPoint
 from saev_store.record._estimate import RecordingEstimate, estimate_recording
 from saev_store.record._examples import ExampleSource
 from saev_store.record._images import ImageBatches, Images
-from saev_store.record._load import load_language_model
+from saev_store.record._load import load_image_processor, load_language_model, load_vision_model
 from saev_store.record._part import Part
 from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record._ranks import RecordedPart, finalize
@@ -47,8 +47,10 @@ __all__ = [
     "adapt",
     "estimate_recording",
     "finalize",
+    "load_image_processor",
     "load_language_model",
     "load_photographs",
+    "load_vision_model",
     "record",
     "repair",
     "run_demo",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import xxhash
 
-from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.errors import ArgumentError, brief
 from saev_store.sources import MapStyle, Source, TextFile, recorded_from
 from saev_store.sources.texts import text_of
 
@@ -183,12 +183,7 @@ def _source_of(value: object, text_key: str | int) -> Source[object] | None:
             raise ArgumentError(f"{source.url} has images; these are no texts", where="documents", remedy="Use Images.")
         return source
     if isinstance(value, (str, os.PathLike)):
-        try:
-            return TextFile(cast("str", value), text_key=str(text_key))
-        except NotFoundError as error:
-            raise NotFoundError(
-                "there is no such file", where=error.where, remedy="If this is the text itself, pass a list of texts."
-            ) from None
+        return TextFile(cast("str", value), text_key=str(text_key))
     is_numbered = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping)
     return MapStyle(cast("DataSet", value)) if is_numbered else None
 

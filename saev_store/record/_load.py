@@ -1,4 +1,4 @@
-"""`load_language_model`: a model and its tokenizer from a folder or from the hub."""
+"""Models, and the tokenizers and image processors that go with them, from a folder or from the hub."""
 
 # transformers has no types for what its Auto classes make.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
 
 from saev_store._runtime.optional import need
-from saev_store.errors import ArgumentError, NotFoundError
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     import torch
+
+    from saev_store.record._processing import Processor
 
 
 def load_language_model(
@@ -38,20 +40,104 @@ def load_language_model(
     Raises:
         ArgumentError: there is no such implementation of attention.
         NotFoundError: there is no such model or tokenizer, or its files cannot be read.
+        DocumentError: the files lack weights.
         MissingDependencyError: transformers is not installed.
     """
     need("transformers", install="saev-store[record]")
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    model = _model(name, dtype=dtype, attention=attention, progress=progress)
+    with _loading(tokenizer or name, progress=progress):
+        return model, AutoTokenizer.from_pretrained(tokenizer or name)
+
+
+def load_vision_model(
+    name: str,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    attention: str | None = None,
+    progress: bool | None = None,
+) -> torch.nn.Module:
+    """A model of images without a head; of CLIP and the like, which have a tower for texts, too, the one for images.
+
+    Args:
+        name: As of `load_language_model`.
+        dtype: As of `load_language_model`.
+        attention: As of `load_language_model`.
+        progress: As of `load_language_model`.
+
+    Raises:
+        ArgumentError: there is no such implementation of attention.
+        NotFoundError: there is no such model, or its files cannot be read.
+        DocumentError: the files lack weights.
+        MissingDependencyError: transformers is not installed.
+    """
+    model = _model(name, dtype=dtype, attention=attention, progress=progress)
+    if hasattr(model, "text_model") and hasattr(model, "vision_model"):
+        return cast("torch.nn.Module", model.vision_model)
+    return model
+
+
+def load_image_processor(name: str, *, progress: bool | None = None) -> Processor:
+    """The image processor of a model.
+
+    Args:
+        name: A folder, or a name on the hub. No code of the repository is run.
+        progress: As of `load_language_model`.
+
+    Raises:
+        NotFoundError: there is no processor, or its files cannot be read.
+        MissingDependencyError: transformers or Pillow is not installed.
+    """
+    need("transformers", install="saev-store[record]")
+    need("PIL", install="saev-store[record]")
+    from transformers import AutoImageProcessor
+
+    with _loading(name, progress=progress):
+        return cast("Processor", AutoImageProcessor.from_pretrained(name))
+
+
+def _model(
+    name: str,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"],
+    attention: str | None,
+    progress: bool | None,
+) -> torch.nn.Module:
+    """A model without a head; arguments as of `load_language_model`."""
+    need("transformers", install="saev-store[record]")
+    from transformers import AutoModel
+
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    with _loading(name, progress=progress, attention=attention):
+        model, found = AutoModel.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, **chosen
+        )
+    _fill_missing(cast("torch.nn.Module", model), sorted(cast("list[str]", found["missing_keys"])), name)
+    return cast("torch.nn.Module", model)
+
+
+def _fill_missing(model: torch.nn.Module, missing: Sequence[str], name: str) -> None:
+    """Zeros for a pooler that the files lack, which no hook point sees; elsewhere random numbers would be recorded.
+
+    With the random numbers of transformers, no two runs would have the same digest of weights.
+    """
+    for key in missing:
+        if not {"pooler", "head"}.intersection(key.split(".")):
+            raise DocumentError(
+                f"its files have no weights for {key}" + (f" and {len(missing) - 1} others" if missing[1:] else ""),
+                where=name,
+                remedy="Check that config.json belongs to these weights.",
+            )
+        model.get_parameter(key).data.zero_()
+
+
+@contextmanager
+def _loading(name: str, *, progress: bool | None, attention: str | None = None) -> Generator[None]:
+    """Turns errors of transformers into those of this package."""
     try:
         with _bars(shown=sys.stderr.isatty() if progress is None else progress):
-            model = AutoModel.from_pretrained(
-                name,
-                dtype=dtype,
-                use_safetensors=True,
-                **({} if attention is None else {"attn_implementation": attention}),
-            )
-            found = AutoTokenizer.from_pretrained(tokenizer or name)
+            yield
     except (OSError, ValueError, ImportError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if attention is not None and "attn_implementation" in str(error):
@@ -65,7 +151,6 @@ def load_language_model(
             where=name,
             remedy="Check the name, or pass a folder that has the files.",
         ) from error
-    return cast("torch.nn.Module", model), found
 
 
 @contextmanager

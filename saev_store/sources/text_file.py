@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import xxhash
 
-from saev_store.errors import DocumentError, SaevStoreError, brief
+from saev_store.errors import DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, chunks
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
@@ -62,7 +62,11 @@ class TextFile(Source[str]):
         self.transport, self._path = locate(url, storage_options, engine=engine, transport=transport)
         self.url, self.text_key = full_url(self.transport, self._path), text_key
         self._has_lines = self._path.endswith(".jsonl")
-        nbytes = self.transport.size(self._path)
+        try:
+            nbytes = self.transport.size(self._path)
+        except NotFoundError:
+            remedy = "If this is the text itself, pass a list of texts."
+            raise NotFoundError("there is no such file", where=self.url, remedy=remedy) from None
         #: The first byte of each text, the one behind its last, and the number of its line.
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
         # The same digest as that of `digest_files`.

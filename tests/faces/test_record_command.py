@@ -166,7 +166,7 @@ def test_token_files(run, folder: Path, tmp_path: Path) -> None:
         (["--context", "0"], 2, "--context: context is 0"),
         (["--context", "41"], 2, "--context: a row has 41 tokens"),
         (["--bos", "first"], 2, "--bos"),
-        (["--tokens", "x.idx"], 2, "--text, --tokens: one of the two"),
+        (["--tokens", "x.idx"], 2, "--text, --tokens, --images: one of the three"),
         (["--config", "missing.toml"], 1, "missing.toml: it cannot be read"),
         (["--device", "abacus"], 2, "--device: 'abacus' cannot be used"),
         (["--layout", "packed"], 2, "packed"),
