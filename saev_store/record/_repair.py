@@ -140,8 +140,8 @@ def repair(
     with open_repair(
         transport, there, deep=True, exact=recheck == "exact", on_overflow=on_overflow, progress=progress
     ) as writer:
+        _restore_arrays(writer, recorder, source, there)
         try:
-            _restore_arrays(writer, recorder, source, there)
             _record_lost(writer, recorder, source, there.layout, storage_options, recheck, on_overflow, on_report)
         except ResumeError as error:
             error.remedy = (
@@ -156,6 +156,12 @@ def _restore_arrays(writer: RepairWriter, recorder: Recorder, source: ExampleSou
     """Write lost token arrays anew. The model does not run."""
     given = source.geometry(recorder.adapter).token_arrays
     for name in (*writer.lost_arrays, *(name for name in writer.absent_arrays if name in given)):
+        if name not in given:  # before protocol 3.0 no document says whether there are labels
+            raise ResumeError(
+                f"its {name} are lost, and the source of this call has none",
+                where=writer.url,
+                remedy="Repair with the source that it was recorded with.",
+            )
         writer.restore_array(name, _values(source, name, metadata.layout.n_examples))
 
 

@@ -437,7 +437,7 @@ class RepairWriter:
                 f"it would not be what was first written: {n_other} of {len(new.digests)} blocks of {self._block_bytes} bytes "
                 "have other digests",
                 where=self._folder.where(name),
-                remedy="It stays as it was.",
+                remedy="It stays as it was. Repair it from what it was first written from.",
             )
         try:
             carry_out(self._folder, name, new, self._block_bytes, sink)

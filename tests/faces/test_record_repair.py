@@ -310,6 +310,17 @@ def test_where_no_example_is_left_to_compare_digests_refuse(copied, monkeypatch:
     assert stats(path) == before
 
 
+def test_lost_labels_need_a_source_with_labels(copied) -> None:
+    path = copied("images")
+    (path / "labels.bin").unlink()
+    before = stats(path)
+    with pytest.raises(ResumeError, match="its labels are lost, and the source of this call has none"):
+        mended(path, "images", source=source_of("images", labels=None))
+    with pytest.raises(ResumeError, match=r"labels.bin: it would not be what was first written"):
+        mended(path, "images", source=source_of("images", labels=LABELS + 1))
+    assert stats(path) == before
+
+
 def test_stores_that_are_not_there_or_no_recordings(copied, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         mended(tmp_path / "nothing", "window")
