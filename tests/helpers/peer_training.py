@@ -193,7 +193,56 @@ def dictionaries(store: str, folder: Path) -> dict[str, object]:
     return found
 
 
-TOOLS = {"saelens": saelens, "dictionaries": dictionaries}
+def transfer(store: str, folder: Path) -> dict[str, object]:
+    """Samples of hs-connectors: out of files, as its own backend reads them, and out of a store that was imported from these."""
+    import argparse
+
+    import numpy as np
+    from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+    from safetensors.torch import save_file
+    from torch.utils.data import DataLoader
+
+    from saev_store.integrations.hs_connectors import register
+    from saev_store.sources.caches import import_cache
+
+    del store
+    states = folder / "hidden_states"
+    states.mkdir()
+    torch.manual_seed(0)
+    for number, n_tokens in {0: 5, 1: 12, 3: 1, 10: 30, 11: 7}.items():
+        sample = {
+            "hidden_states": torch.randn(n_tokens, 3, 8).bfloat16(),
+            "token_ids": torch.randint(0, 50_000, (n_tokens,)),
+        }
+        save_file(sample, str(states / f"hs_{number}.safetensors"))
+    imported = import_cache(
+        str(states), str(folder / "stores"), family="qwen", ckpt="random", layer_ids=[2, 5, 8], context=11
+    ).url
+    register()
+    parser, samples = argparse.ArgumentParser(), {}
+    for name in ("file", "saev_store"):
+        HiddenStatesBackend.registry[name].add_train_args(parser)
+    args = parser.parse_args(["--saev-store", str(imported)])
+    for name in ("file", "saev_store"):
+        backend = HiddenStatesBackend.registry[name].from_train_args(args, str(folder))
+        assert isinstance(backend, HiddenStatesTransfer)
+        # Two processes, as speculators' data sets are read.
+        numbers = DataLoader(
+            range(13), batch_size=1, num_workers=2, collate_fn=lambda some, of=backend: of.get_cached(some[0])
+        )
+        samples[name] = list(numbers)
+    both = list(zip(samples["file"], samples["saev_store"], strict=True))
+    return {
+        "missing": [[one is None, other is None] for one, other in both],
+        "same": [
+            torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype
+            for one, other in both if one is not None for key in ("hidden_states", "token_ids")
+        ],
+        "shapes": [list(np.shape(one["hidden_states"])) for one, _ in both if one is not None],
+    }  # fmt: skip
+
+
+TOOLS = {"saelens": saelens, "dictionaries": dictionaries, "transfer": transfer}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -112,6 +112,15 @@ def test_dictionary_learning_trains_two_dictionaries_at_once(store: Path, batche
     }  # fmt: skip
 
 
+def test_samples_of_hs_connectors_are_those_of_its_files(store: Path, tmp_path: Path):
+    """A number without a file has no sample."""
+    run([str(ROOT / "tests/helpers/peer_training.py"), "transfer", str(store), str(tmp_path)], tmp_path)
+    found = json.loads((tmp_path / "seen.json").read_text())
+    assert found["missing"] == [[number not in (0, 1, 3, 10, 11)] * 2 for number in range(13)]
+    assert found["same"] == [True] * 10
+    assert found["shapes"] == [[n_tokens, 3, 8] for n_tokens in (5, 12, 1, 30, 7)]
+
+
 def script(heading: str, store: Path) -> str:
     """The first whole script below a heading of docs/integrations.md, with this store and smaller sizes."""
     page = (ROOT / "docs/integrations.md").read_text("utf-8")
