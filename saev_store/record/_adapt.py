@@ -52,12 +52,14 @@ def adapt(model: torch.nn.Module | Adapter) -> Adapter:
             where="model",
             remedy="Pass one of them: model.vision_model or model.text_model.",
         )
+    if hasattr(_config(model), "vision_config") and hasattr(model, "vision_model"):  # and a head, which is not run
+        return _vision(cast("torch.nn.Module", model.vision_model), names_of=model)
     if getattr(model, "main_input_name", "pixel_values") == "pixel_values":
         return _vision(model)
     return _text(model)
 
 
-def _vision(model: torch.nn.Module) -> VisionAdapter:
+def _vision(model: torch.nn.Module, names_of: torch.nn.Module | None = None) -> VisionAdapter:
     n_layers, d_model = _config_int(model, "num_hidden_layers"), _config_int(model, "hidden_size")
     blocks = find_blocks(model, n_layers)
     has_cls = _has_parameter(model, "cls_token", "class_embedding")
@@ -73,7 +75,7 @@ def _vision(model: torch.nn.Module) -> VisionAdapter:
         n_special=int(has_cls) + int(registers) + int(_has_parameter(model, "distillation_token")),
         cls_first=has_cls,
         patchify=type(blocks[0]).__name__ == "Siglip2EncoderLayer",
-        **_names(model, model),
+        **_names(model, names_of or model),
     )
 
 

@@ -274,6 +274,8 @@ class _Captured:
             return f"Make the adapter with d_model={shape[2]}, or name another module: all vectors have one length."
         if len(shape) == 3 and shape[0] == rows and shape[2] == d_model and isinstance(self._adapter, VisionAdapter):
             n_more = shape[1] - self._n_content
+            if n_more < 0:
+                return "A model that leaves patches out, such as a masked autoencoder, cannot be recorded."
             return f"If {n_more} tokens come before the patches, make the adapter with n_special={n_more}."
         return None
 

@@ -85,7 +85,9 @@ def test_every_hook_point_is_what_the_model_itself_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["GPT2Model", "LlamaModel", "Qwen3Model", "Gemma2Model", "Gemma3TextModel", "Olmo2Model"]
+    "name",
+    ["GPT2Model", "LlamaModel", "Qwen3Model", "Gemma2Model", "Gemma3TextModel", "Olmo2Model"]
+    + ["MinistralModel", "MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "OlmoeModel"],
 )
 def test_the_stream_is_the_sum_of_what_is_added_to_it(name: str) -> None:
     points = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import VISION, tiny_vision
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
-from saev_store.record import Recorder
+from saev_store.record import Recorder, adapt
 from saev_store.record._adapters import resolve_layers
 
 torch = pytest.importorskip("torch")
@@ -39,7 +39,7 @@ def pixels(n: int = 3, seed: int = 0, side: int = 32) -> np.ndarray:
 def called(model: torch.nn.Module, batch: np.ndarray, **options: object) -> object:
     """The model's own output; SigLIP 2 takes patches."""
     pixel_values = torch.from_numpy(batch).to(next(model.parameters()).dtype)
-    if type(model).__name__ == "Siglip2VisionModel":
+    if type(model).__name__.startswith("Siglip2"):
         from transformers.models.siglip2.image_processing_pil_siglip2 import convert_image_to_patches
 
         rows, columns = batch.shape[2] // 8, batch.shape[3] // 8
@@ -240,6 +240,29 @@ def test_a_model_without_cls_cannot_keep_one() -> None:
         Recorder(tiny("SiglipVisionModel"), layers=(1,), cls_token=True)
     with pytest.raises(ArgumentError, match="cls_token is 'no'; it must be True, False or None"):
         Recorder(tiny("ViTModel"), layers=(1,), cls_token="no")
+
+
+def test_a_head_is_left_out() -> None:
+    model = tiny("CLIPForImageClassification")
+    adapter = adapt(model)
+    assert adapter.model is model.vision_model
+    assert adapter.family == "clip"
+
+
+def test_a_model_that_leaves_patches_out_is_refused() -> None:
+    config = transformers.ViTMAEConfig(
+        hidden_size=D_MODEL,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+    )
+    with (
+        Recorder(transformers.ViTMAEModel(config), layers=(0,)) as recorder,
+        pytest.raises(ArgumentError, match=r"the shape \(3, 5, 32\).*leaves patches out, such as a masked autoencoder"),
+    ):
+        recorder(pixels())
 
 
 def test_models_whose_blocks_cannot_be_told() -> None:

@@ -31,7 +31,18 @@ VISION = {
     "Siglip2VisionModel": ("Siglip2VisionConfig", 0, False),
     "DeiTModel": ("DeiTConfig", 2, True),
     "BeitModel": ("BeitConfig", 1, True),
+    "ViTForMaskedImageModeling": ("ViTConfig", 1, True),
+    "Dinov2ForImageClassification": ("Dinov2Config", 1, True),
+    "Dinov2Backbone": ("Dinov2Config", 1, True),
+    "Dinov2WithRegistersForImageClassification": ("Dinov2WithRegistersConfig", 5, True),
+    "Dinov2WithRegistersBackbone": ("Dinov2WithRegistersConfig", 5, True),
+    "DINOv3ViTBackbone": ("DINOv3ViTConfig", 3, True),
+    "CLIPForImageClassification": ("CLIPConfig", 1, True),
+    "SiglipForImageClassification": ("SiglipConfig", 0, False),
+    "Siglip2ForImageClassification": ("Siglip2Config", 0, False),
 }
+#: Configurations of two towers.
+_PAIRS = ("CLIPConfig", "SiglipConfig", "Siglip2Config")
 _TEXTS = {
     "hidden_size": D_MODEL,
     "num_hidden_layers": N_LAYERS,
@@ -44,19 +55,25 @@ _TEXTS = {
 }
 _LLAMA = {"num_key_value_heads": 2, "intermediate_size": 48}
 _GEMMA = _LLAMA | {"head_dim": 8}
+_EXPERTS = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}
 #: Beginning of the names of classes of language models: what their configuration has beside `_TEXTS`.
 LANGUAGE = {
     "GPT2": {},
     "GPTNeoX": {"intermediate_size": 48},
     "Llama": _LLAMA,
     "Mistral": _LLAMA | {"sliding_window": 4},
+    "Ministral": _GEMMA | {"sliding_window": 4},
+    "Mixtral": _LLAMA | {"num_local_experts": 4},
     "Qwen2": _LLAMA,
+    "Qwen2Moe": _EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "Qwen3": _GEMMA,
+    "Qwen3Moe": _EXPERTS | {"moe_intermediate_size": 16, "head_dim": 8},
     "Gemma": _GEMMA,
     "Gemma2": _GEMMA | {"sliding_window": 4},
     "Gemma3": _GEMMA | {"sliding_window": 4},
     "Gemma3Text": _GEMMA | {"sliding_window": 4},
     "Olmo": _LLAMA,
+    "Olmoe": _EXPERTS,
     "Olmo2": _LLAMA,
     "Olmo3": _LLAMA | {"sliding_window": 4},
 }
@@ -80,9 +97,11 @@ def tiny_vision(name: str, **changes: Any) -> Any:
     options = _IMAGES | changes
     if config_name == "DINOv3ViTConfig":
         options = {"num_register_tokens": 2} | options
-    if config_name == "Siglip2VisionConfig":
+    if config_name.startswith("Siglip2"):
         options = {"num_patches": 16} | options
         del options["image_size"]
+    if config_name in _PAIRS:
+        options = {"vision_config": options}
     torch.manual_seed(5)
     return getattr(transformers, name)(getattr(transformers, config_name)(**options)).eval()
 
