@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tiny_models import D_MODEL, LANGUAGE_CLASSES, LONGEST, N_LAYERS, VOCABULARY, tiny_language
 
+from saev_store import ShardStore
 from saev_store.errors import ArgumentError, LayerNotFoundError
-from saev_store.record import HookPoint, Recorder, TextAdapter, adapt
+from saev_store.record import HookPoint, Recorder, TextAdapter, Texts, adapt, record
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -257,3 +260,76 @@ def test_a_model_of_two_towers_is_refused() -> None:
         model = transformers.CLIPModel(config)
     with pytest.raises(ArgumentError, match="a tower for images and one for texts"):
         adapt(model)
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+LENGTHS = (5, 1, 9, 3, 7, 2, 4)
+CONTEXT, BOS = 6, 1
+DOCUMENTS = [np.random.default_rng(n).integers(3, VOCABULARY, n) for n in LENGTHS]
+#: What the model sees: contexts of one document each.
+ROWS = [ids[at : at + CONTEXT] for ids in DOCUMENTS for at in range(0, len(ids), CONTEXT)]
+
+
+def batches_of(size: int, *, bos: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and mask of each batch, BOS in front, padded up to its longest row."""
+    found = []
+    for at in range(0, len(ROWS), size):
+        rows = [[BOS] * bos + row.tolist() for row in ROWS[at : at + size]]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        found.append((ids, torch.arange(longest) < torch.tensor([[len(row)] for row in rows])))
+    return found
+
+
+def check_store(store: ShardStore, model: torch.nn.Module, size: int, *, bos: bool) -> None:
+    """Every bit of a store of `ROWS` is the model's own, and padding is zeros."""
+    example = 0
+    for ids, mask in batches_of(size, bos=bos):
+        expected = captured(model, ids, mask)
+        expected |= {
+            (depth, "resid_mid"): expected[depth, "resid_pre"] + expected[depth, "attn_out"]
+            for depth in range(N_LAYERS)
+        }
+        found = torch.from_numpy(store[example : example + len(ids)])
+        for slot, key in enumerate(store.layout.layer_keys):
+            wanted = torch.zeros(found[:, slot].shape)
+            wanted[:, : ids.shape[1]] = expected[key[0] % N_LAYERS, key[1]].float() * mask[..., None]
+            assert torch.equal(found[:, slot], wanted), (example, key)
+        example += len(ids)
+    assert example == len(store)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", [name for name in LANGUAGE_CLASSES if name.endswith("Model") and "LMHead" not in name])
+def test_a_store_of_every_family_in_every_dtype(tmp_path: Path, name: str, dtype: str) -> None:
+    model = tiny_language(name).to(getattr(torch, dtype))
+    points = [
+        point
+        for point in ("mlp_out", "resid_post", "resid_mid", "attn_out", "resid_pre")
+        if point in adapt(model).points
+    ]
+    store = record(
+        model, Texts(DOCUMENTS, context=CONTEXT, bos=BOS, batch_size=4), tmp_path, layers=(2, 0, -2), hook_points=points,
+        ckpt="tiny", progress=False, max_tokens_per_shard=4 * 3 * len(points) * (CONTEXT + 1),
+    )  # fmt: skip
+    assert store.metadata.dtype == dtype
+    assert (len(store), store.layout.n_shards) == (len(ROWS), 3)
+    check_store(store, model, 4, bos=True)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 64])
+@pytest.mark.parametrize("layers", [(0, 1, 2), (-1, 0), (1,)], ids=str)
+def test_batch_sizes_that_divide_nothing_and_every_order_of_layers(
+    tmp_path: Path, llama: torch.nn.Module, layers: tuple[int, ...], size: int, *, bos: bool
+) -> None:
+    source = Texts(DOCUMENTS, context=CONTEXT, bos=BOS if bos else None, batch_size=size)
+    store = record(llama, source, tmp_path, layers=layers, hook_points=POINTS, ckpt="tiny", progress=False)
+    assert [key[0] for key in store.layout.layer_keys] == [layer for layer in layers for _ in POINTS]
+    check_store(store, llama, size, bos=bos)
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    return tiny_language("LlamaModel").bfloat16()

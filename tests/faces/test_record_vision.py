@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tiny_models import VISION, tiny_vision
 
 from saev_store.errors import ArgumentError, LayerNotFoundError
-from saev_store.record import Recorder, adapt
+from saev_store.record import Images, Recorder, adapt, record
 from saev_store.record._adapters import resolve_layers
 
 torch = pytest.importorskip("torch")
@@ -292,3 +294,45 @@ def test_a_block_that_runs_twice_or_not_at_all_is_refused() -> None:
         del model.layers[4], model.layers[1]
         with pytest.raises(ArgumentError, match="resid_post of layer 1 did not run"):
             recorder(pixels())
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", [name for name in VISION if name.endswith("Model")])
+def test_a_store_of_every_family_in_every_dtype(tmp_path: Path, name: str, dtype: str) -> None:
+    model, batch = tiny(name).to(getattr(torch, dtype)), pixels(7)
+    store = record(
+        model, Images(batch, 3), tmp_path, layers=(3, 0, -2), hook_points=("resid_post", "resid_pre"), ckpt="tiny",
+        progress=False, max_tokens_per_shard=4 * 6 * 17,
+    )  # fmt: skip
+    assert store.metadata.dtype == dtype
+    assert store.layout.n_shards == 2
+    for start in range(0, 7, 3):
+        states = hidden_states(model, batch[start : start + 3])
+        for slot, depth in enumerate((3, 0, 2)):
+            for offset, state in enumerate((states[depth + 1], states[depth])):
+                found = store[start : start + 3, 2 * slot + offset]
+                np.testing.assert_array_equal(found, stored(state, name).float().numpy())
+
+
+@pytest.mark.parametrize("cls_token", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4, 64])
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (-1, 0), (1,)], ids=str)
+def test_batch_sizes_that_divide_nothing_and_every_order_of_layers(
+    tmp_path: Path, registers: torch.nn.Module, layers: tuple[int, ...], size: int, *, cls_token: bool
+) -> None:
+    batch, name = pixels(7), "Dinov2WithRegistersModel"
+    source = Images(batch, size, cls_token=cls_token)
+    store = record(registers, source, tmp_path, layers=layers, ckpt="tiny", progress=False)
+    for start in range(0, 7, size):
+        states = hidden_states(registers, batch[start : start + size])
+        for slot, layer in enumerate(layers):
+            expected = stored(states[layer % 4 + 1], name)[:, 0 if cls_token else 1 :]
+            np.testing.assert_array_equal(store[start : start + size, slot], expected.float().numpy())
+
+
+@pytest.fixture(scope="module")
+def registers() -> torch.nn.Module:
+    return tiny("Dinov2WithRegistersModel").bfloat16()

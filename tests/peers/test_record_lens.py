@@ -24,6 +24,7 @@ pytest.importorskip("nnsight", exc_type=ImportError)
 from peer_lens import D_MODEL, N_CTX, N_LAYERS, WORDS, gpt2, hooked, tokenizer
 
 ROOT = Path(__file__).parents[2]
+DTYPES = ("float32", "bfloat16", "float16")
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 #: What an architecture changes, and which hook points it lacks.
 KINDS = {
@@ -51,10 +52,11 @@ def cached(model: object, ids: torch.Tensor, mask: torch.Tensor | None = None) -
     return cache
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_hook_point_is_what_run_with_cache_gives(kind: str) -> None:
+def test_every_hook_point_is_what_run_with_cache_gives(kind: str, dtype: str) -> None:
     changes, absent = KINDS[kind]
-    model = hooked(**changes)
+    model = hooked(dtype=getattr(torch, dtype), **changes)
     points = tuple(sorted(adapt(model).points))
     assert points == tuple(sorted(set(POINTS) - set(absent)))
     ids, mask = padded()
@@ -65,19 +67,24 @@ def test_every_hook_point_is_what_run_with_cache_gives(kind: str) -> None:
             assert torch.equal(acts[:, slot], cache[f"blocks.{label % N_LAYERS}.hook_{point}"]), (label, point)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_store_of_a_hooked_transformer(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("bos", [None, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_store_of_a_hooked_transformer(tmp_path: Path, dtype: str, bos: int | None) -> None:
     model = hooked(dtype=getattr(torch, dtype))
     words = [" ".join(np.random.default_rng(i).choice(WORDS[2:], 3 + i)) for i in range(5)]
-    texts = Texts(words, model.tokenizer, context=7, bos=None, batch_size=2)
+    texts = Texts(words, model.tokenizer, context=7, bos=bos, batch_size=2)
     store = record(
         model, texts, tmp_path, layers=(6, 1), hook_points=("resid_mid", "attn_out"), ckpt="tiny", progress=False
     )
     assert store.metadata.dtype == dtype
     for start in range(0, 5, 2):
-        lengths = [min(7, 3 + i) for i in range(start, min(start + 2, 5))]
+        in_front = [] if bos is None else [bos]
+        lengths = [len(in_front) + min(7, 3 + i) for i in range(start, min(start + 2, 5))]
         ids = torch.tensor(
-            [model.tokenizer(words[start + k])["input_ids"] + [0] * (max(lengths) - n) for k, n in enumerate(lengths)]
+            [
+                in_front + model.tokenizer(words[start + k])["input_ids"] + [0] * (max(lengths) - n)
+                for k, n in enumerate(lengths)
+            ]
         )
         cache = cached(model, ids, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
         for slot, name in enumerate(

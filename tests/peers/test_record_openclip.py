@@ -22,6 +22,7 @@ open_clip = pytest.importorskip("open_clip")
 timm = pytest.importorskip("timm")
 
 D_MODEL, N_LAYERS = 32, 3
+DTYPES = ("float32", "bfloat16", "float16")
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 PIXELS = np.random.default_rng(3).standard_normal((5, 3, 32, 24), dtype=np.float32)
 VISION = {"image_size": (32, 24), "patch_size": 8, "width": D_MODEL, "layers": N_LAYERS, "head_width": 8}
@@ -81,10 +82,12 @@ def captured(model: torch.nn.Module, blocks: list, names: tuple[str, str, str], 
     return found
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tower_of_openclip_is_recorded_as_it_computes(kind: str) -> None:
-    model = clip(**KINDS[kind])
+def test_a_tower_of_openclip_is_recorded_as_it_computes(kind: str, dtype: str) -> None:
+    model = clip(**KINDS[kind]).to(getattr(torch, dtype))
     pixels = torch.from_numpy(PIXELS if "image_size" not in KINDS[kind] else PIXELS.repeat(2, axis=3)[..., :32])
+    pixels = pixels.to(getattr(torch, dtype))
     expected = captured(model, list(model.transformer.resblocks), ("ls_1", "ln_2", "ls_2"), pixels)
     with Recorder(model, layers=(2, 0, -2), hook_points=POINTS) as recorder:
         acts = recorder(pixels)
@@ -96,7 +99,7 @@ def test_a_tower_of_openclip_is_recorded_as_it_computes(kind: str) -> None:
         assert torch.equal(expected[depth, "resid_mid"] + expected[depth, "mlp_out"], expected[depth, "resid_post"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_store_of_openclip_holds_what_it_calls_its_intermediates(tmp_path: Path, dtype: str) -> None:
     model = clip().to(getattr(torch, dtype))
     store = record(model, Images(PIXELS, 2), tmp_path, layers=(-1, 0), ckpt="tiny", progress=False)
@@ -126,6 +129,7 @@ def test_a_tower_that_runs_tokens_first() -> None:
         assert torch.equal(recorder(pixels)[:, 0], expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("changes", "n_special", "has_cls"),
     [
@@ -134,9 +138,9 @@ def test_a_tower_that_runs_tokens_first() -> None:
         ({"class_token": False, "global_pool": "avg", "drop_path_rate": 0.3}, 0, False),
     ],
 )
-def test_a_vision_transformer_of_timm(changes: dict, n_special: int, *, has_cls: bool) -> None:
-    model = timm_vit(**changes)
-    pixels = torch.from_numpy(PIXELS)
+def test_a_vision_transformer_of_timm(changes: dict, n_special: int, dtype: str, *, has_cls: bool) -> None:
+    model = timm_vit(**changes).to(getattr(torch, dtype))
+    pixels = torch.from_numpy(PIXELS).to(getattr(torch, dtype))
     expected = captured(model, list(model.blocks), ("drop_path1", "norm2", "drop_path2"), pixels)
     with Recorder(model, layers=(1, 2), hook_points=POINTS) as recorder:
         acts = recorder(pixels)
