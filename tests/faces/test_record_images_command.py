@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kill_children import content
 from photographs import noise, png, write_energon, write_folder
 from tiny_models import D_MODEL, tiny_vision
 
@@ -211,3 +212,23 @@ def test_what_is_wrong_with_images_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr("saev_store.record.load_vision_model", lambda *_, **__: pytest.fail("a model was loaded"))
     for changes in (["--images", tmp_path / "missing"], ["--batch-size", 0], ["--masks", tmp_path / "missing"]):
         assert run(*flags(folder, tmp_path), *changes)[0] in {1, 2}
+
+
+def test_repair_takes_the_options_for_images(run, folder: Path, tmp_path: Path, capfd) -> None:
+    """A shard of three, and the labels, which come from masks."""
+    write_folder(tmp_path / "masks", {name: png(noise(i, 20, 30)[..., 0]) for i, name in enumerate(NAMES)})
+    config = tmp_path / "dump.toml"
+    config.write_text(
+        f'model = "{folder}"\nimages = "{folder}/images"\nmasks = "{tmp_path}/masks"\nto = "{tmp_path / "a"}"\n'
+        f"layers = [2, 0]\nbatch_size = 2\nmax_tokens_per_shard = {17 * 2 * 2}\n"
+    )
+    code, out, err = run("--config", config)
+    assert code == 0, err
+    path = Path(out.strip())
+    whole = content(path)
+    (path / "acts000001.bin").unlink()
+    (path / "labels.bin").unlink()
+    assert main(["repair", str(path), "--config", str(config), "--no-progress"]) == 0
+    lines = ["labels.bin: written anew; the bytes of before", "acts000001.bin: examples 2 to 3; the bytes of before"]
+    assert capfd.readouterr().out.splitlines() == lines
+    assert content(path) == whole
