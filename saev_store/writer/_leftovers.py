@@ -191,8 +191,16 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
     entries = folder.entries() or ()
     names = {entry.name for entry in entries}
     for entry in entries:
-        if not entry.is_dir and entry.name.startswith(TEMPORARY):
+        if not entry.name.startswith(TEMPORARY):
+            continue
+        if not entry.is_dir:
             yield Leftover(entry.path, "temporary file", entry.size, _age_s([entry], now_s))
+        elif (
+            METADATA_NAME in names
+        ):  # hidden files that were moved aside to be deleted; elsewhere folders may be a loader's
+            inside = list(_tree(folder, entry.name, _MOST_LEVELS))
+            nbytes = sum(file.size or 0 for file in inside)
+            yield Leftover(entry.path, "temporary file", nbytes, _age_s(inside or [entry], now_s))
     if WORK_FOLDER not in names:
         return
     hidden = list(_tree(folder, WORK_FOLDER, _MOST_LEVELS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from saev_store.cli import main
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.store import ShardStore
 from saev_store.transport import MemoryTransport, open_transport
-from saev_store.writer import clean_leftovers, create_store
+from saev_store.writer import clean_leftovers, create_store, open_repair
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -140,6 +141,36 @@ def test_hidden_files_of_a_published_store_go_but_a_repair_stays(tmp_path):
     assert (found.path, found.kind, found.kept_because) == (".saev_store", "hidden files", "")
     assert not hidden.exists()
     this.check(folder_content(tmp_path, this))
+
+
+@pytest.mark.parametrize("by", ["clean", "repair"])
+def test_hidden_files_that_were_moved_aside_before_a_kill_go(tmp_path, monkeypatch, by):
+    """Such a folder of something that is no store stays: it may be a loader's."""
+    this, transport = case(), open_transport(tmp_path)
+    write_whole(transport, this)
+    (tmp_path / this.name / "acts000001.bin").unlink()
+
+    def repair():
+        return open_repair(transport.at(this.name), this.metadata, on_nonfinite="allow", progress=False)
+
+    def killed(_: object):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), repair() as writer:
+        ((start, end),) = writer.missing
+        writer.append(this.acts[start:end])
+        patch.setattr(shutil, "rmtree", killed)
+    (aside,) = (tmp_path / this.name).glob(".saev_store*")
+    (tmp_path / aside.name).mkdir()
+    if by == "repair":
+        repair().close()
+    else:
+        assert clean_leftovers(transport).leftovers[0].kept_because.startswith("written")  # young
+        (found,) = clean_leftovers(transport, older_than_s=0).leftovers
+        assert (found.path, found.kind) == (f"{this.name}/{aside.name}", "temporary file")
+    assert (tmp_path / aside.name).exists()
+    this.check(folder_content(tmp_path, this))
+    assert not aside.exists()
 
 
 def test_ages_decide_and_one_that_is_not_told_keeps():
