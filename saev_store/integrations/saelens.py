@@ -14,14 +14,17 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 
 from saev_store.core.layout import LayerKey, transformer_lens_name
 from saev_store.errors import ArgumentError, NotFoundError
 from saev_store.integrations._provider import Provider, TensorLoader, rows_of
+from saev_store.store.store import ShardStore
 from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
+from saev_store.torch.batch import tensor_of
 
 T = TypeVar("T")
 
@@ -133,3 +136,90 @@ def names_of(layer_keys: Sequence[LayerKey], names: Sequence[str] | None) -> tup
 def by_hook(batch: ExampleBatch, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The layers of a stacked batch, by name: views (n, d_model)."""
     return dict(zip(names, rows_of(batch, stacked=True).unbind(1), strict=True))
+
+
+class CachedStore(Protocol):
+    """What `use_store` needs of SAELens's `ActivationsStore`."""
+
+    hook_name: str
+    context_size: int
+    d_in: int
+    device: torch.device
+    dtype: torch.dtype
+    cached_activation_dataset: object
+    current_row_idx: int
+
+
+class CachedActivations:
+    """A store as SAELens's data set of cached activations: `[a:b]` has the examples a to b, fresh tensors.
+
+    Made by `use_store`.
+
+    Attributes:
+        column_names: The hook, and `token_ids` where the store has them.
+    """
+
+    def __init__(self, store: ShardStore, layer: int, into: CachedStore) -> None:
+        self._store, self._layer, self._into, self._hook_name = store, layer, into, into.hook_name
+        self.column_names = [into.hook_name, *(["token_ids"] if "token_ids" in store.token_arrays else [])]
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return self._store.layout.n_examples
+
+    def __getitem__(self, examples: slice) -> dict[str, torch.Tensor]:
+        """The hook's activations (n, context, d_in) and `token_ids` int64 (n, context), on the device of SAELens's store, and of its dtype.
+
+        Raises:
+            CorruptShardError: a shard of these examples is missing or short.
+        """
+        store, into = self._store, self._into
+        acts = store.read((examples, self._layer, slice(store.layout.n_special_tokens, None)))
+        found = {self._hook_name: tensor_of(acts).to(into.device, into.dtype)}
+        if "token_ids" in self.column_names:
+            ids = store.token_arrays["token_ids"][examples].astype(np.int64)
+            found["token_ids"] = tensor_of(ids).to(into.device)
+        return found
+
+
+def use_store(activations: CachedStore, store: ShardStore, layer: LayerKey | None = None) -> None:
+    """Let an `ActivationsStore` of SAELens take activations from a store, instead of running its model or reading its own cache.
+
+    Batches, shuffling and the removal of special tokens are SAELens's then, for all that asks its `ActivationsStore` for activations. It
+    reads examples in their order. Train with `data_provider`, which also mixes the whole store and continues exactly.
+
+    Args:
+        activations: Made as always; of one hook, and its `context_size` is the store's number of content tokens.
+        store: Of texts in windows, of which no token is padding.
+        layer: The recorded layer; default: the one that TransformerLens calls `activations.hook_name`.
+
+    Raises:
+        LayerNotFoundError: the store does not have that layer.
+        ArgumentError: no layer has the name of the hook, the sizes differ, the store's mask hides tokens, or it is a stream of documents.
+    """
+    layout = store.layout
+    if layer is None:
+        named = {transformer_lens_name(key): key for key in layout.layer_keys}
+        if activations.hook_name not in named:
+            raise ArgumentError(
+                f"no layer of the store is {activations.hook_name!r}; they are {list(named)}",
+                where="activations",
+                remedy="Give the layer.",
+            )
+        layer = named[activations.hook_name]
+    sizes = (activations.context_size, activations.d_in)
+    if sizes != (layout.content_tokens_per_example, layout.d_model):
+        raise ArgumentError(
+            f"context_size and d_in are {sizes}; those of the store are {(layout.content_tokens_per_example, layout.d_model)}",
+            where="activations",
+        )
+    if (store.metadata.text or {}).get("layout") == "stream":
+        raise ArgumentError("a stream has no contexts", where="store", remedy="Use data_provider.")
+    if "mask" in store.token_arrays and not store.token_arrays["mask"].all():
+        raise ArgumentError(
+            "the store's mask hides tokens, and a data set of SAELens has none that are hidden",
+            where="store",
+            remedy="Use data_provider, which leaves them out.",
+        )
+    activations.cached_activation_dataset = CachedActivations(store, layout.layer_index(layer), activations)
+    activations.current_row_idx = 0

@@ -121,6 +121,12 @@ def test_samples_of_hs_connectors_are_those_of_its_files(store: Path, tmp_path: 
     assert found["shapes"] == [[n_tokens, 3, 8] for n_tokens in (5, 12, 1, 30, 7)]
 
 
+def test_an_activations_store_of_saelens_reads_a_store_as_its_own_cache(store: Path, tmp_path: Path):
+    run([str(ROOT / "tests/helpers/peer_training.py"), "cached", str(store), str(tmp_path)], tmp_path)
+    found = json.loads((tmp_path / "seen.json").read_text())
+    assert found == {"same": True, "raw": [40] * 6}
+
+
 def script(heading: str, store: Path) -> str:
     """The first whole script below a heading of docs/integrations.md, with this store and smaller sizes."""
     page = (ROOT / "docs/integrations.md").read_text("utf-8")
