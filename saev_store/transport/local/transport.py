@@ -33,10 +33,10 @@ from saev_store.transport.local._spread import SpreadReader, preadv_all
 from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file, positions
 from saev_store.transport.local.write import (
     LocalSink,
+    delete_shared_folder,
     fsync_folder,
     link_exclusive,
     lock_file,
-    moved_aside,
     temporary_file,
 )
 
@@ -226,7 +226,7 @@ class LocalTransport:
         self._requests.add("delete")
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
-                shutil.rmtree(moved_aside(where) if os.path.basename(where) == WORK_FOLDER else where)
+                (delete_shared_folder if os.path.basename(where) == WORK_FOLDER else shutil.rmtree)(where)
             else:
                 os.unlink(where)
             fsync_folder(os.path.dirname(where))
