@@ -204,7 +204,7 @@ def test_who_writes_into_a_batch_is_named_to_all(store: Path, write: Callable):
             with consumer:
                 for number, batch in enumerate(consumer):
                     if number == 3:
-                        both.wait(20)
+                        both.wait(60)
                         if consumer.name == "bad":
                             write(batch["act"])
 
@@ -227,7 +227,7 @@ def test_a_batch_is_not_handed_out_after_it_was_written_to(store: Path):
                 wrote.set()
                 return 0
             next(batches)
-            wrote.wait(20)
+            wrote.wait(60)
             try:
                 next(batches)
             finally:
@@ -290,13 +290,12 @@ def test_a_thread_that_ends_after_an_epoch_has_just_left(store: Path, expected: 
 
 
 def test_a_loop_that_hangs_is_dropped_and_told_when_it_comes_back(store: Path, expected: list[np.ndarray]):
-    go_on = threading.Event()
-    with (
-        pytest.raises(DeadlineError, match="consumer 'hangs' kept others waiting for 0.3 s at batch 1 of epoch 0"),
-        make(store).share(["hangs", "lives"], timeout_s=0.3) as shared,
-    ):
+    go_on, both = threading.Event(), threading.Barrier(2)
+    hangs = "consumer 'hangs' kept others waiting for 1 s at batch 1 of epoch 0"
+    with pytest.raises(DeadlineError, match=hangs), make(store).share(["hangs", "lives"], timeout_s=1.0) as shared:
 
         def work(consumer: Consumer) -> list[np.ndarray] | None:
+            both.wait(60)  # neither waits for the other to start
             if consumer.name == "lives":
                 try:
                     return taken(consumer)
@@ -304,7 +303,7 @@ def test_a_loop_that_hangs_is_dropped_and_told_when_it_comes_back(store: Path, e
                     go_on.set()
             batches = iter(consumer)
             next(batches), next(batches)
-            go_on.wait(20)
+            go_on.wait(60)
             return next(batches)
 
         told, found = in_threads(shared, work)
@@ -347,9 +346,9 @@ def test_a_shard_that_cannot_be_read_is_told_to_all_and_tried_again(tmp_path: Pa
                 with pytest.raises(CorruptShardError, match="acts000004"):
                     found.extend(batch["act"].clone() for batch in consumer)
                 n_before = len(found)
-                if both.wait(20) == 0:
+                if both.wait(60) == 0:
                     away.rename(shard)
-                both.wait(20)
+                both.wait(60)
                 found.extend(batch["act"].clone() for batch in consumer)
             return n_before, found
 
