@@ -110,6 +110,18 @@ def test_memory_is_that_of_the_batches(tmp_path: Path) -> None:
     assert found.memory_nbytes == 6 * (4 * 3 * 32 * 32 * 4) + 4 * (4 * 2 * 17 * 32 * 4)
 
 
+def test_what_is_there_is_what_takes_room_there(tmp_path: Path) -> None:
+    """Not what links in the folder lead to."""
+    arguments = model_for("images"), Images(PIXELS, 4), tmp_path
+    folder = tmp_path / estimate_recording(*arguments, **OPTIONS).name
+    (folder / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").write_bytes(bytes(10 << 20))
+    before = estimate_recording(*arguments, **OPTIONS).there_nbytes
+    (folder / "deep/some").write_bytes(bytes(range(256)) * 4096)
+    os.symlink(tmp_path / "elsewhere", folder / "link")
+    assert 1 << 20 <= estimate_recording(*arguments, **OPTIONS).there_nbytes - before < 2 << 20
+
+
 @pytest.mark.parametrize("n_free", [0, 10**15])
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_free: int) -> None:
     usage = shutil.disk_usage(tmp_path)

@@ -590,12 +590,17 @@ def test_created_files_have_the_usual_permissions(tmp_path):
     assert {stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("put", "create", "sink")} == {0o640}
 
 
+@pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
-def test_create_where_links_are_impossible(tmp_path, monkeypatch, code):
+def test_create_where_links_are_impossible(tmp_path, monkeypatch, code, renames):
+    """A system may also have no rename that replaces nothing."""
+
     def fail(*args):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", fail)
+    if not renames:
+        monkeypatch.setattr(_local_write, "rename_exclusive", lambda old, new: False)
     transport = MmapTransport(tmp_path)
     transport.create("a/b.json", b"first")
     with pytest.raises(StoreExistsError):
