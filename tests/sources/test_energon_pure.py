@@ -44,6 +44,23 @@ def test_collapsed_names_expand_to_themselves(names):
     assert list(itertools.chain.from_iterable(expand(pattern, where="x") for pattern in patterns)) == names
 
 
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        (["00.tar", "1.tar"], ["00.tar", "1.tar"]),  # a range of padded numbers has one width
+        (["9.tar", "10.tar"], ["9.tar", "10.tar"]),
+        (["099.tar", "100.tar", "101.tar"], ["{099..101}.tar"]),
+        (["1.tar", "0.tar"], ["1.tar", "0.tar"]),
+        (["0.tar", "2.tar"], ["0.tar", "2.tar"]),
+        (["0.tar", "0.tar"], ["0.tar", "0.tar"]),
+        (["a0-0.tar", "a0-1.tar", "a1-1.tar"], ["a0-{0..1}.tar", "a1-1.tar"]),
+    ],
+)
+def test_ranges_count_up_one_by_one_in_one_number(names, patterns):
+    assert collapse(names) == patterns
+    assert list(itertools.chain.from_iterable(expand(pattern, where="x") for pattern in patterns)) == names
+
+
 @given(st.integers(0, 999), st.integers(2, 60), st.integers(3, 6))
 def test_runs_become_one_range(first, n, width):
     names = [f"s/{i:0{width}d}-of-99.tar" for i in range(first, min(first + n, 10**width))]

@@ -12,7 +12,9 @@ from token_files import mmididx_bytes
 from saev_store import ShardStore, new_metadata
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError
+from saev_store.problems import Problem
 from saev_store.sources import PatchPlace, _files, convert, open_source, provenance, recorded_from, reopen
+from saev_store.sources._source import text_card
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
@@ -26,6 +28,17 @@ IMAGES = Path(__file__).parents[1] / "data" / "energon" / "captioning_ratio_spli
 def dataset_of(sequences: list[np.ndarray], **options: object) -> IndexedDataset:
     idx, bin_ = mmididx_bytes(sequences, **options)
     return IndexedDataset("x", transport=MemoryTransport({"x.idx": idx, "x.bin": bin_}))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 6, 12])
+def test_a_card_has_five_problems_and_says_how_many_more_there_are(n: int):
+    problems = [Problem("odd", f"is odd {number}", where=f"/data/{number}.tar") for number in range(n)]
+    shown = text_card("title", {"samples": 7}, problems).splitlines()
+    assert shown[0] == "title"
+    assert [line.split() for line in shown[1:7]] == [
+        ["samples", "7"], *(["problem", f"{number}.tar:", "is", "odd", str(number)] for number in range(min(n, 5)))
+    ]  # fmt: skip
+    assert [line.split() for line in shown[7:]] == ([["problems", str(n - 5), "more"]] if n > 5 else [])
 
 
 # -- origins -----------------------------------------------------------------------------------------------------------

@@ -391,6 +391,12 @@ def test_what_was_not_read_or_not_whole_is_not_called_a_duplicate(store):
     assert kinds(look(store)) == ["short_shard"] * 2
 
 
+def test_labels_that_cannot_be_read_are_not_compared(digested):
+    (problem,) = look(digested, Bad(digested, {"labels.bin"}, 5)).problems
+    assert (problem.kind, problem.where, problem.severity) == ("unreadable_labels", "labels.bin", "error")
+    assert "Input/output error" in problem.message
+
+
 def test_a_read_error_costs_only_the_examples_in_that_block(digested):
     report = look(digested, Bad(digested, {"acts000001.bin"}, 500))
     assert kinds(report) == ["unreadable_shard"]

@@ -272,3 +272,23 @@ def test_the_remedy_for_large_numbers_is_not_the_dtype_at_hand(tmp_path, dtype):
     other = {"bfloat16": "float32", "float16": "bfloat16"}[dtype]
     assert f" {other} has" in caught.value.remedy
     assert f" {dtype} has" not in caught.value.remedy
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [("uint8", 0, 255), ("int32", -(2**31), 2**31 - 1), ("bool", 0, 1)])
+def test_numbers_of_token_arrays_up_to_the_bounds_of_their_dtype(tmp_path, dtype, low, high):
+    """Given as wider integers, as tokenizers do."""
+    metadata = new_metadata(**META, dtype="bfloat16", token_arrays={"some": dtype})
+    values = np.resize(np.array([low, high], np.int64), (6, 3))
+    acts = np.zeros((6, 3, 4, 4), np.float32)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        for wrong in (low - 1, high + 1):
+            changed = values.copy()
+            changed[5, 2] = wrong
+            with pytest.raises(
+                ArgumentError, match=f"some holds values from .*; some are integers from {low} to {high}"
+            ):
+                writer.append(acts, some=changed)
+        writer.append(acts, some=values)
+    found = ShardStore.open(writer.url).token_arrays["some"]
+    assert found.dtype == dtype
+    assert np.array_equal(found, values)
