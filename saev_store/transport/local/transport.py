@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, Self, cast
@@ -32,8 +33,8 @@ from saev_store.transport.checks import (
 from saev_store.transport.local._spread import SpreadReader, preadv_all
 from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file, positions
 from saev_store.transport.local.write import (
+    TEMP_PREFIX,
     LocalSink,
-    delete_shared_folder,
     fsync_folder,
     link_exclusive,
     lock_file,
@@ -226,7 +227,16 @@ class LocalTransport:
         self._requests.add("delete")
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
-                (delete_shared_folder if os.path.basename(where) == WORK_FOLDER else shutil.rmtree)(where)
+                aside = where
+                if os.path.basename(where) == WORK_FOLDER:  # others take locks in it, and make it anew meanwhile
+                    aside = f"{os.path.dirname(where)}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+                    os.rename(where, aside)
+                try:
+                    shutil.rmtree(aside)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.rename(aside, where)
+                    raise
             else:
                 os.unlink(where)
             fsync_folder(os.path.dirname(where))

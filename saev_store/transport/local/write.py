@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import secrets
-import shutil
 import socket
 import warnings
 import weakref
@@ -304,22 +303,6 @@ def _close_in_child() -> None:
 
 
 after_fork_in_child(_close_in_child)
-
-
-def delete_shared_folder(where: str) -> None:
-    """Delete a folder in which other processes take locks: under a temporary name, so that they can make it anew meanwhile.
-
-    Raises:
-        OSError: something of it cannot be deleted; that has its old name again, unless the folder was made anew.
-    """
-    aside = f"{os.path.dirname(where)}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-    os.rename(where, aside)
-    try:
-        shutil.rmtree(aside)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.rename(aside, where)
-        raise
 
 
 def lock_file(where: str) -> _LockFile:

@@ -1,5 +1,5 @@
 """Object stores through obstore."""
 
-from saev_store.transport.obstore._sink import upload_requests
+from saev_store.transport.obstore._sink import part_bytes
 
-__all__ = ["upload_requests"]
+__all__ = ["part_bytes"]

@@ -27,17 +27,8 @@ _AHEAD_BYTES = 256 << 20
 _ABORT_TIMEOUT_S = 10
 
 
-def upload_requests(file_nbytes: int) -> int:
-    """PUT and POST requests that a file takes: one, or one for each part, one before them and one behind.
-
-    >>> upload_requests(0), upload_requests(8 << 20), upload_requests(20 << 20)
-    (1, 1, 5)
-    """
-    n_parts = -(-file_nbytes // _part_bytes(file_nbytes))
-    return n_parts + 2 if n_parts > 1 else 1
-
-
-def _part_bytes(file_nbytes: int) -> int:
+def part_bytes(file_nbytes: int) -> int:
+    """Bytes of a part of a file of that length."""
     return max(PART_BYTES, -(-file_nbytes // _MOST_PARTS))
 
 
@@ -52,7 +43,7 @@ class ObstoreSink(UploadSink[ObstoreClient]):
         self, transport: RemoteTransport[ObstoreClient], path: str, *, used_nbytes: int, file_nbytes: int
     ) -> None:
         super().__init__(transport, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        self._part_bytes = _part_bytes(file_nbytes)
+        self._part_bytes = part_bytes(file_nbytes)
         self._sent = 0  # bytes that were handed to obstore
         self._blocks: dict[int, bytearray] = {}  # parts that are not complete yet, by number from 0
         self._writer: AsyncWritableFile | None = None
