@@ -525,6 +525,12 @@ def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
             listen(host, port)
 
 
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_there_is_no_such_port(port: int):
+    with pytest.raises(ArgumentError, match=f"port is {port}; it must be from 0 to 65535"):
+        listen("127.0.0.1", port)
+
+
 def test_listening_on_all_addresses_gives_a_warning():
     with pytest.warns(SaevStoreWarning, match="all machines"):
         listening, address = listen("0.0.0.0", 0)
