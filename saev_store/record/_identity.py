@@ -11,22 +11,24 @@ from importlib.metadata import PackageNotFoundError, version
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, cast
 
-import xxhash
-
 from saev_store.record._adapters import parameter_of
+from saev_store.record._weights_digest import tensor_classes, weights_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
     from saev_store.record._recorder import Recorder
 
-#: Packages that compute, and those that do only if a module of the model is theirs: package of the class -> its name.
+#: Packages that compute, and those that do only if a module or a tensor of the model is theirs: package of the class -> its name.
 _PACKAGES = ("torch", "transformers", "tokenizers")
-_LIBRARIES = {"open_clip": "open_clip_torch", "timm": "timm", "transformer_lens": "transformer-lens"}
+_LIBRARIES = {
+    "open_clip": "open_clip_torch", "timm": "timm", "transformer_lens": "transformer-lens",
+    # They quantise.
+    "bitsandbytes": "bitsandbytes", "torchao": "torchao", "optimum": "optimum-quanto", "gptqmodel": "gptqmodel",
+    "compressed_tensors": "compressed-tensors", "hqq": "hqq", "awq": "autoawq",
+}  # fmt: skip
 #: What a configuration says that no vector depends on, or that is said elsewhere.
 _IDLE = {
     "_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label",
@@ -49,7 +51,8 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
     names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
     points = {name: adapter.points[name] for name in recorder.hook_points}
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
-    libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    classes = {type(module) for module in model.modules()} | tensor_classes(model)
+    libraries = {kind.__module__.partition(".")[0] for kind in classes}
     packages = [*_PACKAGES, *(name for library, name in _LIBRARIES.items() if library in libraries)]
     return {
         "model": {
@@ -70,22 +73,6 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
     }
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
-
-    Also of buffers that are not saved with the model, such as the frequencies of rotary embeddings.
-    """
-    import torch
-
-    digest = xxhash.xxh3_128()
-    tensors = {**dict(model.named_buffers()), **cast("Mapping[str, torch.Tensor]", model.state_dict())}
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
-    return digest.hexdigest()
-
-
 def modules_digest(model: torch.nn.Module) -> str:
     """SHA-256 over what modules are made of beside their weights: a model with another epsilon or activation has another one.
 
@@ -102,10 +89,20 @@ def modules_digest(model: torch.nn.Module) -> str:
             if name.startswith("_") or name == "training":
                 continue
             if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
-                lines.append(f"{path} {name} {value.__qualname__}")
+                lines.append(f"{path} {name} {_qualname(value)}")
             elif isinstance(value, float) or (is_torchs and _is_plain(value)):
                 lines.append(f"{path} {name} {value!r}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _qualname(function: object) -> str:
+    """The name of a function; of a bound or partial one, which may have none, that of what it calls."""
+    while not hasattr(function, "__qualname__"):
+        inner: object = getattr(function, "func", None) or getattr(function, "__func__", None)
+        if inner is None:
+            return type(function).__qualname__
+        function = inner
+    return str(getattr(function, "__qualname__", ""))
 
 
 def _is_plain(value: object) -> bool:

@@ -1,0 +1,104 @@
+"""The digest of a model's weights, packed and quantised ones included."""
+
+# torch has no types for what state dicts and tensor subclasses hold.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import xxhash
+
+from saev_store.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+_Flatten = Callable[[], "tuple[list[str], object]"]
+#: How Python writes an object that does not say what it is.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
+
+    Also of buffers that are not saved with the model, such as the frequencies of rotary embeddings. Of quantised weights these are
+    the packed integers, their scales and zero points, and what else the library keeps in the model's state.
+
+    Raises:
+        ArgumentError: the model's state has something whose bytes cannot be told.
+    """
+    digest = xxhash.xxh3_128()
+    state = cast("Mapping[str, object]", model.state_dict())
+    for name, value in sorted({**dict(model.named_buffers()), **state}.items()):
+        _add(digest, name, value)
+    return digest.hexdigest()
+
+
+def tensor_classes(model: torch.nn.Module) -> set[type]:
+    """The classes of parameters and buffers; those of libraries that quantise are their own."""
+    return {type(value) for value in [*model.parameters(), *model.buffers()]}
+
+
+def _add(digest: xxhash.xxh3_128, name: str, value: object) -> None:
+    """Add a value of a model's state: a tensor, a plain value, or several of them."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        _add_tensor(digest, name, value.detach())
+    elif isinstance(value, (tuple, list)):
+        items = cast("Sequence[object]", value)
+        digest.update(f"{name} {len(items)}".encode())
+        for i, item in enumerate(items):
+            _add(digest, f"{name}[{i}]", item)
+    elif isinstance(value, Mapping):
+        found = cast("Mapping[object, object]", value)
+        digest.update(f"{name} {len(found)}".encode())
+        for key in sorted(found, key=repr):
+            _add(digest, f"{name}[{key!r}]", found[key])
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        digest.update(f"{name} {value!r}".encode())
+    else:
+        raise _unknown(name, f"a {type(value).__name__}")
+
+
+def _add_tensor(digest: xxhash.xxh3_128, name: str, value: torch.Tensor) -> None:
+    import torch
+
+    said = f"{name} {value.dtype} {tuple(value.shape)}"
+    # Tensors that are made of others, as those of torchao, say so by this protocol of torch.
+    flatten = cast("_Flatten | None", getattr(value, "__tensor_flatten__", None))
+    if flatten is not None:
+        parts, context = flatten()
+        if _ADDRESS.search(repr(context)):
+            raise _unknown(name, f"a {type(value).__name__} with {context!r}")
+        digest.update(f"{said} {type(value).__name__} {context!r}".encode())
+        for part in parts:
+            _add(digest, f"{name}.{part}", getattr(value, part))
+        return
+    if value.layout != torch.strided:
+        raise _unknown(name, f"a tensor of the layout {value.layout}")
+    if value.is_quantized:
+        digest.update(f"{said} {value.qscheme()}".encode())
+        if value.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
+            _add(digest, f"{name}.scale", [value.q_scale(), value.q_zero_point()])
+        else:
+            channels = [value.q_per_channel_axis(), value.q_per_channel_scales(), value.q_per_channel_zero_points()]
+            _add(digest, f"{name}.scales", channels)
+        _add(digest, f"{name}.integers", value.int_repr())
+        return
+    digest.update(said.encode())
+    flat = value.cpu().contiguous().reshape(-1)
+    digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
+
+
+def _unknown(name: str, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} is {what}, whose bytes cannot be told; the weights are part of a recording's identity",
+        where="model",
+        remedy="Record the model before it was packed, or give its weights back as tensors of plain dtypes.",
+    )

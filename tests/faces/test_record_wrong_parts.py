@@ -1,0 +1,130 @@
+"""A tokenizer, a processor or token ids that are not the model's: refused, and nothing half-done is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import VOCABULARY, tiny_language, tiny_vision
+
+from saev_store import ShardStore
+from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
+from saev_store.record import ImageBatches, Images, Texts, record
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+TEXTS = ["w3 w4 w5", "w6", "w7 w8 w9 w10"]
+OPTIONS = {"layers": (0,), "ckpt": "tiny", "progress": False}
+
+
+def tokenizer(n_words: int = VOCABULARY, **options: object) -> tokenizers.Tokenizer:
+    vocabulary = [f"w{i}" for i in range(n_words)]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="w0", **options)
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return made
+
+
+def fast(n_words: int = VOCABULARY) -> transformers.PreTrainedTokenizerFast:
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(n_words))
+
+
+def with_an_added_token() -> transformers.PreTrainedTokenizerFast:
+    made = fast()
+    made.add_special_tokens({"pad_token": "<pad>"})  # without model.resize_token_embeddings
+    return made
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tokenizer(VOCABULARY + 1), lambda: fast(VOCABULARY + 1), with_an_added_token], ids=["tokenizers", "transformers", "added"]
+)  # fmt: skip
+def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(tmp_path: Path, make) -> None:
+    """Although no text has the id that is too much: it is not the model's tokenizer."""
+    with pytest.raises(
+        ArgumentError, match=r"tokenizer: there is a token id 61; .* from 0 to 60.* model's own tokenizer"
+    ):
+        record(tiny_language("LlamaModel"), Texts(TEXTS, make(), context=4), tmp_path, **OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_of_the_models_size_is_taken(tmp_path: Path) -> None:
+    store = record(tiny_language("LlamaModel"), Texts(TEXTS, fast(), context=4), tmp_path, **OPTIONS)
+    assert store.token_arrays["token_ids"][0].tolist() == [3, 4, 5, 0]
+
+
+def test_a_token_of_documents_that_the_model_does_not_have(tmp_path: Path) -> None:
+    documents = [[3, 4], [5, 6], [7, VOCABULARY]]
+    with pytest.raises(ArgumentError, match="there is a token id 61; the model's embedding has those from 0 to 60"):
+        record(tiny_language("LlamaModel"), Texts(documents, context=4, batch_size=1), tmp_path, **OPTIONS)
+    with pytest.raises(ArgumentError, match="bos: there is a token id 61"):
+        record(tiny_language("LlamaModel"), Texts(documents, context=4, bos=VOCABULARY), tmp_path, **OPTIONS)
+    assert not list(tmp_path.rglob("metadata.json"))  # nothing is published
+
+
+def images() -> list[Image.Image]:
+    rng = np.random.default_rng(4)
+    return [Image.fromarray(rng.integers(0, 255, (40, 48, 3)).astype(np.uint8)) for _ in range(5)]
+
+
+def processed(**changes: object) -> Images:
+    processor = transformers.ViTImageProcessorPil(**({"size": {"height": 32, "width": 32}} | changes))
+    return Images(images(), 2, processor=processor)
+
+
+def seeded() -> torch.nn.Module:
+    model = tiny_vision("ViTModel")
+    with torch.no_grad():
+        model.embeddings.cls_token += 1
+    return model
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+#: Another recording of the same pictures: (model, source), and the key that the refusal names.
+OTHERS = {
+    "another mean": (
+        lambda: tiny_vision("ViTModel"),
+        lambda: processed(image_mean=[0.4, 0.5, 0.5]),
+        "processor.config",
+    ),
+    "another interpolation": (lambda: tiny_vision("ViTModel"), lambda: processed(resample=0), "processor.config"),
+    "another family": (lambda: tiny_vision("DeiTModel"), processed, "family is 'vit' there"),
+    "another seed": (seeded, processed, "weights.digest"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_processor_or_model_does_not_go_on(tmp_path: Path, what: str) -> None:
+    make, source, named = OTHERS[what]
+    whole = record(tiny_vision("ViTModel"), processed(), tmp_path / "whole", **OPTIONS)
+    with (
+        pytest.raises(IncompleteStoreError),
+        ShardStore.create(tmp_path / "cut", whole.metadata, progress=False) as writer,
+    ):
+        writer.append(whole[:3])
+    before = contents(tmp_path / "cut")
+    with pytest.raises(ResumeError, match="there is nothing to resume") as refused:
+        record(make(), source(), tmp_path / "cut", resume=True, **OPTIONS)
+    assert named in str(refused.value)
+    assert contents(tmp_path / "cut") == before
+    store = record(tiny_vision("ViTModel"), processed(), tmp_path / "cut", resume=True, **OPTIONS)
+    assert store[:].tobytes() == whole[:].tobytes()
+
+
+def test_images_for_a_model_of_tokens_and_texts_for_one_of_images(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).standard_normal((2, 3, 32, 32)).astype(np.float32)
+    for source in (Images(pixels), ImageBatches([pixels], 2)):
+        with pytest.raises(ArgumentError, match="LlamaModel is a model of tokens; these are images.*Use Texts"):
+            record(tiny_language("LlamaModel"), source, tmp_path, **OPTIONS)
+    with pytest.raises(ArgumentError, match="ViTModel is a model of images; these are texts.*Use Images"):
+        record(tiny_vision("ViTModel"), Texts([[1, 2]], context=2), tmp_path, **OPTIONS)
+    assert not list(tmp_path.iterdir())
