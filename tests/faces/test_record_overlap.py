@@ -120,7 +120,7 @@ def test_no_more_batches_are_alive_than_is_said(
         nonlocal n_copies
         n_copies += 1
         if n_copies in {3, 6}:
-            assert soon(lambda: counted.n_alive("read") >= N_ALIVE)
+            assert soon(lambda: counted.n_alive("read") >= N_ALIVE and counted.n_alive("computed") >= N_WITH_VECTORS)
             time.sleep(0.03)  # one more would come now
         return result(copy)
 

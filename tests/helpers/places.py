@@ -43,6 +43,7 @@ LOCAL_ONLY = {
     "test_writer.py::test_a_second_writer_hears_of_the_first": "the same",
     "test_writer_repair.py::test_two_repairs_at_once": "the same",
     "test_writer_repair.py::test_nobody_takes_away_what_a_repair_is_building": "the same; test_writer_repair.py has one without",
+    "test_writer_repair.py::test_a_repair_lets_go_while_another_one_begins": "of a lock in a folder that is being deleted",
     "test_writer_repair.py::test_a_rebuilt_file_that_is_gone_is_an_error": "an upload is no file that somebody could remove",
     "test_writer.py::test_what_a_crash_after_publishing_leaves_is_tidied_up": "of temporary files, which buckets do not have",
     "test_writer_parts.py::test_of_racing_publishers_one_wins": "threads would also race for the folder here; test_races.py",
