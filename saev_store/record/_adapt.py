@@ -33,7 +33,7 @@ def adapt(model: torch.nn.Module | Adapter) -> Adapter:
     TransformerLens.
 
     Raises:
-        ArgumentError: the model is compiled, or its blocks cannot be told. Make a `VisionAdapter` or a `TextAdapter` with a
+        ArgumentError: the model is compiled, has an encoder and a decoder, or its blocks cannot be told. Make a `VisionAdapter` or a `TextAdapter` with a
             list of blocks then.
         MissingDependencyError: torch is not installed.
     """
@@ -82,6 +82,12 @@ def _vision(model: torch.nn.Module, names_of: torch.nn.Module | None = None) -> 
 def _text(model: torch.nn.Module) -> TextAdapter:
     get_decoder = getattr(model, "get_decoder", None)
     decoder = cast("torch.nn.Module", get_decoder()) if callable(get_decoder) else model
+    if decoder is not model and getattr(_config(model), "is_encoder_decoder", False):
+        raise ArgumentError(
+            f"{type(model).__name__} has an encoder and a decoder, which needs what the encoder gives",
+            where="model",
+            remedy="Pass the encoder alone, model.get_encoder(), or make a TextAdapter with a call of your own.",
+        )
     blocks = find_blocks(decoder, _config_int(decoder, "num_hidden_layers"))
     embedding = cast("Callable[[], object]", decoder.get_input_embeddings)()
     size: object = getattr(embedding, "num_embeddings", None)

@@ -184,7 +184,13 @@ def _source_of(value: object, text_key: str | int) -> Source[object] | None:
         return source
     if isinstance(value, (str, os.PathLike)):
         return TextFile(cast("str", value), text_key=str(text_key))
-    is_numbered = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping)
+    if isinstance(value, Mapping):
+        raise ArgumentError(
+            f"it is a mapping with the keys {brief(list(cast('Mapping[object, object]', value)))}, no texts",
+            where="documents",
+            remedy="Pass one of its values, such as the split documents['train'].",
+        )
+    is_numbered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return MapStyle(cast("DataSet", value)) if is_numbered else None
 
 

@@ -46,6 +46,7 @@ class _ImageSource(ExampleSource):
         self, n_examples: int, cls_token: bool | None, labels: Labels | None, data: Mapping[str, object] | None
     ) -> None:
         self.n_examples, self.cls_token, self.labels = n_examples, cls_token, labels
+        self._input_shape: tuple[int, ...] = ()  # (channels, height, width) of every image, when the first one was seen
         self.data = {"__class__": type(self).__name__} if data is None else dict(data)
 
     def describe(self) -> dict[str, object]:
@@ -60,6 +61,7 @@ class _ImageSource(ExampleSource):
             )
         shape = self._shape()
         content = adapter.content_tokens(shape)
+        self._input_shape = shape[1:]
         self._look_at(shape, adapter.patch_px)
         if self.labels is not None and self.labels.shape != (self.n_examples, content):
             raise ArgumentError(
@@ -81,6 +83,15 @@ class _ImageSource(ExampleSource):
             labels = batch.token_arrays if self.labels is None else {"labels": self.labels[batch.first : end]}
             yield Recorded(batch.first, acts, labels)
             del batch, acts  # not held while the next ones are waited for
+
+    def _check_shape(self, shape: tuple[int, ...], what: str) -> None:
+        """Refuse images of another size, whose patches would be other places, also where there are as many of them."""
+        if self._input_shape and shape[1:] != self._input_shape:
+            raise ArgumentError(
+                f"{what} have the shape {shape[1:]}, the first image has {self._input_shape}; all must be equal",
+                where="images",
+                remedy="Crop or resize them to one size; an image processor does that.",
+            )
 
     @abstractmethod
     def _shape(self) -> tuple[int, ...]:
@@ -235,6 +246,7 @@ class Images(_ImageSource):
             if len(shapes) != 1:
                 raise ArgumentError(f"{what} have the shapes {sorted(shapes)}; they must be equal", where="images")
             pixels = np.stack(each)
+        self._check_shape(pixels.shape, what)
         if not self._any_range and pixels.size:
             check_range(pixels, what, warn=self._warns)
             self._warns = False
@@ -299,6 +311,7 @@ class ImageBatches(_ImageSource):
         first = 0
         for pixels in self._pixels if begun is None else begun:
             _check_batch(pixels, first, any_range=self._any_range)
+            self._check_shape(tuple(pixels.shape), f"the images from {first} on")
             last = first + len(pixels)
             if last > self.n_examples:
                 raise ArgumentError(

@@ -128,3 +128,34 @@ def test_images_for_a_model_of_tokens_and_texts_for_one_of_images(tmp_path: Path
     with pytest.raises(ArgumentError, match="ViTModel is a model of images; these are texts.*Use Images"):
         record(tiny_vision("ViTModel"), Texts([[1, 2]], context=2), tmp_path, **OPTIONS)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+    """The decoder needs what the encoder gives; alone it has vectors that the model never has. The encoder alone is a model."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = transformers.BartModel(transformers.BartConfig(**sizes, **heads, vocab_size=VOCABULARY)).eval()
+    ids = np.array([3, 4, 5])
+    with pytest.raises(ArgumentError, match="BartModel has an encoder and a decoder.*get_encoder"):
+        record(model, Texts([ids], context=3), tmp_path, **OPTIONS)
+    assert not any(tmp_path.iterdir())
+    store = record(model.get_encoder(), Texts([ids], context=3), tmp_path, **OPTIONS)
+    with torch.no_grad():
+        hidden = model.get_encoder()(input_ids=torch.tensor(ids)[None]).last_hidden_state
+    assert store[0, 0].tobytes() == hidden[0].numpy().tobytes()
+
+
+def test_the_splits_of_a_data_set_are_no_texts() -> None:
+    with pytest.raises(ArgumentError, match=r"mapping with the keys \['train', 'test'\].*documents\['train'\]"):
+        Texts({"train": TEXTS, "test": TEXTS}, tokenizer(), context=4)
+
+
+@pytest.mark.parametrize("way", [Images, ImageBatches])
+def test_images_that_have_as_many_patches_and_another_shape(way: type, tmp_path: Path) -> None:
+    """Their patches would be other places of the image than `store.origin` says."""
+    wide, high = np.zeros((2, 3, 32, 64), np.float32), np.zeros((2, 3, 64, 32), np.float32)
+    source = Images([*wide, *high], 2) if way is Images else ImageBatches([wide, high], 4)
+    with pytest.raises(ArgumentError, match=r"from 2|image 2.*\(3, 64, 32\), the first image has \(3, 32, 64\)"):
+        record(tiny_vision("Dinov2Model"), source, tmp_path, **OPTIONS)
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(next(tmp_path.iterdir()))
