@@ -210,7 +210,16 @@ def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[
         return _checked_ids(value, where)
     if tokenizer is None:
         raise ArgumentError("texts need a tokenizer", where="tokenizer", remedy="Pass tokenizer=….")
-    return tokenizer.encode(value)
+    try:
+        return tokenizer.encode(value)
+    except (TypeError, UnicodeError) as error:  # tokenizers say TypeError
+        if value.isascii() or value.encode(errors="ignore").decode() == value:
+            raise
+        raise ArgumentError(
+            "the text has a surrogate (U+D800 to U+DFFF) alone, which is no character",
+            where=where,
+            remedy="Replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
+        ) from error
 
 
 def _lengths_of(source: Source[npt.NDArray[np.generic]]) -> Sequence[int] | IntArray:

@@ -40,8 +40,8 @@ class Texts(ExampleSource):
     document, and `mask`, false for padding. The vectors of padding are zeros.
 
     Args:
-        documents: The address of a UTF-8 file, which is one text, or of a file `*.jsonl`, which has an object with a text in each
-            line; texts or arrays of token ids, in a list or in any data set with a length and numbered samples, such as one
+        documents: The address of a UTF-8 file, which is one text (its line ends become newlines), or of a file `*.jsonl`, which has
+            an object with a text in each line; texts or arrays of token ids, in a list or in any data set with a length and numbered samples, such as one
             of Hugging Face; or an open source of token ids or of Energon samples with a text, see
             `saev_store.sources.open_source`. Texts are turned into ids at once and kept in memory, four bytes a token.
         tokenizer: Of `tokenizers` or `transformers`; needed for texts, and named in the metadata.

@@ -159,3 +159,13 @@ def test_images_that_have_as_many_patches_and_another_shape(way: type, tmp_path:
         record(tiny_vision("Dinov2Model"), source, tmp_path, **OPTIONS)
     with pytest.raises(IncompleteStoreError):
         ShardStore.open(next(tmp_path.iterdir()))
+
+
+def test_half_a_character(tmp_path: Path) -> None:
+    """JSON can write one half of a surrogate pair."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "w1"}\n{"text": "w2\\ud83d w3"}\n')
+    with pytest.raises(ArgumentError, match="texts.jsonl: 1: .*surrogate"):
+        Texts(path, tokenizer(), context=4)
+    with pytest.raises(ArgumentError, match=r"documents\[1\]: .*surrogate"):
+        Texts(["w1", "w2\ud83d"], tokenizer(), context=4)
