@@ -157,7 +157,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Kind]] = {
 
 
 def temporary(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(TEMP_PREFIX)
+    return any(part.startswith(TEMP_PREFIX) for part in name.split("/"))
 
 
 def finish(work: Callable[[], None]) -> None:
@@ -191,6 +191,7 @@ def torment(kind: Kind, root: Path, rng: np.random.Generator) -> tuple[int, set[
     left = {name: data for name, data in content(folder).items() if not temporary(name)}
     expected = content(reference / str(version))
     assert left == expected, set(left) ^ set(expected)
+    assert not [name for name in content(folder) if name.startswith(".nv-meta/") and temporary(name)]
     return n_kills, seen
 
 

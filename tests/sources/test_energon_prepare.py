@@ -489,3 +489,14 @@ def test_nothing_there(tmp_path):
         prepare(tmp_path, split="1,0,0", progress=False)
     with pytest.raises(SaevStoreError):
         prepare(tmp_path / "missing", split="1,0,0", progress=False)
+
+
+def test_what_killed_preparations_left_is_deleted_by_the_next_one(tmp_path):
+    truth = write_dataset(tmp_path)
+    left = tmp_path / ".nv-meta/.saev_store.tmp-1-00"
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    (tmp_path / ".nv-meta/.saev_store.tmp-2-00").write_bytes(b"half an index")
+    prepare(tmp_path, split="1,0,0", progress=False)
+    assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} == FILES
+    check(EnergonDataset(tmp_path), truth)

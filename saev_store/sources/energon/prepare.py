@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from saev_store.sources.energon.split import SplitPlan, compiled
 from saev_store.sources.energon.tar_idx import tar_idx_bytes
 from saev_store.sources.energon.tar_scan import ScannedShard
 from saev_store.transport import Engine, Lists, Transport, Writes, open_transport
+from saev_store.transport.local.write import TEMP_PREFIX
 
 #: Contains the lock.
 WORK_FOLDER = f"{META}/.saev_store"
@@ -151,6 +153,7 @@ def prepare(
         )
     shards, problems = find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):
+        _delete_leftovers(there)
         before = {shard: file_identity(there, shard) for shard, _ in shards}
         facts = _Facts(there.url, len(shards))
         with (
@@ -196,6 +199,15 @@ def prepare(
         splits,
         (*problems, *facts.problems, *split_problems, *documents.problems),
     )
+
+
+def _delete_leftovers(transport: Transport) -> None:
+    """Delete what killed preparations left under hidden names. The lock says that none of them is alive."""
+    if isinstance(transport, Lists) and isinstance(transport, Writes):
+        with contextlib.suppress(NotFoundError):
+            for entry in transport.list(META):
+                if entry.name.startswith(TEMP_PREFIX):
+                    transport.delete(entry.path)
 
 
 def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tuple[str, int]], list[Problem]]:
