@@ -291,8 +291,8 @@ def test_a_thread_that_ends_after_an_epoch_has_just_left(store: Path, expected: 
 
 def test_a_loop_that_hangs_is_dropped_and_told_when_it_comes_back(store: Path, expected: list[np.ndarray]):
     go_on, both = threading.Event(), threading.Barrier(2)
-    hangs = "consumer 'hangs' kept others waiting for 1 s at batch 1 of epoch 0"
-    with pytest.raises(DeadlineError, match=hangs), make(store).share(["hangs", "lives"], timeout_s=1.0) as shared:
+    hangs = "consumer 'hangs' kept others waiting for 2 s at batch 1 of epoch 0"
+    with pytest.raises(DeadlineError, match=hangs), make(store).share(["hangs", "lives"], timeout_s=2.0) as shared:
 
         def work(consumer: Consumer) -> list[np.ndarray] | None:
             both.wait(60)  # neither waits for the other to start
