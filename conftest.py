@@ -16,6 +16,7 @@ NEEDS = {
     "saev_store/xarray.py": "xarray",
     "saev_store/dask.py": "dask",
     "saev_store/serve/*": "starlette",
+    "saev_store/view/*": "starlette",
 }
 #: A small store that another program wrote: shape (7, 3, 5, 8), layers (2, 5, 11), with labels.
 SAMPLE = Path(__file__).parent / "tests/data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"

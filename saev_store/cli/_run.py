@@ -21,6 +21,7 @@ from saev_store.cli.prepare import prepare
 from saev_store.cli.reading import estimate, head, info, serve, stats, validate
 from saev_store.cli.recording import record
 from saev_store.cli.repairing import repair
+from saev_store.cli.viewing import view
 from saev_store.cli.writing import clean, convert, copy, demo, export
 from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
@@ -84,6 +85,7 @@ def app() -> Command:
         export,
         stats,
         serve,
+        view,
         record,
         repair,
         finalize,

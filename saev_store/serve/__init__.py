@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from saev_store.serve._application import application
-from saev_store.serve._server import listen, serve
+from saev_store.serve._server import listen, serve, serve_in_thread
+from saev_store.serve.hosts import is_known_host
 
-__all__ = ["application", "listen", "serve"]
+__all__ = ["application", "is_known_host", "listen", "serve", "serve_in_thread"]

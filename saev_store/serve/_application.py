@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from zarr.abc.store import RangeByteRequest
 
 from saev_store.core.chunk_grid import Extent, default_chunk
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
+from saev_store.serve.hosts import is_known_host
 from saev_store.store.identity import recording_identity
 from saev_store.validation import local_folder
 
@@ -102,7 +102,7 @@ class _Answers:
 
     async def answer(self, request: Request) -> Response:
         """The response to one request."""
-        if not self._is_allowed(request.headers.get("host", "")):
+        if not is_known_host(request.headers.get("host", ""), self._hosts):
             return PlainTextResponse("this server does not answer for this host name\n", status_code=421)
         key = cast("str", request.path_params["key"])
         if key == "":
@@ -144,17 +144,6 @@ class _Answers:
         # Once the headers are sent, damage can only break the connection: look for it before.
         await run_in_threadpool(self._check_ends, key, value, start, end)
         return StreamingResponse(self._pieces(key, start, end), status_code=status, headers=headers)
-
-    def _is_allowed(self, host: str) -> bool:
-        """Whether a `Host` header is a numeric address, `localhost`, or one of the allowed names."""
-        name = (host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]).lower()
-        if "*" in self._hosts or name == "localhost" or name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
     def _etag(self, value: bytes | Extent) -> str:
         """The tag of a value: of a local file's size and modification time; of this run where the store is remote."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import threading
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -81,3 +83,25 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     finally:
         log.removeFilter(is_serving)
         listening.close()
+
+
+def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], None]:
+    """Answer requests in a thread of this process, until the returned function is called; that closes the socket.
+
+    Args:
+        app: An ASGI application.
+        listening: From `listen`.
+    """
+    config = uvicorn.Config(
+        app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="saev-store-server", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(timeout=2 * _GRACE_S)
+        listening.close()
+
+    return stop

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from saev_store.core.arguments import check_flag
-from saev_store.core.layout import IntArray
+from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -28,13 +28,14 @@ from saev_store.errors import (
     SaevStoreWarning,
 )
 from saev_store.stats._compute import compute, plan, work_on
-from saev_store.stats._moments import Moments, merge
+from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.stats._result import Stats
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.transport import Writes
 from saev_store.validation import Promised, local_folder, promised_digests
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from distributed import Client
 
     from saev_store.documents import Metadata
@@ -111,6 +112,28 @@ def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats
     works = plan(store.layout, _chosen(store, wanted))
     moments = reduce(merge, (work_on(unmapped, (work, digests)) for work in works))
     return _result(store, moments, wanted, recording, save=True)
+
+
+def kept_stats(store: ShardStore) -> Stats | None:
+    """The statistics kept beside the store, of all examples or of a sample; None where there are none that are usable.
+
+    Computes nothing, and reads at most `stats.json`, and what tells whether files were replaced since.
+    """
+    try:
+        kept = _read_kept(store)
+    except SaevStoreError:
+        return None
+    return None if kept is None else kept.stats
+
+
+def stats_of(layout: Layout, acts: npt.NDArray[np.float32]) -> Stats:
+    """Statistics of examples in memory.
+
+    Args:
+        layout: The geometry of the store that they are from.
+        acts: Their vectors as the store gives them, float32 (example, layer, token, d_model).
+    """
+    return Stats(layout, moments_of(acts, layout.dtype), len(acts))
 
 
 def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdentity, Promised | None]:

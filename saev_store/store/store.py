@@ -20,6 +20,7 @@ from saev_store.store.opening import Opened, as_metadata, open_store
 from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, chosen_rows, prepared
 from saev_store.store.text import TextReading
+from saev_store.store.viewing import Viewing
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ ChunkShape: TypeAlias = Literal["auto"] | Sequence[int]
 TaskSizes: TypeAlias = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | Literal["auto"] | int | None
 
 
-class ShardStore(TextReading, Importing):
+class ShardStore(TextReading, Importing, Viewing):
     """An opened store of activations: index it like a NumPy array, or select from it by label.
 
     Made by `ShardStore.open`. Reads return fresh float32 arrays, or those of another `dtype=` where a method takes one. May be shared between threads, pickled (it reopens), and
@@ -318,10 +319,7 @@ class ShardStore(TextReading, Importing):
         return open_view(self, chunks=chunks, sharded=sharded, dtype=dtype)
 
     def as_xarray(self, *, chunks: TaskSizes = None) -> xarray.Dataset:
-        """A lazy `xarray.Dataset` of the activations with dimension names, layer labels and token numbers (-1 is CLS).
-
-        See `saev_store.xarray.open_store`.
-        """
+        """A lazy `xarray.Dataset` with dimension names, layer labels and token numbers. See `saev_store.xarray.open_store`."""
         from saev_store.xarray import open_store
 
         return open_store(self, chunks=chunks)

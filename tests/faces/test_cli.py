@@ -28,7 +28,7 @@ from saev_store.names import CLAIM_PATH, WORK_FOLDER
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
 COMMANDS = (
-    "info", "estimate", "ls", "head", "validate", "copy", "import", "clean", "convert", "prepare", "export", "stats", "serve",
+    "info", "estimate", "ls", "head", "validate", "copy", "import", "clean", "convert", "prepare", "export", "stats", "serve", "view",
     "record", "repair", "finalize", "demo",
 )  # fmt: skip
 

@@ -43,6 +43,7 @@ FLOORS = {
     "dask": 5,
     "export": 5,
     "serve": 5,
+    "view": 5,
     "__main__": 6,
     "compat": 6,
     "integrations": 6,
@@ -58,6 +59,7 @@ FACES = {
     ("store/store.py", "export"),
     ("store/store.py", "stats"),
     ("store/store.py", "sources"),
+    ("store/viewing.py", "view"),
 }
 
 #: Modules on the same floor that import each other, by a function-level import. (importing module, imported module)
@@ -83,7 +85,7 @@ HEAVY = {
     "icechunk": ("export/",),
     "matplotlib": (),
     "obstore": ("transport/obstore/",),
-    "PIL": ("record/", "sources/pixels.py"),
+    "PIL": ("record/", "sources/pixels.py", "view/_pictures.py"),
     "pandas": ("export/", "xarray.py"),
     "pyarrow": ("sources/caches/_arrow.py",),
     "pydantic": (
@@ -98,7 +100,7 @@ HEAVY = {
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec/",),
     "skimage": ("record/",),
-    "starlette": ("serve/",),
+    "starlette": ("serve/", "view/"),
     "tensorstore": ("export/",),
     "torch": (
         "torch/",

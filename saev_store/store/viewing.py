@@ -1,0 +1,43 @@
+"""What shows a store as a page in a notebook; a part of `ShardStore`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from saev_store.sources import Source
+    from saev_store.store.store import ShardStore
+    from saev_store.view import View
+
+
+class Viewing:
+    """What `ShardStore` has for looking at it."""
+
+    def view(
+        self,
+        *,
+        source: Source[object] | None = None,
+        tokenizer: Callable[[int], str] | None = None,
+        height_px: int = 720,
+    ) -> View:
+        """A running page of this store, which a notebook shows in a frame; it ends with the returned object.
+
+        It listens on this machine only, and its address has a random token. Nothing is written. See `saev_store.view.View`.
+
+        Args:
+            source: The data set that the store was recorded from, for images and texts; default: where the metadata say, if
+                that is on this machine.
+            tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
+            height_px: The height of the frame.
+
+        Raises:
+            MissingDependencyError: the extra `view` is not installed.
+        """
+        from saev_store._runtime.optional import need
+
+        for library in ("starlette", "uvicorn"):
+            need(library, install="saev-store[view]", where="view")
+        from saev_store.view import View
+
+        return View(cast("ShardStore", self), source=source, tokenizer=tokenizer, height_px=height_px)

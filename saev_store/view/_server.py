@@ -1,0 +1,144 @@
+"""Opens what is looked at, and runs the page: until Ctrl-C, or beside a notebook."""
+
+from __future__ import annotations
+
+import html
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Self
+
+from saev_store.errors import (
+    CorruptShardError,
+    DocumentError,
+    IncompleteStoreError,
+    UnsafeContentError,
+)
+from saev_store.serve import listen, serve, serve_in_thread
+from saev_store.view._application import application
+from saev_store.view._pages import Pages
+from saev_store.view._viewed import Viewed
+
+if TYPE_CHECKING:
+    from saev_store.sources import Source
+    from saev_store.store.store import ShardStore
+
+#: The only address that the page is served at.
+_LOOPBACK = "127.0.0.1"
+#: Errors of a store that is there and broken: its page says what is wrong.
+_BROKEN = (CorruptShardError, DocumentError, IncompleteStoreError, UnsafeContentError)
+
+
+def open_pages(
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    source_url: str | None = None,
+    tokenizer: Callable[[int], str] | None = None,
+) -> Pages:
+    """The pages of a store; of one that is broken those that say what is wrong with it.
+
+    Args:
+        url: The store's folder, as `ShardStore.open` takes it.
+        storage_options: Options of its file system.
+        source_url: Where the data set is now that it was recorded from; default: where its metadata say, if that is on this
+            machine.
+        tokenizer: Gives the text of a token id.
+
+    Raises:
+        SaevStoreError: there is no store, or it cannot be reached; or there is no such data set at `source_url`.
+    """
+    from saev_store.store.store import ShardStore
+
+    places = (str(os.fspath(url)),)
+    try:
+        store = ShardStore.open(url, storage_options, damaged_ok=True)
+    except _BROKEN as error:
+        return Pages(None, name=name_of(places[0]), error=error, places=places)
+    source = None if source_url is None else store.source(url=source_url)
+    return Pages(Viewed(store, source=source, tokenizer=tokenizer), places=places)
+
+
+def name_of(url: str) -> str:
+    """The last component of an address, without a query.
+
+    >>> name_of("s3://user:pw@bucket/shards/1a2b3c4d/?versionId=7")
+    '1a2b3c4d'
+    """
+    return url.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition("@")[2] or "store"
+
+
+def run(pages: Pages, *, port: int, tell: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        pages: What is answered.
+        port: The port; 0 takes any free one.
+        tell: Is called with the address, which has the token.
+
+    Raises:
+        ArgumentError: the port is taken or not allowed.
+    """
+    token = secrets.token_urlsafe(16)
+    listening, address = listen(_LOOPBACK, port)
+    tell(f"{address}{token}/")
+    serve(application(pages, token=token), listening)
+
+
+class View:
+    """A running page of a store, for notebooks; it ends with this object, or with `close`.
+
+    Attributes:
+        url: The address of the page. Whoever has it, and is on this machine, can read the store.
+
+    Args:
+        store: An opened store; it must stay open.
+        source: The data set that it was recorded from; default: where its metadata say, if that is on this machine.
+        tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
+        height_px: The height of the frame in a notebook.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        *,
+        source: Source[object] | None = None,
+        tokenizer: Callable[[int], str] | None = None,
+        height_px: int = 720,
+    ) -> None:
+        token = secrets.token_urlsafe(16)
+        pages = Pages(Viewed(store, source=source, tokenizer=tokenizer))
+        listening, address = listen(_LOOPBACK, 0)
+        self.url = f"{address}{token}/"
+        self._height_px = int(height_px)
+        stop = serve_in_thread(application(pages, token=token, in_notebook=True), listening)
+        # The thread refers to the application, never to this object, so the object ends when nobody refers to it.
+        self._stop = weakref.finalize(self, stop)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the page is served."""
+        return self._stop.alive
+
+    def close(self) -> None:
+        """Stop serving; the store stays open."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<View {self.url if self.is_running else 'closed'}>"
+
+    def _repr_html_(self) -> str:
+        if not self.is_running:
+            return "<p>This view is closed.</p>"
+        url = html.escape(self.url, quote=True)
+        return (
+            f'<iframe src="{url}" title="saev_store: view of a store" width="100%" height="{self._height_px}" '
+            f'style="border:1px solid #8888"></iframe><p><a href="{url}" target="_blank" rel="noreferrer">Open in a tab</a></p>'
+        )

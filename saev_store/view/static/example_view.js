@@ -1,0 +1,197 @@
+// The view of one example: its tokens in a grid over its image, as a text, or as a list; with norms, components and labels.
+import { categorical, element, readableOn, scaled, section, short } from "./dom.js";
+import { address, amend, ask, go } from "./state.js";
+
+const GREY = "#808080";
+
+export async function exampleView({ parts, query }, store) {
+  const example = Number(parts[0] || 0);
+  const layer = query.get("layer");
+  const answer = await ask("example", { example, layer, first: query.get("first") });
+  const shown = new Tokens(answer, store, query);
+  const last = answer.first + answer.norms.length;
+  const pages = [];
+  if (answer.first > 0) pages.push(element("a", { href: address("example", [example], { layer, first: Math.max(0, answer.first - answer.norms.length) }) }, "Tokens before"));
+  if (last < answer.n_tokens) pages.push(element("a", { href: address("example", [example], { layer, first: last }) }, "Tokens after"));
+  return [
+    element("h1", {}, `Example ${example}, layer ${answer.layer}`),
+    ...answer.notes.map((note) => element("p", { class: "warning" }, note)),
+    section("Tokens", shown.controls(), shown.grid, element("p", { class: "pages" }, pages), shown.details),
+  ];
+}
+
+export class Tokens {
+  constructor(answer, store, query) {
+    Object.assign(this, { answer, store });
+    this.columns = answer.picture ? answer.picture.grid[1] : null;
+    this.mode = query.get("colour") || (answer.colours.length ? "components" : "norm");
+    this.details = element("div", { class: "details", "aria-live": "polite" });
+    this.overlay = Number(query.get("overlay") ?? 60);
+    const finite = answer.norms.filter((norm) => norm !== null);
+    this.least = Math.min(...finite);
+    this.most = Math.max(...finite);
+    this.cells = answer.norms.map((_, at) => this.cell(at));
+    this.grid = this.arranged();
+    this.paint();
+    this.select(Math.max(0, Math.min(this.cells.length - 1, Number(query.get("token") || answer.first) - answer.first)), false);
+  }
+
+  name(at) {
+    const content = this.answer.first + at - this.answer.n_special;
+    return content < 0 ? "CLS" : `${content}`;
+  }
+
+  cell(at) {
+    const text = this.text(at);
+    const isHidden = this.value("mask", at) === false;
+    return element(
+      "button",
+      {
+        type: "button",
+        class: `token${isHidden ? " masked" : ""}`,
+        tabindex: -1,
+        "aria-label": `token ${this.name(at)}${text === null ? "" : `, ${text}`}, norm ${short(this.answer.norms[at])}`,
+        on: { click: () => this.open(at), focus: () => this.select(at, false) },
+      },
+      text ?? (this.columns && this.answer.picture.src && this.answer.picture.is_framed && this.name(at) !== "CLS" ? "" : this.name(at)),
+    );
+  }
+
+  text(at) {
+    const content = this.answer.first + at - this.answer.n_special;
+    if (!this.answer.texts) return null;
+    if (content < 0) return "CLS";
+    return this.answer.texts[at - Math.max(0, this.answer.n_special - this.answer.first)] ?? null;
+  }
+
+  value(array, at) {
+    const content = at - Math.max(0, this.answer.n_special - this.answer.first);
+    return content < 0 ? undefined : this.answer.token_arrays[array]?.[content];
+  }
+
+  arranged() {
+    const group = { role: "group", "aria-label": "Tokens; arrow keys move, Enter opens", on: { keydown: (event) => this.key(event) } };
+    const { picture, n_special: special, first } = this.answer;
+    if (!picture) return element("div", { ...group, class: this.answer.texts ? "text" : "list" }, this.cells);
+    const before = Math.max(0, special - first);
+    const cells = element("div", { class: "patches", style: { "grid-template-columns": `repeat(${this.columns}, 1fr)` } }, this.cells.slice(before));
+    const frame = element("div", { class: "picture", style: { "aspect-ratio": `${picture.image_px[1]} / ${picture.image_px[0]}` } });
+    if (picture.src && picture.is_framed) {
+      frame.append(element("img", { src: picture.src, alt: `The image of example ${this.answer.example}, as the model saw it` }));
+      cells.classList.add("over");
+      cells.style.setProperty("height", `${picture.covered[0] * 100}%`);
+      cells.style.setProperty("width", `${picture.covered[1] * 100}%`);
+    }
+    frame.append(cells);
+    const beside = picture.src && !picture.is_framed
+      ? element("figure", {}, element("img", { src: picture.src, class: "whole", alt: `The image of example ${this.answer.example}` }),
+          element("figcaption", {}, "The whole image. The metadata do not say how it was resized and cropped, so tokens are not drawn over it."))
+      : null;
+    const note = picture.src ? null : element("p", { class: "hint" }, `No image: ${picture.why_not}`);
+    return element("div", { ...group, class: "image" }, element("div", { class: "special" }, this.cells.slice(0, before)), frame, beside, note);
+  }
+
+  controls() {
+    const modes = [["components", "principal components (RGB)"], ["norm", "norm"], ...Object.keys(this.answer.token_arrays).map((name) => [name, name]), ["none", "nothing"]];
+    if (!this.answer.colours.length) modes.shift();
+    const select = element("select", { id: "colour", on: { change: (event) => this.recolour(event.target.value) } },
+      modes.map(([value, text]) => element("option", { value, selected: value === this.mode }, text)));
+    const parts = [element("label", { for: "colour" }, "Colour by "), select];
+    if (this.answer.picture?.src && this.answer.picture.is_framed) {
+      const range = element("input", { id: "overlay", type: "range", min: 0, max: 100, value: this.overlay, on: { input: (event) => { this.overlay = Number(event.target.value); amend({ overlay: this.overlay }); this.paint(); } } });
+      parts.push(element("label", { for: "overlay" }, " Overlay "), range);
+    }
+    const shares = this.answer.variance_shares.map((share) => `${Math.round(share * 100)} %`).join(", ");
+    this.legend = element("p", { class: "hint" }, `Norms from ${short(this.least)} to ${short(this.most)}. ${shares ? `Components hold ${shares} of the variance of the sample.` : ""}`);
+    return element("div", { class: "controls" }, parts, this.legend);
+  }
+
+  recolour(mode) {
+    this.mode = mode;
+    amend({ colour: mode });
+    this.paint();
+  }
+
+  colour(at) {
+    const norm = this.answer.norms[at];
+    if (this.mode === "none") return null;
+    if (this.mode === "components") return this.answer.colours[at] ?? GREY;
+    if (this.mode === "norm") return norm === null ? GREY : scaled(this.most > this.least ? (norm - this.least) / (this.most - this.least) : 0.5);
+    const value = this.value(this.mode, at);
+    return typeof value === "number" ? categorical(Math.abs(Math.round(value))) : value === undefined || value === null ? GREY : value ? "#f0e442" : "#333333";
+  }
+
+  paint() {
+    const isOver = this.answer.picture?.src && this.answer.picture.is_framed;
+    this.cells.forEach((cell, at) => {
+      const colour = this.colour(at);
+      const isPatch = isOver && !cell.textContent;
+      const alpha = isPatch ? Math.round((this.overlay / 100) * 255).toString(16).padStart(2, "0") : "";
+      cell.style.setProperty("background-color", colour === null ? "transparent" : colour + alpha);
+      if (colour === null) cell.style.removeProperty("color");
+      else cell.style.setProperty("color", readableOn(colour));
+    });
+  }
+
+  select(at, focus = true) {
+    const had = this.cells[this.at];
+    had?.setAttribute("tabindex", "-1");
+    had?.classList.remove("chosen");
+    this.at = at;
+    const cell = this.cells[at];
+    cell.setAttribute("tabindex", "0");
+    cell.classList.add("chosen");
+    if (focus) cell.focus();
+    const token = this.answer.first + at;
+    if (this.grid?.isConnected) amend({ token });
+    const arrays = Object.keys(this.answer.token_arrays).map((name) => [name, this.value(name, at)]).filter(([, value]) => value !== undefined);
+    const text = this.text(at);
+    this.details.replaceChildren(
+      element("p", {},
+        element("strong", {}, `Token ${this.name(at)}`), text === null ? "" : ` “${text}”`, `: norm ${short(this.answer.norms[at])}`,
+        ...arrays.map(([name, value]) => `, ${name} ${value}`), ". ",
+        element("a", { href: this.addressOf(at) }, "Vector and neighbours")),
+    );
+  }
+
+  addressOf(at) {
+    return address("token", [this.answer.example, this.answer.first + at], { layer: this.answer.layer });
+  }
+
+  open(at) {
+    location.hash = this.addressOf(at);
+  }
+
+  key(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -(this.columns || this.rowLength()), ArrowDown: this.columns || this.rowLength() }[event.key];
+    if (step === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const to = this.at + step;
+    if (to >= 0 && to < this.cells.length) this.select(to);
+  }
+
+  // How many cells are in a row of a list that wraps.
+  rowLength() {
+    const top = this.cells[0].offsetTop;
+    const next = this.cells.findIndex((cell) => cell.offsetTop > top);
+    return next > 0 ? next : 1;
+  }
+}
+
+export function exampleKeys(event, state, store) {
+  const example = Number(state.parts[0] || 0);
+  const step = { n: 1, p: -1 }[event.key];
+  if (step !== undefined) {
+    const to = example + step;
+    const { layer, colour, overlay } = Object.fromEntries(state.query);
+    if (to >= 0 && to < store.n_examples) go("example", [to], { layer, colour, overlay });
+    return true;
+  }
+  if (event.key.startsWith("Arrow")) {
+    document.querySelector(".token.chosen")?.focus();
+    document.querySelector(".token.chosen")?.dispatchEvent(new KeyboardEvent("keydown", { key: event.key, bubbles: true }));
+    return true;
+  }
+  return false;
+}

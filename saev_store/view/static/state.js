@@ -1,0 +1,39 @@
+// The state of the page is its address: #/VIEW/ARGUMENT/…?name=value. What is not in the address is not remembered.
+
+export function read() {
+  const [path, query] = location.hash.replace(/^#/, "").split("?");
+  const parts = path.split("/").filter(Boolean);
+  return { view: parts[0] || "store", parts: parts.slice(1), query: new URLSearchParams(query || "") };
+}
+
+export function address(view, parts = [], query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const text = new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString();
+  return `#/${[view, ...parts].join("/")}${text ? `?${text}` : ""}`;
+}
+
+export function go(view, parts, query) {
+  location.hash = address(view, parts, query);
+}
+
+// Changes the address without a step in the history and without drawing again.
+export function amend(query) {
+  const now = read();
+  for (const [name, value] of Object.entries(query)) now.query.set(name, value);
+  history.replaceState(null, "", address(now.view, now.parts, Object.fromEntries(now.query)));
+}
+
+let running = null;
+
+// The answer of the server. An earlier request that is still under way is given up.
+export async function ask(name, query = {}) {
+  running?.abort();
+  running = new AbortController();
+  const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
+  const response = await fetch(`api/${name}?${new URLSearchParams(given)}`, { signal: running.signal });
+  const type = response.headers.get("content-type") || "";
+  if (!type.startsWith("application/json")) throw new Error(`the server answered ${response.status}`);
+  const answer = await response.json();
+  if (answer.error) throw Object.assign(new Error(answer.error.message), answer.error);
+  return answer;
+}

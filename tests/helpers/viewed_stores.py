@@ -1,0 +1,80 @@
+"""Stores that a page can show: of images with their folder, of texts; with vectors that have a structure to see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from saev_store import ShardStore, new_metadata
+from saev_store.sources.framing import Framing
+from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.provenance import recorded_from
+
+GRID, INPUT_PX = 4, 64
+
+
+def structured(n: int, layers: int, tokens: int, d_model: int, *, seed: int = 0) -> np.ndarray:
+    """Vectors (n, layers, tokens, d_model), float32: a place, an example and noise; dimension 3 stands out, dimension 5 is dead."""
+    rng = np.random.default_rng(seed)
+    by_token, by_example = rng.normal(size=(tokens, d_model)), rng.normal(size=(n, 1, d_model))
+    acts = np.stack(
+        [(layer + 1) * (by_token + by_example) + rng.normal(size=(n, tokens, d_model)) for layer in range(layers)],
+        axis=1,
+    )
+    acts[..., 3] *= 12
+    acts[..., 5] = 0
+    return acts.astype(np.float32)
+
+
+def write_images(folder: Path, n: int) -> list[np.ndarray]:
+    """Pictures of 96 x 64 pixels with a bright square somewhere; returns their pixels."""
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    pictures = []
+    for number in range(n):
+        down, across = np.mgrid[0:64, 0:96]
+        pixels = np.stack([down * 3, across * 2, np.full_like(down, 40 + 15 * (number % 12))], axis=2).astype(np.uint8)
+        row, column = 8 + 10 * (number % 4), 20 + 10 * (number % 5)
+        pixels[row : row + 16, column : column + 16] = 255
+        Image.fromarray(pixels).save(folder / f"{number:03d}.png")
+        pictures.append(pixels)
+    return pictures
+
+
+def image_store(root: Path, *, n: int = 10, layers: tuple[int, ...] = (2, 5, 11), d_model: int = 16) -> Path:
+    """A store of images: a CLS token and 4 x 4 patches of a centre crop, with labels; 4 examples in a shard."""
+    write_images(root / "pictures", n)
+    source = ImageFolder(root / "pictures")
+    tokens = GRID * GRID + 1
+    data = recorded_from(
+        source, patches=(GRID, GRID), image_px=(INPUT_PX, INPUT_PX), framing=Framing(INPUT_PX, (INPUT_PX, INPUT_PX))
+    )
+    metadata = new_metadata(
+        family="clip", ckpt="structured", layers=layers, content_tokens_per_example=GRID * GRID, cls_token=True,
+        d_model=d_model, n_examples=n, max_tokens_per_shard=4 * tokens * len(layers), data=data, dataset=str(root / "pictures"),
+    )  # fmt: skip
+    acts = structured(n, len(layers), tokens, d_model)
+    labels = np.random.default_rng(1).integers(0, 5, (n, tokens - 1), dtype=np.uint8)
+    with ShardStore.create(root / "stores", metadata, progress=False) as writer:
+        writer.append(acts, labels=labels)
+    return root / "stores" / metadata.hash
+
+
+def text_store(
+    root: Path, *, n: int = 9, tokens: int = 30, layers: tuple[int, ...] = (0, 3), d_model: int = 16, seed: int = 2
+) -> Path:
+    """A store of texts: token ids and a mask."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 20, (n, tokens), dtype=np.int32)
+    metadata = new_metadata(
+        family="gpt2", ckpt=f"structured {seed}", layers=layers, content_tokens_per_example=tokens, cls_token=False,
+        d_model=d_model, n_examples=n, max_tokens_per_shard=4 * tokens * len(layers),
+        token_arrays={"token_ids": "int32", "mask": "bool"}, text={"layout": "window", "bos": False}, protocol="3.0",
+    )  # fmt: skip
+    mask = np.ones((n, tokens), bool)
+    mask[:, -2:] = False
+    with ShardStore.create(root, metadata, progress=False) as writer:
+        writer.append(structured(n, len(layers), tokens, d_model, seed=seed), token_ids=ids, mask=mask)
+    return root / metadata.hash
