@@ -1,0 +1,89 @@
+"""The page of a store in a real browser: every view by keyboard alone, no fault of accessibility, nothing from elsewhere.
+
+Runs where `SAEV_STORE_VIEW_TESTS` is set to the `node_modules` that `npm install` made of `tests/browser/view/package.json`. Needs
+Node and Chromium (`SAEV_STORE_CHROMIUM` names another than the one on PATH). `SAEV_STORE_VIEW_PICTURES` names the folder that
+pictures are written to, such as docs/images/view.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from viewed_stores import image_store, text_store
+
+pytest.importorskip("starlette")
+
+from saev_store.serve import listen, serve_in_thread
+from saev_store.view import application, open_pages
+from saev_store.view._arithmetic import principal_components
+
+MODULES = os.environ.get("SAEV_STORE_VIEW_TESTS", "")
+CHECK = Path(__file__).parents[1] / "browser/view/check.js"
+
+pytestmark = pytest.mark.skipif(
+    not MODULES, reason="SAEV_STORE_VIEW_TESTS is not set: needs Chromium, Node and npm packages"
+)
+
+
+def test_the_page_in_a_browser(tmp_path):
+    chromium = os.environ.get("SAEV_STORE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert chromium, "no Chromium on PATH, although SAEV_STORE_VIEW_TESTS asks for one"
+    images, texts = image_store(tmp_path / "images"), text_store(tmp_path / "texts")
+    damaged, broken = tmp_path / "damaged" / images.name, tmp_path / "broken" / images.name
+    for copy in (damaged, broken):
+        shutil.copytree(images, copy)
+    (damaged / "acts000001.bin").unlink()
+    (broken / "metadata.json").write_text("{}")
+    folder = Path(os.environ.get("SAEV_STORE_VIEW_PICTURES") or tmp_path).resolve()
+    with ExitStack() as stack:
+        urls = {}
+        for name, store in (("images", images), ("texts", texts), ("damaged", damaged), ("broken", broken)):
+            listening, address = listen("127.0.0.1", 0)
+            stack.callback(serve_in_thread(application(open_pages(store), token=name), listening))
+            urls[name] = f"{address}{name}/"
+        shown = {
+            "store": f"{urls['damaged']}#/store",
+            "layers": f"{urls['images']}#/layers?layer=5",
+            "example": f"{urls['images']}#/example/3?layer=5&token=7",
+            "token": f"{urls['images']}#/token/3/6?layer=5",
+            "text": f"{urls['texts']}#/example/2",
+        }
+        others = [
+            f"{urls['images']}#/store",
+            f"{urls['texts']}#/token/2/7",
+            f"{urls['damaged']}#/example/5",
+            urls["broken"],
+        ]
+        told = {
+            "modules": str(Path(MODULES).resolve()), "chromium": chromium, "images": urls["images"], "folder": str(folder),
+            "pages": [*shown.values(), *others], "pictures": shown,
+        }  # fmt: skip
+        (tmp_path / "told.json").write_text(json.dumps(told))
+        done = subprocess.run(
+            ["node", str(CHECK), str(tmp_path / "told.json")], capture_output=True, text=True, timeout=280, check=False
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert set(found["origins"]) <= {url.rsplit("/", 2)[0] for url in urls.values()}
+
+
+def test_components_equal_those_of_scikit_learn():
+    from sklearn.decomposition import PCA
+
+    rng = np.random.default_rng(0)
+    for shape in ((400, 20), (15, 60)):
+        vectors = (rng.normal(size=shape) * np.geomspace(10, 0.1, shape[1]) + 3).astype(np.float32)
+        peer = PCA(3, svd_solver="full").fit(vectors.astype(np.float64))
+        found = principal_components(vectors)
+        signs = np.sign(np.vecdot(found.axes, peer.components_))
+        np.testing.assert_allclose(found.axes * signs[:, None], peer.components_, atol=1e-8)
+        np.testing.assert_allclose(found.variance_share, peer.explained_variance_ratio_, rtol=1e-9)
+        np.testing.assert_allclose(found.project(vectors) * signs, peer.transform(vectors), atol=1e-6)
