@@ -14,6 +14,9 @@ from saev_store.errors import ArgumentError
 
 def view(
     url: Url,
+    other: Annotated[
+        str | None, typer.Argument(metavar="[OTHER]", help="A second store, to compare the first one with.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of this machine to listen on; 0 takes any free one.")] = 0,
     source: Annotated[
         str | None,
@@ -39,7 +42,9 @@ def view(
 
             webbrowser.open(address)
 
-    pages = open_pages(url, storage_options(options, option), source_url=source, tokenizer=_decoder(tokenizer))
+    pages = open_pages(
+        url, storage_options(options, option), other=other, source_url=source, tokenizer=_decoder(tokenizer)
+    )
     run(pages, port=port, tell=tell)
 
 

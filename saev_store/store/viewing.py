@@ -17,6 +17,7 @@ class Viewing:
     def view(
         self,
         *,
+        other: ShardStore | None = None,
         source: Source[object] | None = None,
         tokenizer: Callable[[int], str] | None = None,
         height_px: int = 720,
@@ -26,6 +27,7 @@ class Viewing:
         It listens on this machine only, and its address has a random token. Nothing is written. See `saev_store.view.View`.
 
         Args:
+            other: A second store, to compare this one with.
             source: The data set that the store was recorded from, for images and texts; default: where the metadata say, if
                 that is on this machine.
             tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
@@ -40,4 +42,4 @@ class Viewing:
             need(library, install="saev-store[view]", where="view")
         from saev_store.view import View
 
-        return View(cast("ShardStore", self), source=source, tokenizer=tokenizer, height_px=height_px)
+        return View(cast("ShardStore", self), other=other, source=source, tokenizer=tokenizer, height_px=height_px)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from saev_store.errors import ArgumentError, SaevStoreError, SelectionError, brief
 from saev_store.view._answers import Answer, broken_answer, store_answer
+from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
 from saev_store.view._layers import layers_answer
 from saev_store.view._pictures import picture_bytes
@@ -49,6 +50,7 @@ class Pages:
         viewed: The store; None for one that does not open.
         name: The name of a store that does not open.
         error: Why it does not open.
+        other: A second store, to compare the first one with.
         places: Addresses that no answer may have, beside those of the stores.
     """
 
@@ -58,11 +60,14 @@ class Pages:
         *,
         name: str = "",
         error: SaevStoreError | None = None,
+        other: Viewed | None = None,
         places: tuple[str, ...] = (),
     ) -> None:
-        self._viewed, self._name = viewed, name
+        self._viewed, self._other, self._name = viewed, other, name
         self._error = error or SelectionError("there is no store", where="view")
-        self.places = places if viewed is None else (*places, *viewed.places)
+        for one in (viewed, other):
+            places = places if one is None else (*places, *one.places)
+        self.places = places
         #: By name: what answers a request for a view.
         self.views: Mapping[str, Callable[[Query], Answer]] = {
             "store": self._store,
@@ -73,6 +78,7 @@ class Pages:
             "token": lambda query: token_answer(
                 self._opened, query.integer("example"), query.integer("token"), query.text("layer")
             ),
+            "compare": self._compare,
         }
 
     @property
@@ -84,7 +90,13 @@ class Pages:
     def _store(self, _query: Query) -> Answer:
         if self._viewed is None:
             return broken_answer(self._name, self._error, self.places)
-        return store_answer(self._viewed)
+        return {**store_answer(self._viewed), "other": None if self._other is None else self._other.store.name}
+
+    def _compare(self, query: Query) -> Answer:
+        if self._other is None:
+            raise ArgumentError("there is no second store to compare with", where="compare")
+        example = query.integer("example", 0)
+        return compare_answer(self._opened, self._other, example, query.text("layer"), query.text("layer_b"))
 
     def image(self, example: int) -> bytes:
         """The image of an example as a PNG; see `picture_bytes`."""

@@ -34,6 +34,7 @@ def open_pages(
     url: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None = None,
     *,
+    other: str | None = None,
     source_url: str | None = None,
     tokenizer: Callable[[int], str] | None = None,
 ) -> Pages:
@@ -42,6 +43,7 @@ def open_pages(
     Args:
         url: The store's folder, as `ShardStore.open` takes it.
         storage_options: Options of its file system.
+        other: The folder of a second store, opened with the same options, to compare the first one with.
         source_url: Where the data set is now that it was recorded from; default: where its metadata say, if that is on this
             machine.
         tokenizer: Gives the text of a token id.
@@ -57,7 +59,9 @@ def open_pages(
     except _BROKEN as error:
         return Pages(None, name=name_of(places[0]), error=error, places=places)
     source = None if source_url is None else store.source(url=source_url)
-    return Pages(Viewed(store, source=source, tokenizer=tokenizer), places=places)
+    second = None if other is None else Viewed(ShardStore.open(other, storage_options, damaged_ok=True))
+    viewed = Viewed(store, source=source, tokenizer=tokenizer)
+    return Pages(viewed, other=second, places=(*places, *(() if other is None else (other,))))
 
 
 def name_of(url: str) -> str:
@@ -94,6 +98,7 @@ class View:
 
     Args:
         store: An opened store; it must stay open.
+        other: A second one, to compare it with.
         source: The data set that it was recorded from; default: where its metadata say, if that is on this machine.
         tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
         height_px: The height of the frame in a notebook.
@@ -103,12 +108,14 @@ class View:
         self,
         store: ShardStore,
         *,
+        other: ShardStore | None = None,
         source: Source[object] | None = None,
         tokenizer: Callable[[int], str] | None = None,
         height_px: int = 720,
     ) -> None:
         token = secrets.token_urlsafe(16)
-        pages = Pages(Viewed(store, source=source, tokenizer=tokenizer))
+        second = None if other is None else Viewed(other)
+        pages = Pages(Viewed(store, source=source, tokenizer=tokenizer), other=second)
         listening, address = listen(_LOOPBACK, 0)
         self.url = f"{address}{token}/"
         self._height_px = int(height_px)

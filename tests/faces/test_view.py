@@ -21,7 +21,7 @@ from transports import CountingTransport
 from viewed_stores import GRID, image_store, text_store
 from waiting import HANG_S
 
-from saev_store import ShardStore
+from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import SaevStoreError
 from saev_store.transport import MemoryTransport, ReadCost
@@ -515,3 +515,47 @@ def test_the_listening_address_is_loopback(texts):
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = [fields[1] for fields in lines if fields[3] == "0A"]
     assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+
+
+# -- two stores --------------------------------------------------------------------------------------------------------
+
+
+def test_two_stores_of_the_same_tokens_are_compared(tmp_path):
+    """Norms, cosine similarities and the similarity of layers, against dense NumPy; one store has a CLS token, the other none."""
+    rng = np.random.default_rng(4)
+    folders, dense = [], []
+    for number, (cls, layers) in enumerate([(True, (2, 5)), (False, (0, 1, 7))]):
+        acts = rng.normal(size=(6, len(layers), 4 + cls, 8)).astype(np.float32)
+        metadata = new_metadata(
+            family="clip", ckpt=f"m{number}", layers=layers, content_tokens_per_example=4, cls_token=cls, d_model=8, n_examples=6,
+            max_tokens_per_shard=1000,
+        )  # fmt: skip
+        with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+            writer.append(acts)
+        folders.append(tmp_path / metadata.hash)
+        dense.append(acts[:, :, int(cls) :].astype(np.float64))
+    pages = open_pages(folders[0], other=str(folders[1]))
+    assert ask(pages, "store")["other"] == folders[1].name
+    answer = ask(pages, "compare", example=3, layer="2", layer_b="7")
+    a, b = dense[0][3, 0], dense[1][3, 2]
+    norms = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+    np.testing.assert_allclose(answer["norms"], norms, rtol=1e-12)
+    np.testing.assert_allclose(answer["cosine"], np.vecdot(a, b) / (norms[0] * norms[1]), atol=1e-6)
+    rows = [[acts[:, layer].reshape(24, 8) for layer in range(acts.shape[1])] for acts in dense]
+    for i, x in enumerate(rows[0]):
+        for j, y in enumerate(rows[1]):
+            one, other = x - x.mean(axis=0), y - y.mean(axis=0)
+            expected = np.linalg.norm(one.T @ other) ** 2 / (
+                np.linalg.norm(one.T @ one) * np.linalg.norm(other.T @ other)
+            )
+            assert answer["similarity"]["matrix"][i][j] == pytest.approx(expected, abs=1e-5)
+    with ShardStore.open(folders[0]).view(other=ShardStore.open(folders[1])) as view:
+        assert get(view.url, "api/compare?example=3")[0] == 200
+
+
+def test_two_stores_of_other_tokens_are_not_compared(images, texts):
+    answer = ask(open_pages(images, other=str(texts)), "compare")
+    assert "n_examples is 10 and 9" in answer["why_not"]
+    assert "cosine" not in answer
+    with pytest.raises(SaevStoreError, match="no second store"):
+        ask(open_pages(images), "compare")

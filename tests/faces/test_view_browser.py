@@ -46,13 +46,19 @@ def test_the_page_in_a_browser(tmp_path):
         urls = {}
         for name, store in (("images", images), ("texts", texts), ("damaged", damaged), ("broken", broken)):
             listening, address = listen("127.0.0.1", 0)
-            stack.callback(serve_in_thread(application(open_pages(store), token=name), listening))
+            stack.callback(
+                serve_in_thread(
+                    application(open_pages(store, other=str(store) if name == "images" else None), token=name),
+                    listening,
+                )
+            )
             urls[name] = f"{address}{name}/"
         shown = {
             "store": f"{urls['damaged']}#/store",
             "layers": f"{urls['images']}#/layers?layer=5",
             "example": f"{urls['images']}#/example/3?layer=5&token=7",
             "token": f"{urls['images']}#/token/3/6?layer=5",
+            "compare": f"{urls['images']}#/compare/3?layer=5&layer_b=11",
             "text": f"{urls['texts']}#/example/2",
         }
         others = [

@@ -1,4 +1,5 @@
 // Reads the address, draws its view, and answers keys.
+import { compareKeys, compareView } from "./compare_view.js";
 import { element } from "./dom.js";
 import { exampleKeys, exampleView } from "./example_view.js";
 import { layersView } from "./layers_view.js";
@@ -10,12 +11,13 @@ const VIEWS = {
   store: { title: "Store", key: "s", draw: storeView },
   layers: { title: "Layers", key: "l", draw: layersView },
   example: { title: "Examples", key: "e", draw: exampleView, keys: exampleKeys },
+  compare: { title: "Compare", key: "c", draw: compareView, keys: compareKeys, needs: "other" },
   token: { draw: tokenView, keys: tokenKeys },
 };
 const KEYS = [
   ["/", "go to an example"],
   ["?", "this list"],
-  ["s, l, e", "store, layers, examples"],
+  ["s, l, e, c", "store, layers, examples, comparison with a second store"],
   ["[ and ]", "previous and next layer"],
   ["n and p", "next and previous example"],
   ["arrows", "move over the tokens"],
@@ -59,7 +61,7 @@ function failure(error) {
 
 function header(state) {
   const layer = state.query.get("layer");
-  const links = Object.entries(VIEWS).filter(([name, view]) => view.title && (store.is_open || name === "store"));
+  const links = Object.entries(VIEWS).filter(([name, view]) => view.title && (store.is_open || name === "store") && (!view.needs || store[view.needs]));
   find("nav").replaceChildren(
     ...links.map(([name, view]) => {
       const isCurrent = name === state.view || (name === "example" && state.view === "token");
@@ -72,7 +74,7 @@ function header(state) {
   if (!store.is_open) return;
   const chosen = layer ?? store.layers.at(-1);
   find("layer").replaceChildren(...store.layers.map((name) => element("option", { value: name, selected: name === chosen }, name)));
-  find("example").value = ["example", "token"].includes(state.view) ? state.parts[0] || "0" : "";
+  find("example").value = ["example", "token", "compare"].includes(state.view) ? state.parts[0] || "0" : "";
   find("of").textContent = `of ${store.n_examples.toLocaleString("en")}`;
 }
 
@@ -102,7 +104,7 @@ function onKey(event) {
     return;
   }
   const state = read();
-  const named = Object.entries(VIEWS).find(([, view]) => view.key === event.key);
+  const named = Object.entries(VIEWS).find(([, view]) => view.key === event.key && (!view.needs || store?.[view.needs]));
   if (event.key === "?") help(true);
   else if (!store?.is_open) return;
   else if (event.key === "/") find("example").select();

@@ -33,7 +33,7 @@ export function plot({ title, x, xLabel, yLabel, lines, height = 220 }) {
       {
         width: Math.max(240, box.clientWidth),
         height,
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => spread(low, high) } },
         axes: [axis(xLabel), { ...axis(yLabel), size: 64 }],
         legend: { show: lines.length === 1 },
         series: [{ label: xLabel }, ...series],
@@ -47,6 +47,14 @@ export function plot({ title, x, xLabel, yLabel, lines, height = 220 }) {
   drawn.add(draw);
   requestAnimationFrame(draw);
   return figure;
+}
+
+// The ends of an axis. Numbers that differ by rounding alone get one that is wide enough to have ticks.
+function spread(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const middle = (low + high) / 2;
+  const half = Math.max((high - low) * 0.55, Math.abs(middle) * 1e-3, 1e-30);
+  return [middle - half, middle + half];
 }
 
 function describe(values, what) {

@@ -62,6 +62,7 @@ async function keyboard() {
   if (await page.isVisible("#help")) problems.push("Escape does not close the help");
   await page.reload();
   await press(page, [], "Example 3, layer 11");
+  await press(page, ["c"], "Compared with");
   await press(page, ["s"], "Store");
 }
 
