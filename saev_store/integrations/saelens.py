@@ -41,11 +41,15 @@ class SaelensProvider(Provider[T]):
     def save_to_checkpoint(self, checkpoint_path: Path | str | None) -> None:
         """Write which batch comes next into a checkpoint's folder, as `saev_store_provider.json`.
 
+        SAELens calls this last, and a kill leaves no part of the file: a checkpoint that has it is complete.
+
         Args:
             checkpoint_path: The folder, which exists. None, which SAELens passes where it keeps no checkpoint, does nothing.
         """
         if checkpoint_path is not None:
-            Path(checkpoint_path, STATE_NAME).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+            new = Path(checkpoint_path, STATE_NAME + ".new")
+            new.write_text(json.dumps(self.state_dict()), encoding="utf-8")
+            new.replace(new.with_suffix(""))
 
     def load_from_checkpoint(self, checkpoint_path: Path | str) -> None:
         """Continue with the batch that came after a checkpoint.

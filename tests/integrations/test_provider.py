@@ -185,3 +185,22 @@ def test_ordered_loaders_are_providers_too(store: Path):
         found = [rows_of(batch) for batch in taken(provider, 2 * N_BATCHES)]
     assert found[:N_BATCHES] == found[N_BATCHES:]
     assert found[0][:8] == [[0, token] for token in range(7)] + [[1, 0]]
+
+
+def test_a_checkpoint_keeps_its_state_when_writing_a_new_one_fails(store: Path, tmp_path: Path, monkeypatch):
+    """As a kill would have it: half of the text is written."""
+    write_text = Path.write_text
+
+    def half(path: Path, text: str, **options: object) -> int:
+        write_text(path, text[: len(text) // 2], **options)
+        raise OSError("no space left on device")
+
+    with data_provider(make(store)) as provider:
+        provider.save_to_checkpoint(tmp_path)
+        before = provider.state_dict()
+        next(provider)
+        monkeypatch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="no space"):
+            provider.save_to_checkpoint(tmp_path)
+        provider.load_from_checkpoint(tmp_path)
+        assert provider.state_dict() == before

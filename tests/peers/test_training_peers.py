@@ -14,12 +14,14 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from row_stores import row_store, rows_of
+from sparse_stores import sparse_store
 
 from saev_store import ShardStore
 from saev_store.loaders import ShuffledLoader
@@ -50,12 +52,17 @@ def batches(store: Path) -> list[np.ndarray]:
     return [batch["act"].copy() for _ in range(40) for batch in loader]
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    """What a script in the trainers' environment prints."""
+def started(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The end of a script in the trainers' environment."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     environment |= {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(PEER), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=folder)
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """What a script in the trainers' environment prints."""
+    done = started(arguments, folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -154,3 +161,67 @@ def test_the_page_s_script_for_dictionary_learning_runs(store: Path, tmp_path: P
     (tmp_path / "train.py").write_text(script("dictionary_learning", store))
     assert -1 < float(run(["train.py"], tmp_path).split()[-1]) <= 1
     assert json.loads((tmp_path / "dictionaries/trainer_1/config.json").read_text())["buffer"]["layers"] == ["11"]
+
+
+EXAMPLE = str(ROOT / "examples/train_batchtopk_saelens.py")
+OPTIONS = [
+    "--layer",
+    "11",
+    "--batch-size",
+    "32",
+    "--latents",
+    "32",
+    "--k",
+    "4",
+    "--lr",
+    "0.01",
+    "--steps",
+    "30",
+    "--save-every",
+    "8",
+]
+PROCESS = str(ROOT / "tests/helpers/example_process.py")
+
+
+def example(store: Path, folder: Path, *, n_checkpoints: int, ranks: int = 1, resume: bool = False) -> list[float]:
+    """The losses of examples/train_batchtopk_saelens.py, on several ranks if need be; killed in the checkpoint after so many."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "localhost:0"]
+    command = [PROCESS, EXAMPLE, str(n_checkpoints), str(store), *OPTIONS, "--out", "run", *["--resume"] * resume]
+    folder.mkdir(exist_ok=True)
+    done = started([*launcher * (ranks > 1), *command], folder)
+    assert done.returncode == (0 if n_checkpoints < 0 else -signal.SIGKILL), done.stderr
+    newest = max((folder / "run").glob("*/losses.json"), key=lambda path: int(path.parent.name.removeprefix("final_")))
+    return json.loads(newest.read_text())
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sparse_store(tmp_path_factory.mktemp("sparse"))
+
+
+@pytest.fixture(scope="module")
+def whole_example(sparse: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """The losses of a run that was not stopped, and its folder."""
+    folder = tmp_path_factory.mktemp("example")
+    losses = example(sparse, folder, n_checkpoints=-1)
+    assert len(losses) == 30
+    assert np.mean(losses[-5:]) < np.mean(losses[:3])
+    return losses, folder / "run"
+
+
+def test_the_example_for_saelens_goes_on_exactly_after_a_kill(whole_example: tuple, sparse: Path, tmp_path: Path):
+    losses, whole = whole_example
+    assert example(sparse, tmp_path, n_checkpoints=2) == losses[: 2 * 8]
+    assert example(sparse, tmp_path, n_checkpoints=-1, resume=True) == losses
+    weights = f"final_{30 * BATCH}/sae_weights.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == (whole / weights).read_bytes()
+    picture = (tmp_path / "run/loss.svg").read_text()
+    assert picture == (whole / "loss.svg").read_text()
+    assert ">step<" in picture
+
+
+def test_the_example_for_saelens_trains_on_two_ranks(whole_example: tuple, sparse: Path, tmp_path: Path):
+    """Half a batch each, and the same latents for a step: nearly the losses of one rank."""
+    losses = example(sparse, tmp_path, n_checkpoints=-1, ranks=2)
+    assert losses == pytest.approx(whole_example[0], rel=0.2)
