@@ -25,6 +25,10 @@ def view(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FILE", help="For stores of texts: a tokenizer.json, to show words for ids.")
     ] = None,
+    sae: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Show the features of a sparse autoencoder: a safetensors file."),
+    ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the web browser.")] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
@@ -43,7 +47,12 @@ def view(
             webbrowser.open(address)
 
     pages = open_pages(
-        url, storage_options(options, option), other=other, source_url=source, tokenizer=_decoder(tokenizer)
+        url,
+        storage_options(options, option),
+        other=other,
+        source_url=source,
+        tokenizer=_decoder(tokenizer),
+        sae_url=sae,
     )
     run(pages, port=port, tell=tell)
 

@@ -6,25 +6,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.errors import CorruptShardError, SaevStoreError
-from saev_store.sources.places import ids_of
-from saev_store.store.text import TOKEN_IDS
-from saev_store.view._answers import Answer, described_data
+from saev_store.errors import CorruptShardError
+from saev_store.view._answers import Answer
 from saev_store.view._arithmetic import Singles, cosine_rows, largest, nearest, norms_of, unit_vectors
+from saev_store.view._features import activations_of, strongest_features
 from saev_store.view._pictures import picture_answer
 from saev_store.view._places import plain, without_places
+from saev_store.view._texts import context_of, texts_of
 from saev_store.view._viewed import evenly
 
 if TYPE_CHECKING:
     from saev_store.view._viewed import Viewed
 
-#: Tokens of an example on one page, neighbours of a token, other layers of it, tokens of context on each side.
-MOST_TOKENS, N_NEIGHBOURS, MOST_LAYERS, _CONTEXT = 2048, 12, 48, 6
+#: Tokens of an example on one page, neighbours of a token, other layers of it.
+MOST_TOKENS, N_NEIGHBOURS, MOST_LAYERS = 2048, 12, 48
 #: Dimensions with the largest magnitude that are listed.
 _N_DIMENSIONS = 8
 
 
-def example_answer(viewed: Viewed, example: int, layer: str | None, first: int = 0) -> Answer:
+def example_answer(
+    viewed: Viewed, example: int, layer: str | None, first: int = 0, feature: int | None = None
+) -> Answer:
     """The tokens of one example: norms, colours, and what was recorded for each; its image or text.
 
     Args:
@@ -32,9 +34,10 @@ def example_answer(viewed: Viewed, example: int, layer: str | None, first: int =
         example: Its position.
         layer: The name of a layer.
         first: The first token that is shown, of an example with more tokens than one page has.
+        feature: A feature of the SAE, for its activation on each token.
 
     Raises:
-        SelectionError, LayerNotFoundError: there is no such example, token or layer.
+        SelectionError, LayerNotFoundError: there is no such example, token, layer or feature.
         CorruptShardError: the example is lost.
     """
     layout, layer_idx = viewed.layout, viewed.layer_at(layer)
@@ -57,6 +60,7 @@ def example_answer(viewed: Viewed, example: int, layer: str | None, first: int =
         "nonfinite": plain(np.flatnonzero(~np.isfinite(norms)) + first),
         "colours": colours,
         "variance_shares": shares,
+        "feature": None if feature is None else activations_of(viewed, acts, feature),
         "token_arrays": {name: plain(values[example, content]) for name, values in arrays.items()},
         "texts": texts_of(viewed, example, content),
         "picture": picture,
@@ -100,6 +104,7 @@ def token_answer(viewed: Viewed, example: int, token: int, layer: str | None) ->
         "picture": picture_answer(viewed, example),
         "neighbours": neighbours_of(viewed, layer_idx, example, token, vector),
         "in_layers": _in_layers(viewed, layer_idx, example, token, vector),
+        "features": strongest_features(viewed, vector),
     }
 
 
@@ -163,64 +168,3 @@ def _colours(viewed: Viewed, layer_idx: int, acts: Singles) -> tuple[list[str], 
         return [], []
     found = components.colours(acts)
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in found.tolist()], plain(components.variance_share)
-
-
-# -- texts -------------------------------------------------------------------------------------------------------------
-
-
-def texts_of(viewed: Viewed, example: int, content: slice) -> list[str] | None:
-    """The text of some content tokens of an example, or their ids as text; None for what is no text."""
-    ids = _token_ids(viewed, example)
-    if ids is None:
-        return None
-    return [text_of(viewed, int(token_id)) for token_id in ids[content].tolist()]
-
-
-def text_of(viewed: Viewed, token_id: int) -> str:
-    """The text of a token id; the number where there is no tokenizer."""
-    if viewed.decode is None or token_id < 0:
-        return str(token_id)
-    try:
-        return viewed.decode(token_id)
-    except Exception:  # the tokenizer is a foreign library, or of another vocabulary
-        return str(token_id)
-
-
-def context_of(viewed: Viewed, example: int, token: int) -> Answer | None:
-    """A token of a text between those around it in its example."""
-    ids = _token_ids(viewed, example)
-    at = token - viewed.layout.n_special_tokens
-    if ids is None or not 0 <= at < len(ids):
-        return None
-    pieces = [ids[max(0, at - _CONTEXT) : at], ids[at : at + 1], ids[at + 1 : at + 1 + _CONTEXT]]
-    before, this, after = ([text_of(viewed, int(token_id)) for token_id in piece.tolist()] for piece in pieces)
-    return {"before": before, "token": this[0], "after": after}
-
-
-def _token_ids(viewed: Viewed, example: int) -> np.ndarray | None:
-    """Token ids of the content tokens of an example: recorded ones, else those of its sample in the data set."""
-    arrays, _ = viewed.arrays()
-    if TOKEN_IDS in arrays:
-        return arrays[TOKEN_IDS][example]
-    source, _ = viewed.source()
-    if source is None:
-        return None
-    return viewed.once(f"ids {example}", lambda: _ids_in_source(viewed, example))
-
-
-def _ids_in_source(viewed: Viewed, example: int) -> np.ndarray | None:
-    """The ids of an example that is one sample of the data set, or the beginning of one."""
-    source, _ = viewed.source()
-    examples = described_data(viewed.store.metadata.data).get("examples")
-    if isinstance(examples, dict) and "by_token" in examples:  # several samples in one example
-        return None
-    try:
-        origin = viewed.store.origin(example, source=source)
-        ids = ids_of(origin.sample)
-        if ids is None:
-            return None
-        place = viewed.store.origin(example, 0, source=source, neighbours=0).place
-    except SaevStoreError:
-        return None
-    first = getattr(place, "position", 0)
-    return ids[first : first + viewed.layout.content_tokens_per_example]

@@ -8,6 +8,7 @@ from saev_store.errors import ArgumentError, SaevStoreError, SelectionError, bri
 from saev_store.view._answers import Answer, broken_answer, store_answer
 from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
+from saev_store.view._features import feature_answer, features_answer
 from saev_store.view._layers import layers_answer
 from saev_store.view._pictures import picture_bytes
 from saev_store.view._viewed import Viewed
@@ -33,6 +34,11 @@ class Query:
         if value is None and default is not None:
             return default
         return integer(value, name)
+
+    def integer_or_none(self, name: str) -> int | None:
+        """A parameter as an integer; None where it is not given."""
+        value = self._values.get(name)
+        return None if value is None else integer(value, name)
 
 
 def integer(value: str | None, name: str) -> int:
@@ -73,11 +79,17 @@ class Pages:
             "store": self._store,
             "layers": lambda query: layers_answer(self._opened, query.text("layer")),
             "example": lambda query: example_answer(
-                self._opened, query.integer("example"), query.text("layer"), query.integer("first", 0)
+                self._opened,
+                query.integer("example"),
+                query.text("layer"),
+                query.integer("first", 0),
+                query.integer_or_none("feature"),
             ),
             "token": lambda query: token_answer(
                 self._opened, query.integer("example"), query.integer("token"), query.text("layer")
             ),
+            "features": lambda query: features_answer(self._opened, query.text("layer")),
+            "feature": lambda query: feature_answer(self._opened, query.integer("feature"), query.text("layer")),
             "compare": self._compare,
         }
 
@@ -90,7 +102,12 @@ class Pages:
     def _store(self, _query: Query) -> Answer:
         if self._viewed is None:
             return broken_answer(self._name, self._error, self.places)
-        return {**store_answer(self._viewed), "other": None if self._other is None else self._other.store.name}
+        sae = self._viewed.sae
+        return {
+            **store_answer(self._viewed),
+            "other": None if self._other is None else self._other.store.name,
+            "sae": None if sae is None else sae.name,
+        }
 
     def _compare(self, query: Query) -> Answer:
         if self._other is None:

@@ -18,6 +18,7 @@ from saev_store.errors import (
 from saev_store.serve import listen, serve, serve_in_thread
 from saev_store.view._application import application
 from saev_store.view._pages import Pages
+from saev_store.view._sae import read_sae
 from saev_store.view._viewed import Viewed
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def open_pages(
     other: str | None = None,
     source_url: str | None = None,
     tokenizer: Callable[[int], str] | None = None,
+    sae_url: str | os.PathLike[str] | None = None,
 ) -> Pages:
     """The pages of a store; of one that is broken those that say what is wrong with it.
 
@@ -47,9 +49,10 @@ def open_pages(
         source_url: Where the data set is now that it was recorded from; default: where its metadata say, if that is on this
             machine.
         tokenizer: Gives the text of a token id.
+        sae_url: The safetensors file of a sparse autoencoder whose features are shown; see `read_sae`.
 
     Raises:
-        SaevStoreError: there is no store, or it cannot be reached; or there is no such data set at `source_url`.
+        SaevStoreError: there is no store, or it cannot be reached; there is no such data set at `source_url`; or no such SAE.
     """
     from saev_store.store.store import ShardStore
 
@@ -60,7 +63,8 @@ def open_pages(
         return Pages(None, name=name_of(places[0]), error=error, places=places)
     source = None if source_url is None else store.source(url=source_url)
     second = None if other is None else Viewed(ShardStore.open(other, storage_options, damaged_ok=True))
-    viewed = Viewed(store, source=source, tokenizer=tokenizer)
+    sae = None if sae_url is None else read_sae(sae_url, d_model=store.metadata.d_model)
+    viewed = Viewed(store, source=source, tokenizer=tokenizer, sae=sae)
     return Pages(viewed, other=second, places=(*places, *(() if other is None else (other,))))
 
 
@@ -101,6 +105,7 @@ class View:
         other: A second one, to compare it with.
         source: The data set that it was recorded from; default: where its metadata say, if that is on this machine.
         tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
+        sae: The safetensors file of a sparse autoencoder whose features are shown.
         height_px: The height of the frame in a notebook.
     """
 
@@ -111,11 +116,13 @@ class View:
         other: ShardStore | None = None,
         source: Source[object] | None = None,
         tokenizer: Callable[[int], str] | None = None,
+        sae: str | os.PathLike[str] | None = None,
         height_px: int = 720,
     ) -> None:
+        found = None if sae is None else read_sae(sae, d_model=store.metadata.d_model)
         token = secrets.token_urlsafe(16)
         second = None if other is None else Viewed(other)
-        pages = Pages(Viewed(store, source=source, tokenizer=tokenizer), other=second)
+        pages = Pages(Viewed(store, source=source, tokenizer=tokenizer, sae=found), other=second)
         listening, address = listen(_LOOPBACK, 0)
         self.url = f"{address}{token}/"
         self._height_px = int(height_px)

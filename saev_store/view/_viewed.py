@@ -29,6 +29,7 @@ from saev_store.view._arithmetic import (
 if TYPE_CHECKING:
     from saev_store.sources import Source
     from saev_store.store.store import ShardStore
+    from saev_store.view._sae import Sae
 
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ class Viewed:
         source: The data set that it was recorded from; default: opened where its metadata say, if that is on this machine.
         budget: What is read at most; default: `LOCAL` or `REMOTE`.
         tokenizer: Gives the text of a token id, for stores of texts.
+        sae: A sparse autoencoder whose features are shown.
     """
 
     def __init__(
@@ -109,12 +111,13 @@ class Viewed:
         source: Source[object] | None = None,
         budget: Budget | None = None,
         tokenizer: Callable[[int], str] | None = None,
+        sae: Sae | None = None,
     ) -> None:
         self.is_local = local_folder(store.transport) is not None or store.transport.is_local
         self.store = store.unmapped()  # a file that is cut while it is read must not end the server
         self.layout = store.layout
         self.budget = budget or (LOCAL if self.is_local else REMOTE)
-        self.decode = tokenizer
+        self.decode, self.sae = tokenizer, sae
         self._source, self._source_error = source, ""
         self._lock = threading.RLock()
         self._samples: OrderedDict[int, Sample] = OrderedDict()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors_files import safetensors
 from viewed_stores import image_store, text_store
 
 pytest.importorskip("starlette")
@@ -41,6 +42,11 @@ def test_the_page_in_a_browser(tmp_path):
         shutil.copytree(images, copy)
     (damaged / "acts000001.bin").unlink()
     (broken / "metadata.json").write_text("{}")
+    sae = tmp_path / "sae.safetensors"
+    rng = np.random.default_rng(6)
+    encoder = rng.normal(size=(16, 48)).astype(np.float32)
+    bias = np.full(48, -15, np.float32)
+    sae.write_bytes(safetensors({"W_enc": encoder, "b_enc": bias, "W_dec": encoder.T.copy() / 16}))
     folder = Path(os.environ.get("SAEV_STORE_VIEW_PICTURES") or tmp_path).resolve()
     with ExitStack() as stack:
         urls = {}
@@ -48,7 +54,14 @@ def test_the_page_in_a_browser(tmp_path):
             listening, address = listen("127.0.0.1", 0)
             stack.callback(
                 serve_in_thread(
-                    application(open_pages(store, other=str(store) if name == "images" else None), token=name),
+                    application(
+                        open_pages(
+                            store,
+                            other=str(store) if name == "images" else None,
+                            sae_url=sae if name in {"images", "texts"} else None,
+                        ),
+                        token=name,
+                    ),
                     listening,
                 )
             )
@@ -60,10 +73,14 @@ def test_the_page_in_a_browser(tmp_path):
             "token": f"{urls['images']}#/token/3/6?layer=5",
             "compare": f"{urls['images']}#/compare/3?layer=5&layer_b=11",
             "text": f"{urls['texts']}#/example/2",
+            "features": f"{urls['images']}#/features?layer=5",
+            "feature": f"{urls['images']}#/feature/14?layer=5",
+            "activations": f"{urls['images']}#/example/3?layer=5&feature=14&colour=feature",
         }
         others = [
             f"{urls['images']}#/store",
             f"{urls['texts']}#/token/2/7",
+            f"{urls['texts']}#/feature/3",
             f"{urls['damaged']}#/example/5",
             urls["broken"],
         ]

@@ -20,8 +20,8 @@ from saev_store.errors import CorruptShardError, DocumentError
 from saev_store.sources._files import digest_files
 from saev_store.sources.address import full_url
 from saev_store.sources.caches._cache import Cache, Wanted, check_context, layer_axis, sizes_of
-from saev_store.sources.caches._safetensors import DTYPES, Tensor, read_header
 from saev_store.sources.caches._stream import stream_arguments, stream_blocks
+from saev_store.sources.safetensors import DTYPES, Tensor, read_header
 from saev_store.transport import Entry, Transport
 from saev_store.writer.importing import Block, stored_dtype
 

@@ -2,6 +2,7 @@
 import { compareKeys, compareView } from "./compare_view.js";
 import { element } from "./dom.js";
 import { exampleKeys, exampleView } from "./example_view.js";
+import { featureKeys, featuresView, featureView } from "./features_view.js";
 import { layersView } from "./layers_view.js";
 import { address, ask, go, read } from "./state.js";
 import { storeView } from "./store_view.js";
@@ -12,14 +13,17 @@ const VIEWS = {
   layers: { title: "Layers", key: "l", draw: layersView },
   example: { title: "Examples", key: "e", draw: exampleView, keys: exampleKeys },
   compare: { title: "Compare", key: "c", draw: compareView, keys: compareKeys, needs: "other" },
+  features: { title: "Features", key: "f", draw: featuresView, needs: "sae" },
+  feature: { draw: featureView, keys: featureKeys },
   token: { draw: tokenView, keys: tokenKeys },
 };
 const KEYS = [
   ["/", "go to an example"],
   ["?", "this list"],
-  ["s, l, e, c", "store, layers, examples, comparison with a second store"],
+  ["s, l, e", "store, layers, examples"],
+  ["c, f", "comparison with a second store, features of an SAE"],
   ["[ and ]", "previous and next layer"],
-  ["n and p", "next and previous example"],
+  ["n and p", "next and previous example, or feature"],
   ["arrows", "move over the tokens"],
   ["Enter", "open the chosen token"],
   ["Escape", "from a token back to its example"],
@@ -64,7 +68,7 @@ function header(state) {
   const links = Object.entries(VIEWS).filter(([name, view]) => view.title && (store.is_open || name === "store") && (!view.needs || store[view.needs]));
   find("nav").replaceChildren(
     ...links.map(([name, view]) => {
-      const isCurrent = name === state.view || (name === "example" && state.view === "token");
+      const isCurrent = name === state.view || (name === "example" && state.view === "token") || (name === "features" && state.view === "feature");
       const to = name === "example" && state.view === "token" ? address("example", [state.parts[0]], { layer, token: state.parts[1] }) : address(name, [], { layer });
       return element("a", { href: to, "aria-current": isCurrent ? "page" : null }, view.title);
     }),
@@ -131,8 +135,8 @@ find("jump").addEventListener("submit", (event) => {
     return;
   }
   find("main").focus();
-  const { layer, colour, overlay } = Object.fromEntries(read().query);
-  go("example", [example], { layer, colour, overlay });
+  const { layer, colour, overlay, feature } = Object.fromEntries(read().query);
+  go("example", [example], { layer, colour, overlay, feature });
 });
 addEventListener("keydown", onKey);
 addEventListener("hashchange", draw);

@@ -7,7 +7,7 @@ const GREY = "#808080";
 export async function exampleView({ parts, query }, store) {
   const example = Number(parts[0] || 0);
   const layer = query.get("layer");
-  const answer = await ask("example", { example, layer, first: query.get("first") });
+  const answer = await ask("example", { example, layer, first: query.get("first"), feature: query.get("feature") });
   const shown = new Tokens(answer, store, query);
   const last = answer.first + answer.norms.length;
   const pages = [];
@@ -30,6 +30,8 @@ export class Tokens {
     const finite = answer.norms.filter((norm) => norm !== null);
     this.least = Math.min(...finite);
     this.most = Math.max(...finite);
+    this.activations = answer.feature?.activations ?? [];
+    this.strongest = Math.max(0, ...this.activations);
     this.cells = answer.norms.map((_, at) => this.cell(at));
     this.grid = this.arranged();
     this.paint();
@@ -94,6 +96,7 @@ export class Tokens {
   controls() {
     const modes = [["components", "principal components (RGB)"], ["norm", "norm"], ...Object.keys(this.answer.token_arrays).map((name) => [name, name]), ["none", "nothing"]];
     if (!this.answer.colours.length) modes.shift();
+    if (this.answer.feature) modes.unshift(["feature", `feature ${this.answer.feature.feature}`]);
     const select = element("select", { id: "colour", on: { change: (event) => this.recolour(event.target.value) } },
       modes.map(([value, text]) => element("option", { value, selected: value === this.mode }, text)));
     const parts = [element("label", { for: "colour" }, "Colour by "), select];
@@ -102,7 +105,8 @@ export class Tokens {
       parts.push(element("label", { for: "overlay" }, " Overlay "), range);
     }
     const shares = this.answer.variance_shares.map((share) => `${Math.round(share * 100)} %`).join(", ");
-    this.legend = element("p", { class: "hint" }, `Norms from ${short(this.least)} to ${short(this.most)}. ${shares ? `Components hold ${shares} of the variance of the sample.` : ""}`);
+    const feature = this.answer.feature ? `Feature ${this.answer.feature.feature}: up to ${short(this.strongest)} here. ` : "";
+    this.legend = element("p", { class: "hint" }, `${feature}Norms from ${short(this.least)} to ${short(this.most)}. ${shares ? `Components hold ${shares} of the variance of the sample.` : ""}`);
     return element("div", { class: "controls" }, parts, this.legend);
   }
 
@@ -116,6 +120,7 @@ export class Tokens {
     const norm = this.answer.norms[at];
     if (this.mode === "none") return null;
     if (this.mode === "components") return this.answer.colours[at] ?? GREY;
+    if (this.mode === "feature" && this.answer.feature) return scaled(this.strongest > 0 ? this.activations[at] / this.strongest : 0);
     if (this.mode === "norm") return norm === null ? GREY : scaled(this.most > this.least ? (norm - this.least) / (this.most - this.least) : 0.5);
     const value = this.value(this.mode, at);
     return typeof value === "number" ? categorical(Math.abs(Math.round(value))) : value === undefined || value === null ? GREY : value ? "#f0e442" : "#333333";
@@ -149,6 +154,7 @@ export class Tokens {
     this.details.replaceChildren(
       element("p", {},
         element("strong", {}, `Token ${this.name(at)}`), text === null ? "" : ` “${text}”`, `: norm ${short(this.answer.norms[at])}`,
+        this.answer.feature ? `, feature ${this.answer.feature.feature} ${short(this.activations[at])}` : "",
         ...arrays.map(([name, value]) => `, ${name} ${value}`), ". ",
         element("a", { href: this.addressOf(at) }, "Vector and neighbours")),
     );
@@ -184,8 +190,8 @@ export function exampleKeys(event, state, store) {
   const step = { n: 1, p: -1 }[event.key];
   if (step !== undefined) {
     const to = example + step;
-    const { layer, colour, overlay } = Object.fromEntries(state.query);
-    if (to >= 0 && to < store.n_examples) go("example", [to], { layer, colour, overlay });
+    const { layer, colour, overlay, feature } = Object.fromEntries(state.query);
+    if (to >= 0 && to < store.n_examples) go("example", [to], { layer, colour, overlay, feature });
     return true;
   }
   if (event.key.startsWith("Arrow")) {

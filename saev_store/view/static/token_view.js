@@ -9,11 +9,12 @@ export async function tokenView({ parts, query }) {
   const answer = await ask("token", { example, token, layer });
   columns = answer.picture?.grid[1] ?? 1;
   return [
-    element("h1", {}, `Token ${name(answer, token)} of example ${example}, layer ${answer.layer}`),
+    element("h1", {}, `Token ${tokenName(answer, token)} of example ${example}, layer ${answer.layer}`),
     element("p", {}, element("a", { href: address("example", [example], { layer: answer.layer, token }) }, `Example ${example}`),
       `. Norm ${short(answer.norm)}`, Object.entries(answer.token_arrays).map(([array, value]) => `, ${array} ${value}`).join(""), "."),
     place(answer, example, token),
     neighbours(answer),
+    features(answer),
     vector(answer),
     layers(answer),
   ];
@@ -21,17 +22,17 @@ export async function tokenView({ parts, query }) {
 
 let columns = 1;
 
-function name({ n_special: special }, token) {
+export function tokenName({ n_special: special }, token) {
   return token < special ? "CLS" : `${token - special}`;
 }
 
-function words(context) {
+export function words(context) {
   if (!context) return null;
   return element("span", { class: "context" }, context.before.join(" "), " ", element("mark", {}, context.token), " ", context.after.join(" "));
 }
 
 // The image of an example with a frame around one patch; without the image the place in the grid.
-function patch(answer, example, token, isLarge = false) {
+export function patch(answer, example, token, isLarge = false) {
   const { picture } = answer;
   const content = token - answer.n_special;
   if (!picture || content < 0) return null;
@@ -61,7 +62,7 @@ function neighbours(answer) {
   const hasPlaces = answer.picture || found.some((one) => one.context);
   const head = ["token", "cosine similarity", "norm", ...(hasLabels ? ["label"] : []), ...(hasPlaces ? ["where"] : [])];
   const rows = found.map((one) => [
-    element("a", { href: address("token", [one.example, one.token], { layer: answer.layer }) }, `example ${one.example}, token ${name(answer, one.token)}`),
+    element("a", { href: address("token", [one.example, one.token], { layer: answer.layer }) }, `example ${one.example}, token ${tokenName(answer, one.token)}`),
     one.similarity,
     one.norm,
     ...(hasLabels ? [one.label === null ? "–" : one.label] : []),
@@ -82,6 +83,14 @@ function vector(answer) {
     }),
     table("Largest magnitudes", ["dimension", "value"], answer.strongest.map(({ dimension, value }) => [`${dimension}`, value])),
   );
+}
+
+function features({ features: found, layer, example, token }) {
+  if (!found) return null;
+  const links = (one) => element("a", { href: address("feature", [one.feature], { layer }) }, `${one.feature}`);
+  const shown = (one) => element("a", { href: address("example", [example], { layer, token, feature: one.feature, colour: "feature" }) }, "on all tokens");
+  const rows = found.map((one) => [links(one), one.activation, shown(one)]);
+  return section("Features", rows.length ? table("The largest activations on this token", ["feature", "activation", "show"], rows) : element("p", {}, "None is active on this token."));
 }
 
 function layers(answer) {

@@ -63,6 +63,13 @@ async function keyboard() {
   await page.reload();
   await press(page, [], "Example 3, layer 11");
   await press(page, ["c"], "Compared with");
+  await press(page, ["f"], "Features of sae.safetensors on layer 11");
+  await press(page, ["["], "Features of sae.safetensors on layer 5");
+  await page.focus("#feature");
+  await press(page, ["1", "4", "Enter"], "Feature 14, layer 5");
+  await page.focus("main");
+  await press(page, ["n"], "Feature 15, layer 5");
+  await press(page, ["Escape"], "Features of sae.safetensors on layer 5");
   await press(page, ["s"], "Store");
 }
 

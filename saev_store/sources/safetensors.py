@@ -20,7 +20,7 @@ _ITEMSIZES = {
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 #: The length of the header, before it.
 _LENGTH_NBYTES = 8
-#: A file of hidden states has a header of some hundred bytes; a file of a large model has more than these.
+#: A file of hidden states or of a dictionary has a header of some hundred bytes; a file of a large model has more than these.
 _MAX_HEADER_NBYTES, _FIRST_READ_NBYTES = 1 << 20, 4096
 
 
@@ -63,7 +63,8 @@ def read_header(transport: Transport, path: str, nbytes: int) -> tuple[dict[str,
         raise CorruptShardError(f"its header is said to take {length} bytes, of a file of {nbytes}", where=where)
     if length > _MAX_HEADER_NBYTES:
         raise DocumentError(
-            f"its header takes {length} bytes; hidden states have at most {_MAX_HEADER_NBYTES}", where=where
+            f"its header takes {length} bytes; files of hidden states and dictionaries have at most {_MAX_HEADER_NBYTES}",
+            where=where,
         )
     raw = bytes(first[_LENGTH_NBYTES:begin])
     if len(raw) < length:
