@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from saev_store.core.layout import Layout
+    from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
 
 #: Numbers for each content token, by the name of the token array.
@@ -92,6 +93,13 @@ class ExampleSource(ABC):
     def describe(self) -> dict[str, object]:
         """The description of the source for `metadata.data`, in plain JSON types."""
 
+    def digests(self) -> dict[str, object]:
+        """Digests of data in memory that decide what is recorded, by name; part of the identity beside `Geometry.identity`.
+
+        All of the data are read for it, so it is asked for once in a call.
+        """
+        return {}
+
     @abstractmethod
     def batches(self, start: int, end: int) -> Iterator[Batch]:
         """The batches that the examples `start` to `end - 1` need, always cut at the same places."""
@@ -112,6 +120,11 @@ class ExampleWriter(Protocol):
     @property
     def url(self) -> str:
         """Where the store is, or will be."""
+        ...
+
+    @property
+    def metadata(self) -> Metadata | None:
+        """The documents of the unfinished store; None where a published one is repaired."""
         ...
 
     @property

@@ -15,6 +15,7 @@ from saev_store.errors import ArgumentError
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
 from saev_store.record._identity import config_digest
+from saev_store.record._in_memory import digest_rows
 from saev_store.record._patch_labels import Masks
 from saev_store.record._pictures import Pictures
 from saev_store.record._processing import check_range, framing_of, normalises, process
@@ -45,12 +46,16 @@ class _ImageSource(ExampleSource):
     def __init__(
         self, n_examples: int, cls_token: bool | None, labels: Labels | None, data: Mapping[str, object] | None
     ) -> None:
-        self.n_examples, self.cls_token, self.labels = n_examples, cls_token, labels
+        self.n_examples, self.cls_token = n_examples, cls_token
+        self.labels = None if labels is None else _as_labels(labels)
         self._input_shape: tuple[int, ...] = ()  # (channels, height, width) of every image, when the first one was seen
         self.data = {"__class__": type(self).__name__} if data is None else dict(data)
 
     def describe(self) -> dict[str, object]:
         return dict(self.data)
+
+    def digests(self) -> dict[str, object]:
+        return {} if self.labels is None else {"labels": {"digest": digest_rows(self.labels, self.n_examples)}}
 
     def geometry(self, adapter: Adapter) -> Geometry:
         if not isinstance(adapter, VisionAdapter):
@@ -270,6 +275,12 @@ class Images(_ImageSource):
             said["processor"] = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
         if self.skipped:
             said["skipped"] = list(self.skipped)
+        return said
+
+    def digests(self) -> dict[str, object]:
+        said, images = super().digests(), self._pictures.digest()
+        if images is not None:
+            said["images"] = {"digest": images}
         if self._masks is not None:
             said["masks"] = self._masks.describe()
         return said
@@ -336,6 +347,23 @@ class ImageBatches(_ImageSource):
             self._begun = itertools.chain([pixels], rest)
             return tuple(pixels.shape)
         raise ArgumentError("there are no batches; there must be at least one", where="source")
+
+
+def _as_labels(labels: object) -> Labels:
+    """Labels as an array; what is one already, such as a memory map or a tensor, stays as it is."""
+    if hasattr(labels, "shape") and hasattr(labels, "dtype"):
+        return cast("Labels", labels)
+    try:
+        found = np.asarray(labels)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.dtype.kind not in "iub":
+        raise ArgumentError(
+            f"labels is a {type(labels).__name__} that is no array of integers",
+            where="labels",
+            remedy="Pass (n_examples, content tokens) integers from 0 to 255.",
+        )
+    return cast("Labels", found)
 
 
 def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.record._in_memory import digest_of, is_in_memory
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
 from saev_store.sources.pictures import is_pillow, name_of
@@ -47,11 +48,11 @@ class Masks:
         samples: Iterable[int],
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        self._source = source
+        self._source, self._samples = source, list(samples)
         self._folder: ImageFolder | None = None
         if isinstance(masks, (str, os.PathLike)):
             self._folder = ImageFolder(cast("str", masks), storage_options)
-            self._positions = _matched(self._folder, source, samples)
+            self._positions = _matched(self._folder, source, self._samples)
             return
         self._given = MapStyle(cast("DataSet", masks))
         if len(self._given) != len(source):
@@ -60,8 +61,13 @@ class Masks:
             )
 
     def describe(self) -> dict[str, object]:
-        """What decides the labels, as far as that can be told."""
-        return {} if self._folder is None else {"digest": self._folder.describe()["digest"]}
+        """What decides the labels, as far as that can be told: nothing where a data set makes the masks when it is asked."""
+        if self._folder is not None:
+            return {"digest": self._folder.describe()["digest"]}
+        if not is_in_memory(self._given.data):
+            return {}
+        names = (f"the mask of {name_of(self._source, sample)}" for sample in self._samples)
+        return {"digest": digest_of(map(self._mask, self._samples, names))}
 
     def labels(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 
 from saev_store._runtime.threads import ahead
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief
+from saev_store.record._in_memory import digest_of, is_in_memory
 from saev_store.sources import Source
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
@@ -88,6 +89,18 @@ class Pictures:
         """
         found = zip(samples.tolist(), self.source.rows(samples), strict=True)
         return [self._image(sample_idx, sample) for sample_idx, sample in found]
+
+    def digest(self) -> dict[str, object] | None:
+        """The digest of the images if all are in memory; None where a data set makes them when it is asked."""
+        if not isinstance(self.source, MapStyle) or not is_in_memory(self.source.data):
+            return None
+        return digest_of(map(self._in_memory, self.samples(0, len(self)).tolist()))
+
+    def _in_memory(self, sample_idx: int) -> object:
+        """What decides the image at a position: its file, its RGB values, or the array."""
+        where = name_of(self.source, sample_idx)
+        picture = picture_of(self.source, self.source[sample_idx], self.image_key, where=where)
+        return to_rgb(picture, where=where) if is_pillow(picture) else picture
 
     def _image(self, sample_idx: int, sample: object) -> object:
         where = name_of(self.source, sample_idx)

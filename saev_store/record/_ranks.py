@@ -259,6 +259,11 @@ class RunWriter:
         return self._writer.url
 
     @property
+    def metadata(self) -> Metadata:
+        """The documents of the store."""
+        return self._writer.metadata
+
+    @property
     def layout(self) -> Layout:
         """The geometry of the store."""
         return self._writer.layout

@@ -1,4 +1,4 @@
-"""Whether a model still gives what a store holds of it."""
+"""Whether a model and a source still give what a store holds of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 
 from saev_store.core.dtypes import LARGEST
 from saev_store.core.layout import shard_name
-from saev_store.errors import ResumeError
+from saev_store.errors import NotFoundError, ResumeError
 from saev_store.transport import open_transport
+from saev_store.writer.folder import token_rows_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,7 @@ class KeptExamples:
         import torch
 
         layout, example = self._writer.layout, recorded.first + i
+        self._compare_token_arrays(recorded, i)
         fresh, largest = recorded.acts[i], LARGEST[layout.dtype]
         if self._saturate:
             fresh = torch.where(fresh.isfinite(), fresh.clamp(-largest, largest), fresh)
@@ -53,12 +55,40 @@ class KeptExamples:
             'recheck="close" continues; else throw the store away with `discard_unfinished`.',
         )
 
+    def _compare_token_arrays(self, recorded: Recorded, i: int) -> None:
+        """Check the token arrays of an example of an unfinished store; a repair compares those of a published one itself."""
+        metadata, example = self._writer.metadata, recorded.first + i
+        if metadata is None or not recorded.token_arrays:
+            return
+        arrays = metadata.recordable
+        shard, row = divmod(example, metadata.layout.examples_per_shard)
+        try:
+            there = self._row(
+                token_rows_path(shard), row, sum(array.example_nbytes(metadata.layout) for array in arrays)
+            )
+        except NotFoundError:  # recorded without labels, which the writer refuses to change
+            return
+        for array in arrays:
+            n_bytes = array.example_nbytes(metadata.layout)
+            kept, there = np.frombuffer(there[:n_bytes], array.numpy_dtype), there[n_bytes:]
+            fresh = np.asarray(recorded.token_arrays[array.name][i]).astype(array.numpy_dtype)
+            if fresh.tobytes() != kept.tobytes():
+                raise ResumeError(
+                    f"{array.name} of example {example} are not what the source gives now: {int((fresh != kept).sum())} of "
+                    f"{kept.size} differ",
+                    where=self._writer.url,
+                    remedy="Continue with the source that it was begun with, or throw the store away with `discard_unfinished`.",
+                )
+
     def _read(self, example: int) -> bytes:
         """The bytes of an example, all layers."""
-        if self._transport is None:
-            self._transport = open_transport(self._writer.url, self._storage_options)
         layout = self._writer.layout
         shard, row = divmod(example, layout.examples_per_shard)
-        start = row * layout.example_nbytes
-        (found,) = self._transport.get_ranges(shard_name(shard), starts=[start], ends=[start + layout.example_nbytes])
+        return self._row(shard_name(shard), row, layout.example_nbytes)
+
+    def _row(self, path: str, row: int, nbytes: int) -> bytes:
+        """A row of a file of the store whose rows have `nbytes`."""
+        if self._transport is None:
+            self._transport = open_transport(self._writer.url, self._storage_options)
+        (found,) = self._transport.get_ranges(path, starts=[row * nbytes], ends=[(row + 1) * nbytes])
         return bytes(np.asarray(found))

@@ -290,7 +290,7 @@ def describe(
         d_model=adapter.d_model,
         n_examples=geometry.n_examples,
         max_tokens_per_shard=max_tokens_per_shard,
-        data={**data, "recording": describe_recording(recorder, geometry.identity)},
+        data={**data, "recording": describe_recording(recorder, {**geometry.identity, **source.digests()})},
         dataset=dataset,
         dtype=dtype,
         token_arrays=None if is_old else geometry.token_arrays,

@@ -216,6 +216,7 @@ class _Span:
     """Consecutive examples of a repair as `fill` takes them: up to `next_example` they are there, then they are lost."""
 
     complete = False
+    metadata = None
 
     def __init__(self, writer: RepairWriter, layout: Layout, first: int, kept: int, end: int) -> None:
         self._writer = writer

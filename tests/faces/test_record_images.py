@@ -117,7 +117,7 @@ def test_any_iterable_of_batches_will_do(model: torch.nn.Module, tmp_path: Path)
 def test_an_interrupted_recording_goes_on_to_the_same_bytes(
     model: torch.nn.Module, tmp_path: Path, fail_at: int
 ) -> None:
-    whole = record(model, images(), tmp_path / "whole", **OPTIONS)
+    whole = record(model, images(Remembering()), tmp_path / "whole", **OPTIONS)
     with pytest.raises(KeyboardInterrupt):
         record(model, images(Remembering(fail_at)), tmp_path / "cut", resume="auto", **OPTIONS)
     with pytest.raises(IncompleteStoreError):
@@ -158,9 +158,9 @@ def test_resuming_an_iterable_reads_past_what_is_there(model: torch.nn.Module, t
 
 
 def test_a_complete_store_is_refused_or_used_again(model: torch.nn.Module, tmp_path: Path) -> None:
-    first = record(model, images(), tmp_path, **OPTIONS)
+    first = record(model, images(Remembering()), tmp_path, **OPTIONS)
     with pytest.raises(StoreExistsError):
-        record(model, images(), tmp_path, **OPTIONS)
+        record(model, images(Remembering()), tmp_path, **OPTIONS)
     asked = Remembering()
     again = record(model, images(asked), tmp_path, exist_ok=True, **OPTIONS)
     assert again == first

@@ -314,9 +314,9 @@ def test_lost_labels_need_a_source_with_labels(copied) -> None:
     path = copied("images")
     (path / "labels.bin").unlink()
     before = stats(path)
-    with pytest.raises(ResumeError, match="its labels are lost, and the source of this call has none"):
+    with pytest.raises(ResumeError, match=r"data.recording.source.labels is .* there, absent in this call"):
         mended(path, "images", source=source_of("images", labels=None))
-    with pytest.raises(ResumeError, match=r"labels.bin: it would not be what was first written"):
+    with pytest.raises(ResumeError, match=r"data.recording.source.labels.digest.value is"):
         mended(path, "images", source=source_of("images", labels=LABELS + 1))
     assert stats(path) == before
 
