@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, cast
 
 from saev_store.record._adapters import parameter_of
+from saev_store.record._functions_digest import hooks_of
+from saev_store.record._modules_digest import modules_digest
 from saev_store.record._weights_digest import tensor_classes, weights_digest
 
 if TYPE_CHECKING:
@@ -60,11 +61,13 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
             "weights": {"algorithm": "xxh3_128", "digest": weights_digest(model)},
             "config": config_digest(config),
             "modules": modules_digest(model),
+            "hooks": hooks_of(model),
             "blocks": [names[id(adapter.blocks[depth])] for depth in recorder.depths],
             "hook_points": {name: f"{point.side} of {point.path or 'the block'}" for name, point in points.items()},
         },
         "computation": {
             "dtype": str(parameter.dtype).removeprefix("torch."),
+            "autocast": autocast_dtypes(model),
             "attention": getattr(config, "_attn_implementation", None),
             "device": parameter.device.type,
         },
@@ -73,43 +76,16 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
     }
 
 
-def modules_digest(model: torch.nn.Module) -> str:
-    """SHA-256 over what modules are made of beside their weights: a model with another epsilon or activation has another one.
+def autocast_dtypes(model: torch.nn.Module) -> dict[str, str]:
+    """The dtype that `torch.autocast` has in this thread for each type of device that the model is on; none without it."""
+    import torch
 
-    These are the names and classes of all modules and their public attributes that are a float or a named function, such as `eps`
-    or a `forward` of its own; of torch's modules also those that are plain values. Counts and texts of other classes have no part
-    in it, since they may change while a model runs. Nor have hooks, which transformers adds by itself.
-    """
-    lines: list[str] = []
-    for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
-        kind = type(module)
-        is_torchs = kind.__module__.startswith("torch.")
-        lines.append(f"{path} {kind.__qualname__}")
-        for name, value in sorted(vars(module).items()):
-            if name.startswith("_") or name == "training":
-                continue
-            if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
-                lines.append(f"{path} {name} {_qualname(value)}")
-            elif isinstance(value, float) or (is_torchs and _is_plain(value)):
-                lines.append(f"{path} {name} {value!r}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _qualname(function: object) -> str:
-    """The name of a function; of a bound or partial one, which may have none, that of what it calls."""
-    while not hasattr(function, "__qualname__"):
-        inner: object = getattr(function, "func", None) or getattr(function, "__func__", None)
-        if inner is None:
-            return type(function).__qualname__
-        function = inner
-    return str(getattr(function, "__qualname__", ""))
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is a number or a text, or a tuple or list of them, such as the stride of a convolution."""
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(item) for item in cast("Iterable[object]", value))
-    return isinstance(value, (bool, int, float, str))
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    return {
+        kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        for kind in sorted(kinds)
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    }
 
 
 def config_digest(config: object) -> str | None:

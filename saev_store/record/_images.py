@@ -14,11 +14,10 @@ from saev_store.core.dtypes import dtype_name
 from saev_store.errors import ArgumentError
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
-from saev_store.record._identity import config_digest
 from saev_store.record._in_memory import digest_rows
-from saev_store.record._patch_labels import Masks
+from saev_store.record._patch_labels import Masks, as_labels
 from saev_store.record._pictures import Pictures
-from saev_store.record._processing import check_range, framing_of, normalises, process
+from saev_store.record._processing import check_range, framing_of, normalises, process, settings_digest
 from saev_store.sources import recorded_from
 from saev_store.sources.pictures import name_of, picture_px
 
@@ -47,7 +46,7 @@ class _ImageSource(ExampleSource):
         self, n_examples: int, cls_token: bool | None, labels: Labels | None, data: Mapping[str, object] | None
     ) -> None:
         self.n_examples, self.cls_token = n_examples, cls_token
-        self.labels = None if labels is None else _as_labels(labels)
+        self.labels = None if labels is None else as_labels(labels)
         self._input_shape: tuple[int, ...] = ()  # (channels, height, width) of every image, when the first one was seen
         self.data = {"__class__": type(self).__name__} if data is None else dict(data)
 
@@ -272,7 +271,7 @@ class Images(_ImageSource):
     def _identity(self) -> dict[str, object]:
         said: dict[str, object] = {"batch_size": self.batch_size}
         if self.processor is not None:
-            said["processor"] = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
+            said["processor"] = {"class": type(self.processor).__name__, "config": settings_digest(self.processor)}
         if self.skipped:
             said["skipped"] = list(self.skipped)
         return said
@@ -347,23 +346,6 @@ class ImageBatches(_ImageSource):
             self._begun = itertools.chain([pixels], rest)
             return tuple(pixels.shape)
         raise ArgumentError("there are no batches; there must be at least one", where="source")
-
-
-def _as_labels(labels: object) -> Labels:
-    """Labels as an array; what is one already, such as a memory map or a tensor, stays as it is."""
-    if hasattr(labels, "shape") and hasattr(labels, "dtype"):
-        return cast("Labels", labels)
-    try:
-        found = np.asarray(labels)
-    except (TypeError, ValueError):
-        found = None
-    if found is None or found.dtype.kind not in "iub":
-        raise ArgumentError(
-            f"labels is a {type(labels).__name__} that is no array of integers",
-            where="labels",
-            remedy="Pass (n_examples, content tokens) integers from 0 to 255.",
-        )
-    return cast("Labels", found)
 
 
 def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:

@@ -130,6 +130,23 @@ class Masks:
         return cast("npt.NDArray[np.integer]", values)
 
 
+def as_labels(labels: object) -> npt.NDArray[np.uint8]:
+    """Labels as an array; what is one already, such as a memory map or a tensor, stays as it is."""
+    if hasattr(labels, "shape") and hasattr(labels, "dtype"):
+        return cast("npt.NDArray[np.uint8]", labels)
+    try:
+        found = np.asarray(labels)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.dtype.kind not in "iub":
+        raise ArgumentError(
+            f"labels is a {type(labels).__name__} that is no array of integers",
+            where="labels",
+            remedy="Pass (n_examples, content tokens) integers from 0 to 255.",
+        )
+    return cast("npt.NDArray[np.uint8]", found)
+
+
 def majority(mask: npt.NDArray[np.uint8], patch_px: SizePx) -> npt.NDArray[np.uint8]:
     """The most frequent value of each patch, row by row; of equally frequent ones the smallest.
 

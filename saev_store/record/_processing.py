@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief
+from saev_store.record._functions_digest import function_digest
+from saev_store.record._identity import config_digest
 from saev_store.sources.framing import Framing
 
 if TYPE_CHECKING:
@@ -27,6 +29,13 @@ class Processor(Protocol):
     """An image processor of `transformers`."""
 
     def __call__(self, *, images: Sequence[object], return_tensors: str) -> Mapping[str, npt.ArrayLike]: ...
+
+
+def settings_digest(processor: Processor) -> str:
+    """The digest of what an image processor does."""
+    return config_digest(processor) or function_digest(
+        processor, where="processor", remedy="Give it a method to_dict that returns its settings as plain JSON types."
+    )
 
 
 def process(processor: Processor, images: Sequence[object], what: str) -> npt.NDArray[np.float32]:

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     import torch
 
@@ -27,15 +27,16 @@ def weights_digest(model: torch.nn.Module) -> str:
     """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
 
     Also of buffers that are not saved with the model, such as the frequencies of rotary embeddings. Of quantised weights these are
-    the packed integers, their scales and zero points, and what else the library keeps in the model's state.
+    the packed integers, their scales and zero points, and what else the library keeps in the model's state. Tensors and arrays that
+    a module keeps as plain attributes count, too, also in lists, tuples and dicts; caches of what it has computed do not.
 
     Raises:
         ArgumentError: the model's state has something whose bytes cannot be told.
     """
     digest = xxhash.xxh3_128()
     state = cast("Mapping[str, object]", model.state_dict())
-    for name, value in sorted({**dict(model.named_buffers()), **state}.items()):
-        _add(digest, name, value)
+    for name, value in sorted({**_kept_tensors(model), **dict(model.named_buffers()), **state}.items()):
+        add_value(digest, name, value)
     return digest.hexdigest()
 
 
@@ -44,22 +45,53 @@ def tensor_classes(model: torch.nn.Module) -> set[type]:
     return {type(value) for value in [*model.parameters(), *model.buffers()]}
 
 
-def _add(digest: xxhash.xxh3_128, name: str, value: object) -> None:
+def is_cache(attribute: str) -> bool:
+    """Whether a module changes the attribute of this name while it runs, without a part in what it computes for other inputs."""
+    return "cache" in attribute or attribute == "rope_deltas"
+
+
+def _kept_tensors(model: torch.nn.Module) -> dict[str, object]:
+    """Public attributes of modules that are tensors or arrays, or that hold some, by their paths."""
+    return {
+        f"{path}.{name} (attribute)": value
+        for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not is_cache(name) and _holds_tensors(value)
+    }
+
+
+def _holds_tensors(value: object) -> bool:
+    import torch
+
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item) for item in cast("Mapping[object, object]", value).values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_tensors(item) for item in cast("Iterable[object]", value))
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def add_value(digest: xxhash.xxh3_128, name: str, value: object) -> None:
     """Add a value of a model's state: a tensor, a plain value, or several of them."""
     import torch
 
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, np.ndarray):
+        array = cast("npt.NDArray[np.generic]", value)
+        if array.dtype.hasobject:
+            raise _unknown(name, "an array of objects")
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    elif isinstance(value, torch.Tensor):
         _add_tensor(digest, name, value.detach())
     elif isinstance(value, (tuple, list)):
         items = cast("Sequence[object]", value)
         digest.update(f"{name} {len(items)}".encode())
         for i, item in enumerate(items):
-            _add(digest, f"{name}[{i}]", item)
+            add_value(digest, f"{name}[{i}]", item)
     elif isinstance(value, Mapping):
         found = cast("Mapping[object, object]", value)
         digest.update(f"{name} {len(found)}".encode())
         for key in sorted(found, key=repr):
-            _add(digest, f"{name}[{key!r}]", found[key])
+            add_value(digest, f"{name}[{key!r}]", found[key])
     elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         digest.update(f"{name} {value!r}".encode())
     else:
@@ -78,18 +110,18 @@ def _add_tensor(digest: xxhash.xxh3_128, name: str, value: torch.Tensor) -> None
             raise _unknown(name, f"a {type(value).__name__} with {context!r}")
         digest.update(f"{said} {type(value).__name__} {context!r}".encode())
         for part in parts:
-            _add(digest, f"{name}.{part}", getattr(value, part))
+            add_value(digest, f"{name}.{part}", getattr(value, part))
         return
     if value.layout != torch.strided:
         raise _unknown(name, f"a tensor of the layout {value.layout}")
     if value.is_quantized:
         digest.update(f"{said} {value.qscheme()}".encode())
         if value.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
-            _add(digest, f"{name}.scale", [value.q_scale(), value.q_zero_point()])
+            add_value(digest, f"{name}.scale", [value.q_scale(), value.q_zero_point()])
         else:
             channels = [value.q_per_channel_axis(), value.q_per_channel_scales(), value.q_per_channel_zero_points()]
-            _add(digest, f"{name}.scales", channels)
-        _add(digest, f"{name}.integers", value.int_repr())
+            add_value(digest, f"{name}.scales", channels)
+        add_value(digest, f"{name}.integers", value.int_repr())
         return
     digest.update(said.encode())
     flat = value.cpu().contiguous().reshape(-1)

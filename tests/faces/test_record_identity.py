@@ -19,7 +19,8 @@ from tiny_models import LANGUAGE_CLASSES, VISION, VOCABULARY, tiny_language, tin
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError
 from saev_store.record import HookPoint, ImageBatches, Images, Recorder, Texts, adapt, record
-from saev_store.record._identity import modules_digest, weights_digest
+from saev_store.record._modules_digest import modules_digest
+from saev_store.record._weights_digest import weights_digest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -232,9 +233,14 @@ def test_a_hundredth_of_the_largest_number_is_close_however_large_that_is(
 
 def test_a_model_that_computes_otherwise_with_the_same_weights_is_refused(tmp_path: Path) -> None:
     source = texts()
-    begun(tmp_path, tiny_language("LlamaModel"), source, 4)
     model = tiny_language("LlamaModel")
-    model.layers[0].register_forward_hook(lambda _module, _args, out: out * 1.001)
+
+    class Settings:  # a class that a hook names is described by its name
+        factor = 1.0
+
+    model.layers[0].register_forward_hook(lambda _module, _args, out: out * Settings.factor)
+    begun(tmp_path, model, source, 4)
+    Settings.factor = 1.001
     with pytest.raises(ResumeError, match="example 3 is not what the model gives now"):
         record(model, source, tmp_path / "cut", **OPTIONS)
 
@@ -387,7 +393,7 @@ def test_a_model_that_has_run_is_still_the_same_one(name: str) -> None:
 def test_another_process_finds_the_same_digest() -> None:
     script = """
         import torch
-        from saev_store.record._identity import modules_digest
+        from saev_store.record._modules_digest import modules_digest
         layer = torch.nn.TransformerEncoderLayer(8, 2, activation=torch.nn.functional.gelu)
         print(modules_digest(torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
     """

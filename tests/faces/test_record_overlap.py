@@ -178,19 +178,22 @@ def test_a_model_that_raises(
     tmp_path: Path,
     kind: str,
     error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, n_calls = model_of(models, kind), 0
+    forward = type(model).forward
 
-    def fail(*_: object) -> None:
+    def fail(*args: object, **keywords: object) -> object:
         nonlocal n_calls
         n_calls += 1
         if n_calls == 6:
             raise error
+        return forward(*args, **keywords)
 
-    handle = model.register_forward_pre_hook(fail)
+    monkeypatch.setattr(type(model), "forward", fail)
     with pytest.raises(type(error)) as caught:
         record(model, SOURCES[kind](), tmp_path, **OPTIONS)
-    handle.remove()
+    monkeypatch.undo()
     assert caught.value is error
     goes_on(model, kind, tmp_path, whole(kind))
 

@@ -13,7 +13,7 @@ from tiny_models import D_MODEL, VOCABULARY, tiny_language
 
 from saev_store.errors import ArgumentError
 from saev_store.record import Recorder, TextAdapter, Texts, record
-from saev_store.record._identity import modules_digest
+from saev_store.record._modules_digest import modules_digest
 from saev_store.record._weights_digest import weights_digest
 
 torch = pytest.importorskip("torch")

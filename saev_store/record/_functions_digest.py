@@ -1,0 +1,215 @@
+"""The digest of functions that decide what is recorded: forward hooks, and image processors that do not say what they are."""
+
+# torch and functions have no types for what is asked here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType, NoneType
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import xxhash
+
+from saev_store.errors import ArgumentError
+from saev_store.record._modules_digest import modules_digest
+from saev_store.record._weights_digest import add_value, weights_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    import torch
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+#: Hooks of these packages only look at what modules put out.
+_LOOKING_ON = {"transformers", "saev_store"}
+#: Functions of these packages are described by their names: the versions of the packages are in the identity, too.
+_BY_NAME = {*_LOOKING_ON, "torch", "numpy"}
+
+
+def hooks_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """The functions that a user has hooked to modules: path of the module -> for each hook its kind, name and `function_digest`.
+
+    Hooks of all modules, which torch keeps elsewhere, are under `"every module"`.
+
+    Raises:
+        ArgumentError: what a hook computes with cannot be told.
+    """
+    from torch.nn.modules import module as torchs
+
+    known = [*model.modules()]
+    owners: list[tuple[str, object]] = [("every module", torchs), *model.named_modules()]
+    found: dict[str, list[str]] = {}
+    for path, owner in owners:
+        for kind in _HOOKS:
+            hooks: dict[int, object] = getattr(owner, kind if owner is not torchs else f"_global{kind}")
+            for hook in hooks.values():
+                if _package(hook) in _LOOKING_ON:
+                    continue
+                digest = function_digest(
+                    hook,
+                    known,
+                    where="model",
+                    remedy="Remove the hook, or let it compute with numbers and tensors alone.",
+                )
+                text = f"{kind.strip('_').removesuffix('s')} {_name(hook)} {digest}"
+                found.setdefault(path or "the model", []).append(text)
+    return found
+
+
+def function_digest(function: object, known: Collection[object] = (), *, where: str, remedy: str) -> str:
+    """xxh3_128, in hexadecimal digits, over a function or an object, and over all that it computes with.
+
+    That is the code of a function, its defaults, what it encloses, and the numbers, texts, tensors, lists and dicts among the global
+    variables that it names; of an object the class and the attributes; of a module the weights, too. Functions of torch, NumPy and
+    transformers are told by their names.
+
+    Args:
+        function: Is not called.
+        known: Objects that are described elsewhere.
+        where: The argument for the error.
+        remedy: What to do about an object that cannot be told.
+
+    Raises:
+        ArgumentError: there is an object of which nothing is known.
+    """
+    said = _Description(known)
+    said.add(function)
+    if said.unknown:
+        raise ArgumentError(
+            f"{_name(function)} has a {said.unknown}, whose settings cannot be told; they are part of a recording's identity",
+            where=where,
+            remedy=remedy,
+        )
+    return said.digest.hexdigest()
+
+
+class _Description:
+    """A digest over functions and objects.
+
+    Args:
+        known: Objects that are described elsewhere.
+
+    Attributes:
+        digest: Over what was added.
+        unknown: The class of an object of which nothing is known; empty if there is none.
+    """
+
+    def __init__(self, known: Collection[object]) -> None:
+        self.digest, self.unknown = xxhash.xxh3_128(), ""
+        self._seen = {id(value) for value in known}
+
+    def add(self, value: object) -> None:
+        """Add a value and what it is made of."""
+        import torch
+
+        if isinstance(value, enum.Enum):
+            self._say(str(value))
+        elif _is_plain(value):
+            self._say(repr(value))
+        elif isinstance(value, (type, ModuleType, BuiltinFunctionType, np.ufunc)) or (
+            isinstance(value, FunctionType) and _package(value) in _BY_NAME
+        ):
+            self._say(f"{_module(value)} {_name(value)}")
+        elif id(value) in self._seen:
+            self._say("again")
+        else:
+            self._seen.add(id(value))
+            self._say(type(value).__qualname__)
+            if isinstance(value, (torch.Tensor, np.ndarray)):
+                add_value(self.digest, "tensor", cast("object", value))
+            elif isinstance(value, torch.nn.Module):
+                self._add_module(value)
+            elif isinstance(value, (Mapping, Sequence, AbstractSet)):
+                self._add_container(cast("Iterable[object]", value))
+            else:
+                self._add_object(value)
+
+    def _add_module(self, module: torch.nn.Module) -> None:
+        self._seen.update(map(id, module.modules()))
+        self._say(f"{weights_digest(module)} {modules_digest(module)}")
+
+    def _add_container(self, values: Iterable[object]) -> None:
+        if isinstance(values, Mapping):
+            pairs = cast("Mapping[object, object]", values)
+            self._add_all(part for key in sorted(pairs, key=repr) for part in (key, pairs[key]))
+        else:
+            self._add_all(sorted(values, key=repr) if isinstance(values, AbstractSet) else values)
+
+    def _add_object(self, value: object) -> None:
+        if isinstance(value, FunctionType):
+            self._add_function(value)
+        elif isinstance(value, MethodType):
+            self._add_all((value.__func__, value.__self__))
+        elif isinstance(value, partial):
+            self._add_all((value.func, value.args, value.keywords))
+        elif isinstance(value, CodeType):
+            self.digest.update(value.co_code)
+            self._add_all((value.co_names, value.co_consts))
+        elif hasattr(value, "__dict__"):
+            self._say(_module(type(value)))
+            self._add_all((vars(type(value)).get("__call__"), vars(value)))
+        else:
+            self.unknown = type(value).__qualname__
+
+    def _add_function(self, function: FunctionType) -> None:
+        self._say(f"{function.__module__} {function.__qualname__}")
+        self._add_all((function.__code__, function.__defaults__, function.__kwdefaults__))
+        for cell in function.__closure__ or ():
+            try:
+                self.add(cell.cell_contents)
+            except ValueError:  # the enclosing function has not set it yet
+                self._say("empty")
+        named = function.__globals__
+        self._add_all(named[name] for name in _names(function.__code__) if name in named and _is_data(named[name]))
+
+    def _add_all(self, values: Iterable[object]) -> None:
+        for value in values:
+            self.add(value)
+        self._say("end")
+
+    def _say(self, text: str) -> None:
+        self.digest.update(f"{text}\n".encode())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `repr` says all of a value."""
+    import torch
+
+    kinds = (NoneType, EllipsisType, bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device)
+    return isinstance(value, kinds)
+
+
+def _is_data(value: object) -> bool:
+    """Whether a global variable is a number, a text, a tensor, or a container, and neither function nor module."""
+    import torch
+
+    return _is_plain(value) or isinstance(value, (torch.Tensor, np.ndarray, Mapping, Sequence, AbstractSet))
+
+
+def _names(code: CodeType) -> list[str]:
+    """The global names that a function and the functions in it use, in order."""
+    inner = [name for value in code.co_consts if isinstance(value, CodeType) for name in _names(value)]
+    return sorted({*code.co_names, *inner})
+
+
+def _name(function: object) -> str:
+    """The qualified name of a function; of a partial one that of what it calls, of other objects that of the class."""
+    if isinstance(function, partial):
+        return _name(function.func)
+    return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__qualname__))
+
+
+def _module(function: object) -> str:
+    """The name of the Python module where a function or class is defined."""
+    if isinstance(function, partial):
+        return _module(function.func)
+    return str(getattr(function, "__module__", ""))
+
+
+def _package(function: object) -> str:
+    return _module(function).partition(".")[0]
