@@ -28,6 +28,7 @@ Layout = Literal["window", "stream"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Resume = Literal["auto", "strict", "never"]
 OnBadImage = Literal["raise", "skip"]
+OnNonfinite = Literal["raise", "warn", "allow"]
 _RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True, "never": False}
 
 
@@ -60,6 +61,7 @@ class Plan(BaseModel):
     attention: str | None = None
     device: str | None = None
     max_tokens_per_shard: int = 2_400_000
+    on_nonfinite: OnNonfinite = "raise"
     resume: Resume = "auto"
 
 
@@ -112,6 +114,9 @@ def record(
     attention: Annotated[str | None, typer.Option(metavar="eager", help="Implementation of attention.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Vectors of a shard [default: 2400000].")] = None,
+    on_nonfinite: Annotated[
+        OnNonfinite | None, typer.Option(help="What to do with NaN and infinity [default: raise].")
+    ] = None,
     resume: Annotated[
         Resume | None,
         typer.Option(help="strict: never beside unfinished stores of other options [default: auto]."),
@@ -138,7 +143,8 @@ def record(
         "masks": masks, "on_bad_image": on_bad_image, "to": to, "context": context, "layout": layout, "pack": pack,
         "bos": bos, "example_tokens": example_tokens, "text_key": text_key, "tokenizer": tokenizer, "batch_size": batch_size,
         "dtype": dtype, "compute_dtype": compute_dtype, "attention": attention, "device": device,
-        "max_tokens_per_shard": max_tokens_per_shard, "resume": resume, "layers": layers, "hook_points": hook_points,
+        "max_tokens_per_shard": max_tokens_per_shard, "on_nonfinite": on_nonfinite, "resume": resume, "layers": layers,
+        "hook_points": hook_points,
     }  # fmt: skip
     plan = plan_of(config, flags)
     of_ranks = None if part is None else parse_part(part)
@@ -291,6 +297,7 @@ def _run(
         part=part,
         resume=_RESUME[plan.resume],
         exist_ok=True,
+        on_nonfinite=plan.on_nonfinite,
         progress=progress,
         on_report=on_report,
     )

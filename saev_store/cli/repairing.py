@@ -77,6 +77,7 @@ def repair(
         device=plan.device,
         storage_options=storage,
         recheck=recheck,
+        on_nonfinite=plan.on_nonfinite,
         progress=progress,
     )
     if as_json:

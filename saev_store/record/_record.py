@@ -64,6 +64,7 @@ def record(
     resume: bool | Literal["auto"] = "auto",
     exist_ok: bool = False,
     recheck: Recheck = "exact",
+    on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
     on_report: Callable[[RecordingReport], object] | None = None,
@@ -88,6 +89,7 @@ def record(
     resume: bool | Literal["auto"] = "auto",
     exist_ok: bool = False,
     recheck: Recheck = "exact",
+    on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
     on_report: Callable[[RecordingReport], object] | None = None,
@@ -111,6 +113,7 @@ def record(
     resume: bool | Literal["auto"] = "auto",
     exist_ok: bool = False,
     recheck: Recheck = "exact",
+    on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
     on_report: Callable[[RecordingReport], object] | None = None,
@@ -151,6 +154,7 @@ def record(
         recheck: Before anything is appended to an unfinished store, its last example is computed again. `"exact"` refuses to
             continue where a bit differs, `"close"` where the difference is more than rounding; `"off"` only looks at the
             metadata.
+        on_nonfinite: What to do with NaN and infinity: `"raise"`, `"warn"` or `"allow"`; the bits are kept as they are.
         on_overflow: What to do with finite numbers that become infinite in the store's dtype: refuse them, or store its largest
             finite number.
         progress: Show a bar on standard error; None: when it is a terminal.
@@ -186,8 +190,9 @@ def record(
 
     def open_writer(of: tuple[int, int] | None) -> ShardWriter:
         return create_store(
-            transport, metadata, resume=resume, exist_ok=exist_ok, part=of, on_overflow=on_overflow, progress=progress
-        )
+            transport, metadata, resume=resume, exist_ok=exist_ok, part=of, on_nonfinite=on_nonfinite,
+            on_overflow=on_overflow, progress=progress,
+        )  # fmt: skip
 
     def write(writer: ShardWriter | RunWriter) -> None:
         nonlocal report, written_s

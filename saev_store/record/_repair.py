@@ -73,6 +73,7 @@ def repair(
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
+    on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
     on_report: Callable[[RecordingReport], object] | None = None,
@@ -102,6 +103,7 @@ def repair(
         recheck: Before anything is replaced, an example that is there is computed again. `"exact"` refuses to repair where a bit
             differs, there or, as the digests tell, in a file that is to be replaced. `"close"` accepts what is only rounding,
             `"off"` anything; digests.json then tells of the new bytes.
+        on_nonfinite: As of `record`.
         on_overflow: As of `record`.
         progress: Show a bar on standard error; None: when it is a terminal.
         on_report: As of `record`: called after each batch.
@@ -138,8 +140,9 @@ def repair(
             remedy="Repair with the model, the source and the packages that it was recorded with.",
         )
     with open_repair(
-        transport, there, deep=True, exact=recheck == "exact", on_overflow=on_overflow, progress=progress
-    ) as writer:
+        transport, there, deep=True, exact=recheck == "exact", on_nonfinite=on_nonfinite, on_overflow=on_overflow,
+        progress=progress,
+    ) as writer:  # fmt: skip
         _restore_arrays(writer, recorder, source, there)
         try:
             _record_lost(writer, recorder, source, there.layout, storage_options, recheck, on_overflow, on_report)
