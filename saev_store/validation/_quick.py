@@ -256,7 +256,7 @@ def _check_size(layout: Layout, shard_idx: int, found: Found) -> Problem | None:
             "trailing_bytes",
             f"{name} has {found.size:,} bytes: {(found.size - used) % row} of those after its {end - start} examples are "
             f"no whole row of {row:,} bytes; all vectors are in place, but bytes were appended to "
-            "the file",
+            "the file, or cut from the zeros at its end",
             where=name,
             severity="warning",
         )
