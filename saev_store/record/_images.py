@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -136,6 +136,8 @@ class Images(_ImageSource):
             recording begins. Which are left out is part of the metadata.
         any_range: Accept pixels that do not look normalised.
         data: Description of the data set for the metadata, any JSON object; None: what `store.origin` needs.
+        digest: What the digests of files cover that are part of the identity, see `ImageFolder.describe`: `"sampled"` reads some of
+            the bytes, `"full"` all of them.
         storage_options: Options of the file system of an address.
 
     Attributes:
@@ -167,6 +169,7 @@ class Images(_ImageSource):
         on_bad_image: OnBadImage = "raise",
         any_range: bool = False,
         data: Mapping[str, object] | None = None,
+        digest: Literal["sampled", "full"] = "sampled",
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         self.batch_size, self.processor = check_batch_size(batch_size), processor
@@ -175,7 +178,7 @@ class Images(_ImageSource):
             raise ArgumentError(
                 "masks and labels both say what patches show", where="masks", remedy="Pass one of them."
             )
-        self._pictures = Pictures(images, image_key, on_bad_image, storage_options)
+        self._pictures = Pictures(images, image_key, on_bad_image, digest, storage_options)
         super().__init__(len(self._pictures), cls_token, labels, data)
         self._has_data, self._masks = data is not None, None
         if masks is not None:
@@ -209,6 +212,7 @@ class Images(_ImageSource):
             patch_px=(high, wide),
             framing=framing_of(self.processor),
             image_key=self._pictures.image_key,
+            digest=self._pictures.digest_scope,
         )
 
     def batches(self, start: int, end: int) -> Iterator[Batch]:
@@ -277,11 +281,11 @@ class Images(_ImageSource):
         return said
 
     def digests(self) -> dict[str, object]:
-        said, images = super().digests(), self._pictures.digest()
+        said, images = super().digests(), self._pictures.digest(is_described=not self._has_data)
         if images is not None:
             said["images"] = {"digest": images}
         if self._masks is not None:
-            said["masks"] = self._masks.describe()
+            said["masks"] = self._masks.describe(self._pictures.digest_scope)
         return said
 
 

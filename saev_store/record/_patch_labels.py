@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -60,10 +60,14 @@ class Masks:
                 f"there are {len(self._given)} masks, but {len(source)} images; each image has one", where="masks"
             )
 
-    def describe(self) -> dict[str, object]:
-        """What decides the labels, as far as that can be told: nothing where a data set makes the masks when it is asked."""
+    def describe(self, digest: Literal["sampled", "full"]) -> dict[str, object]:
+        """What decides the labels, as far as that can be told: nothing where a data set makes the masks when it is asked.
+
+        Args:
+            digest: As of `Images`.
+        """
         if self._folder is not None:
-            return {"digest": self._folder.describe()["digest"]}
+            return {"digest": self._folder.describe(digest=digest)["digest"]}
         if not is_in_memory(self._given.data):
             return {}
         names = (f"the mask of {name_of(self._source, sample)}" for sample in self._samples)

@@ -48,6 +48,7 @@ class Pictures:
         source: Where the samples are from.
         image_key: Which part of a sample is the image.
         skipped: Positions of the samples that are left out, in order, and why.
+        digest_scope: What digests of files cover.
     """
 
     def __init__(
@@ -55,12 +56,16 @@ class Pictures:
         images: Address | Source[object] | DataSet,
         image_key: ImageKey | None,
         on_bad_image: OnBadImage,
+        digest: Literal["sampled", "full"],
         storage_options: Mapping[str, object] | None,
     ) -> None:
         if on_bad_image not in get_args(OnBadImage):
             raise ArgumentError(
                 f"on_bad_image is {brief(on_bad_image)}; it must be 'raise' or 'skip'", where="on_bad_image"
             )
+        if digest not in {"sampled", "full"}:
+            raise ArgumentError(f"digest is {brief(digest)}; it must be 'sampled' or 'full'", where="digest")
+        self.digest_scope: Literal["sampled", "full"] = digest
         if isinstance(images, (str, os.PathLike)):
             self.source: Source[object] = open_images(images, storage_options)
         else:
@@ -90,11 +95,15 @@ class Pictures:
         found = zip(samples.tolist(), self.source.rows(samples), strict=True)
         return [self._image(sample_idx, sample) for sample_idx, sample in found]
 
-    def digest(self) -> dict[str, object] | None:
-        """The digest of the images if all are in memory; None where a data set makes them when it is asked."""
-        if not isinstance(self.source, MapStyle) or not is_in_memory(self.source.data):
-            return None
-        return digest_of(map(self._in_memory, self.samples(0, len(self)).tolist()))
+    def digest(self, *, is_described: bool) -> object:
+        """The digest of the images: of those in memory, or that of the source; None where a data set makes them when it is asked.
+
+        Args:
+            is_described: Whether the metadata have the description of the source, and with it that digest.
+        """
+        if isinstance(self.source, MapStyle) and is_in_memory(self.source.data):
+            return digest_of(map(self._in_memory, self.samples(0, len(self)).tolist()))
+        return None if is_described else self.source.describe(digest=self.digest_scope).get("digest")
 
     def _in_memory(self, sample_idx: int) -> object:
         """What decides the image at a position: its file, its RGB values, or the array."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _MAX_DEPTH = 32
 _MAX_NBYTES = 1 << 30
 _N_THREADS = 8
-#: Files whose bytes a sampled digest covers.
-_N_SAMPLED = 32
+#: Files whose bytes a sampled digest covers: all of a small folder, of a larger one so many that a bucket gives them in seconds.
+_N_SAMPLED = 1024
 
 
 class ImageFolder(Source[np.ndarray]):
@@ -118,10 +118,15 @@ class ImageFolder(Source[np.ndarray]):
         return position
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
-        """The description for `metadata.data`: `"sampled"` digests all paths and sizes, and bytes of 32 of the files."""
+        """The description for `metadata.data`.
+
+        `"sampled"` digests all paths and sizes, and the bytes of up to 1,024 of the files, evenly spread: each up to 1 MiB, of larger
+        ones 32 pieces. In a larger folder it does not see that other files were replaced by files of the same sizes; `"full"` does.
+        """
         every = max(1, -(-len(self) // _N_SAMPLED)) if digest == "sampled" else 1
-        files = [(path, self.transport.size(path)) for path in self.paths[::every]]
-        hasher = xxhash.xxh3_128(digest_files(self.transport, files, scope=digest).encode())
+        hasher = xxhash.xxh3_128()
+        for found in ahead(lambda path: self._digest(path, digest), self.paths[::every], _N_THREADS):
+            hasher.update(found.encode())
         for path, nbytes in zip(self.paths, self._sizes, strict=True):
             hasher.update(f"{path}\0{nbytes}\0".encode())
         return {
@@ -130,6 +135,9 @@ class ImageFolder(Source[np.ndarray]):
             "n_samples": len(self),
             "digest": {"algorithm": ALGORITHM, "scope": digest, "value": hasher.hexdigest()},
         }
+
+    def _digest(self, path: str, scope: DigestScope) -> str:
+        return digest_files(self.transport, [(path, self.transport.size(path))], scope=scope)
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
         """Report images that are empty; `deep` decodes every one."""

@@ -10,8 +10,10 @@ import pytest
 from PIL import Image
 from tiny_models import tiny_vision
 
+from saev_store import ShardStore
 from saev_store.errors import ArgumentError, ResumeError
 from saev_store.record import ImageBatches, Images, record, repair
+from saev_store.sources import ImageFolder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -83,14 +85,14 @@ def model() -> torch.nn.Module:
 
 
 def interrupted(model: torch.nn.Module, source: object, root: Path) -> None:
-    """Record until a few batches are there."""
-
-    def stop(report: object) -> None:
-        if report.n_examples >= 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        record(model, source, root, on_report=stop, **OPTIONS)
+    """A recording that was interrupted behind its sixth example."""
+    whole = record(model, source, root.with_name(f"{root.name}-whole"), **OPTIONS)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardStore.create(root, whole.metadata, progress=False) as writer,
+    ):
+        writer.append(whole[:6], **({} if whole.labels is None else {"labels": whole.labels[:6]}))
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,6 +136,80 @@ def test_masks_that_are_made_when_asked_are_compared_with_the_last_example(
         record(model, Images(PIXELS, 2, masks=Lazy(MASKS + 9)), tmp_path / "cut", **OPTIONS)
     store = record(model, Images(PIXELS, 2, masks=Lazy(MASKS)), tmp_path / "cut", **OPTIONS)
     np.testing.assert_array_equal(store.labels, whole.labels)
+
+
+def bitmaps(folder: Path, values: np.ndarray) -> str:
+    """A folder of images whose files all have one size, whatever they show."""
+    for i, value in enumerate(values):
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(value).save(folder / f"{i:04}.bmp")
+    return str(folder)
+
+
+def of_folder(folder: str, **options: object) -> Images:
+    return Images(folder, 2, processor=transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}), **options)
+
+
+@pytest.mark.parametrize("kind", ["images", "images that are described", "masks"])
+def test_files_that_were_replaced_by_files_of_the_same_sizes_continue_no_recording(
+    model: torch.nn.Module, tmp_path: Path, kind: str
+) -> None:
+    n = 40
+    values = np.random.default_rng(4).integers(0, 5, (n, 32, 32), dtype=np.uint8)
+    folder = bitmaps(tmp_path / "images", values)
+    masks = bitmaps(tmp_path / "masks", values)
+    options = {"images": {}, "images that are described": {"data": {"name": "mine"}}, "masks": {"masks": masks}}[kind]
+    interrupted(model, of_folder(folder, **options), tmp_path / "root")
+    before = record(model, of_folder(folder, **options), tmp_path / "other", **OPTIONS).name
+    changed = values.copy()
+    changed[3] += 1  # one file, which is neither the first nor the last
+    bitmaps(Path(masks if kind == "masks" else folder), changed)
+    with pytest.raises(ResumeError, match=r"digest"):
+        record(model, of_folder(folder, **options), tmp_path / "root", resume=True, **OPTIONS)
+    assert record(model, of_folder(folder, **options), tmp_path / "other", **OPTIONS).name != before
+
+
+def test_of_a_large_folder_some_bytes_or_all_are_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saev_store.sources.image_folder._N_SAMPLED", 4)
+    values = np.random.default_rng(4).integers(0, 256, (10, 4, 4), dtype=np.uint8)
+    changed = {i: values.copy() for i in range(len(values))}
+    for i, array in changed.items():
+        array[i] += 1
+
+    def digests(scope: str) -> list[object]:
+        folders = [bitmaps(tmp_path / str(i), array) for i, array in enumerate([values, *changed.values()])]
+        return [ImageFolder(folder).describe(digest=scope)["digest"]["value"] for folder in folders]
+
+    same, *others = digests("sampled")
+    assert [i for i, found in enumerate(others) if found != same] == [0, 3, 6, 9]
+    same, *others = digests("full")
+    assert same not in others
+    before = ImageFolder(str(tmp_path / "0")).describe()
+    with open(tmp_path / "0" / "0005.bmp", "ab") as file:
+        file.write(b"0")  # the size of a file that is not read
+    assert ImageFolder(str(tmp_path / "0")).describe()["digest"] != before["digest"]
+
+
+def test_a_scope_that_does_not_exist() -> None:
+    with pytest.raises(ArgumentError, match="digest is 'some'; it must be 'sampled' or 'full'"):
+        Images(PIXELS, 2, digest="some")
+
+
+def test_a_full_digest_tells_large_folders_apart(
+    model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saev_store.sources.image_folder._N_SAMPLED", 4)
+    values = np.random.default_rng(4).integers(0, 256, (10, 32, 32), dtype=np.uint8)
+    folder, names = str(tmp_path / "images"), []
+    for change in (0, 1):
+        values[1] += change
+        bitmaps(Path(folder), values)
+        for scope in ("sampled", "full"):
+            store = record(model, of_folder(folder, digest=scope), tmp_path / f"{change}{scope}", **OPTIONS)
+            names.append(store.name)
+            assert store.origin(1).key == "0001.bmp"
+    assert len(set(names)) == 3
+    assert names[0] == names[2]
 
 
 def test_the_same_numbers_are_the_same_recording(model: torch.nn.Module, tmp_path: Path) -> None:
