@@ -38,6 +38,11 @@ Progress = Annotated[
     bool | None, typer.Option("--progress/--no-progress", help="Show a bar on standard error [default: on a terminal].")
 ]
 
+Scheduler = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers do the work."),
+]
+
 
 def storage_options(
     text: str | None, pairs: list[str] | None, *, name: str = "--storage-options"

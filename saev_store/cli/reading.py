@@ -16,6 +16,7 @@ from saev_store.cli._common import (
     Chunks,
     Pairs,
     Progress,
+    Scheduler,
     StorageOptions,
     Url,
     emit,
@@ -246,6 +247,7 @@ def validate(
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros and swapped shards.")
     ] = False,
+    scheduler: Scheduler = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -256,11 +258,13 @@ def validate(
 
     given = storage_options(options, option)
     source = source_at(url, given)
+    if source is not None and scheduler is not None:
+        raise ArgumentError(f"{url} is a data set; a cluster validates stores only", where="--scheduler")
     if source is not None:
         report = source_report(source, deep=deep, progress=progress)
     else:
         with ShardStore.open(url, given, damaged_ok=True) as store:
-            report = store.validate(deep=deep, progress=progress)
+            report = store.validate(deep=deep, client=scheduler, progress=progress)
     emit_json(report.to_dict()) if as_json else emit(str(report))
     if not report.ok:
         raise typer.Exit(1)
@@ -284,12 +288,7 @@ def stats(
     url: Url,
     sample: Annotated[int | None, typer.Option(metavar="N", help="Read only N examples.")] = None,
     seed: Annotated[int, typer.Option(help="Seed that chooses the examples of a sample.")] = 0,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers read the store."
-        ),
-    ] = None,
+    scheduler: Scheduler = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Compute again what stats.json holds.")] = False,
     save: Annotated[
         bool, typer.Option("--save/--no-save", help="Keep the result in stats.json beside the store.")

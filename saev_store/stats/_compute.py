@@ -4,26 +4,21 @@ The partition into tasks depends on the layout alone, and their results are merg
 number of threads or workers.
 """
 
-# distributed has partial types: futures and clients are unknown to the type checker.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.optional import need
+from saev_store._runtime.cluster import MAX_TASKS, active_client, connected, results
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.layout import IntArray, Layout, shard_name
-from saev_store.errors import ArgumentError, CorruptShardError, TransportError
+from saev_store.errors import CorruptShardError
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.validation import Promised
 
@@ -40,9 +35,6 @@ Task: TypeAlias = "tuple[Work, Promised | None]"
 #: Bytes of activations in memory per task; at least one layer of one example.
 _READ_BYTES = 16 << 20
 _TASK_BYTES = 128 << 20
-#: Upper bound on tasks: a scheduler spends about a millisecond on each.
-_MAX_TASKS = 4096
-_CONNECT_TIMEOUT_S = 10
 
 
 def compute(
@@ -73,8 +65,12 @@ def compute(
     total = sum(nbytes(layout, work) for work in works)
     call = partial(work_on, store.unmapped())
     tasks = [(work, _digests_of(digests, layout, work)) for work in works]
-    with _connected(client) as cluster, Progress(total, "stats", shown=progress) as bar:
-        parts = ahead(call, tasks, n_cores()) if cluster is None else _on_cluster(cluster, call, tasks)
+    client = active_client() if client is None else client
+    with (
+        nullcontext() if client is None else connected(client) as cluster,
+        Progress(total, "stats", shown=progress) as bar,
+    ):
+        parts = ahead(call, tasks, n_cores()) if cluster is None else results(cluster, call, tasks)
         with closing(parts):
             for work, part in zip(works, parts, strict=True):
                 found = merge(found, part)
@@ -88,7 +84,7 @@ def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
     >>> plan(Layout(7, (2,), 4, True, 8, 3), None)
     [(0, 7)]
     """
-    task_bytes = max(_TASK_BYTES, layout.nbytes // _MAX_TASKS)
+    task_bytes = max(_TASK_BYTES, layout.nbytes // MAX_TASKS)
     if chosen is not None:
         n_tasks = max(1, -(-len(chosen) * layout.example_nbytes // task_bytes))
         return list(np.array_split(chosen, min(n_tasks, len(chosen))))
@@ -159,53 +155,3 @@ def _pieces(layout: Layout, work: Work) -> Iterator[slice | IntArray]:
         yield from (slice(at, min(at + step, work[1])) for at in range(*work, step))
     else:
         yield from (work[at : at + step] for at in range(0, len(work), step))
-
-
-# -- clusters ----------------------------------------------------------------------------------------------------------
-
-
-def _on_cluster(client: Client, call: partial[Moments], tasks: Iterable[Task]) -> Generator[Moments]:
-    """The result of each task in order. A future that is released, also by an error, cancels its task."""
-    futures = deque([client.submit(call, task, pure=False) for task in tasks])
-    while futures:
-        yield futures.popleft().result()
-
-
-def _active_client() -> Client | None:
-    """The active client if it is synchronous; None in a task of a cluster."""
-    if "distributed" not in sys.modules:
-        return None
-    from distributed import default_client, get_worker
-
-    with suppress(ValueError):
-        get_worker()
-        return None  # this task occupies a thread of a worker, and would wait for tasks that need one
-    with suppress(ValueError):
-        client = cast("Client", default_client())
-        return None if client.asynchronous else client
-    return None
-
-
-@contextmanager
-def _connected(client: Client | str | None) -> Generator[Client | None]:
-    """The client to use: the given one, one for the given address, the active one, or None for threads of this process."""
-    if client is None:
-        client = _active_client()
-    if not isinstance(client, str):
-        if client is not None and client.asynchronous:
-            raise ArgumentError(
-                "the client is asynchronous, and statistics are computed synchronously",
-                where="client",
-                remedy="Pass its scheduler's address instead.",
-            )
-        yield client
-        return
-    need("distributed", install="distributed", where="client")
-    from distributed import Client
-
-    try:
-        opened = Client(client, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise TransportError(f"no dask scheduler answers: {error}", where=client) from error
-    with opened:
-        yield opened

@@ -39,7 +39,7 @@ class Importing:
         max_block_bytes: int = 256 << 20,
         resume: bool | Literal["auto"] = "auto",
         verify: bool = True,
-        client: Client | None = None,
+        client: Client | str | None = None,
         storage_options: Mapping[str, object] | None = None,
         pad: bool | None = None,
         on_nonfinite: Literal["raise", "warn", "allow"] = "raise",

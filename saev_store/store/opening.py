@@ -45,6 +45,8 @@ from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Engine, MemoryTransport, Transport, open_transport
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from saev_store.validation import Report
     from saev_store.writer import RepairWriter
 
@@ -133,16 +135,22 @@ class OpenedStore:
         """
         return cast("Labels", self.token_arrays[LABELS.name]) if self.has_labels else None
 
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+    def validate(
+        self, *, deep: bool = False, client: Client | str | None = None, progress: bool | None = None
+    ) -> Report:
         """What is wrong with the store and which examples that costs; see `saev_store.validation.Report`.
 
         Args:
             deep: Read every byte: digests, all-zero rows, swapped shards. Otherwise names and sizes only.
+            client: With `deep`, a `distributed.Client` or the address of a scheduler: its workers read the shards, at the
+                same address, and find what one process finds.
             progress: Show a bar on stderr; default: when it is a terminal.
         """
         from saev_store.validation import validate
 
-        found = validate(self.transport, self.metadata, self.index, dirname=self.name, deep=deep, progress=progress)
+        found = validate(
+            self.transport, self.metadata, self.index, dirname=self.name, deep=deep, client=client, progress=progress
+        )
         return replace(found, recording=self._recording()) if found.lost else found
 
     def _recording(self) -> str:

@@ -11,24 +11,29 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128
 
+from saev_store._runtime.cluster import connected, equal_parts, results
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents import Metadata, ShardsIndex, rewriting
-from saev_store.errors import DocumentError, SaevStoreError
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreError
 from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 from saev_store.validation._judge import NO_RUNS, ShardSummary, is_zero, judge, merge_runs, scan_piece
 from saev_store.validation._quick import Survey, check_survey, survey_store, token_array_kind
 from saev_store.validation._report import Report
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 #: Local pieces fit into a core's cache; a remote piece is one request.
 _LOCAL_PIECE_BYTES = 1 << 20
@@ -46,6 +51,7 @@ def validate(
     *,
     dirname: str | None = None,
     deep: bool = False,
+    client: Client | str | None = None,
     progress: bool | None = None,
 ) -> Report:
     """Find all problems of a store, and the examples that they make unreadable.
@@ -57,22 +63,31 @@ def validate(
         dirname: The folder's name, compared with the content hash; None skips this check.
         deep: Read every byte, in a few buffers of fixed size: compare with digests.json where there is one, find rows
             that were never written, swapped and duplicate shards, and non-finite numbers.
+        client: With `deep`, a `distributed.Client` or the address of a scheduler, whose workers read the shards at the same
+            address; default: threads of this process.
         progress: Show a bar on stderr; None: when it is a terminal.
 
     Returns:
         The report. Damage is part of it and never raised; call `raise_if_bad` to raise it.
 
     Raises:
-        ArgumentError: `deep` or `progress` is no boolean.
-        SaevStoreError: the folder cannot be accessed.
+        ArgumentError: `deep` or `progress` is no boolean, the client is asynchronous, or there is one without `deep`.
+        MissingDependencyError: `client` is an address, and distributed is not installed.
+        SaevStoreError: the folder cannot be accessed, no scheduler answers, or workers died, one after the other.
     """
     deep, progress = check_flag(deep, name="deep"), check_flag(progress, name="progress", other=None)
+    if client is not None and not deep:
+        raise ArgumentError(
+            "there is a client, but nothing for its workers to read",
+            where="client",
+            remedy="Pass deep=True, or no client.",
+        )
     started = time.perf_counter()
     seen = survey_store(transport, metadata, index)
     problems = check_survey(seen, metadata, index, dirname=dirname)
     checked_bytes = 0
     if deep:
-        found, checked_bytes = _read_everything(transport, metadata, index, seen, progress=progress)
+        found, checked_bytes = _read_everything(transport, metadata, index, seen, client=client, progress=progress)
         problems += found
     return Report(
         url=transport.url,
@@ -86,7 +101,13 @@ def validate(
 
 
 def _read_everything(
-    transport: Transport, metadata: Metadata, index: ShardsIndex, seen: Survey, *, progress: bool | None
+    transport: Transport,
+    metadata: Metadata,
+    index: ShardsIndex,
+    seen: Survey,
+    *,
+    client: Client | str | None,
+    progress: bool | None,
 ) -> tuple[list[Problem], int]:
     layout = metadata.layout
     digests = promised_digests(transport, layout, metadata.recordable)
@@ -100,9 +121,13 @@ def _read_everything(
     total = sum(min(size, layout.shard_nbytes) for _, size in sizes)
     with (
         Progress(total, "validating", shown=progress) as bar,
-        closing(_read_shards(transport, layout, sizes, digests.block_bytes)) as results,
+        closing(
+            _read_shards(transport, layout, sizes, digests.block_bytes)
+            if client is None
+            else _read_on_cluster(client, transport, layout, sizes, digests.block_bytes)
+        ) as parts,
     ):
-        for n_bytes, summary in results:
+        for n_bytes, summary in parts:
             bar.advance(n_bytes)
             checked_bytes += n_bytes
             if summary is not None:
@@ -207,6 +232,25 @@ def _read_shards(
             yield job.end - job.start, None
     if summary.shard_idx >= 0:
         yield 0, _finished(summary, runs)
+
+
+def _read_on_cluster(
+    client: Client | str, transport: Transport, layout: Layout, sizes: Sequence[tuple[int, int]], block_bytes: int
+) -> Generator[tuple[int, ShardSummary | None]]:
+    """What `_read_shards` yields, read by the workers of a cluster, each some shards at a time."""
+    read = partial(_read_on_worker, transport, layout, block_bytes)
+    with connected(client) as cluster, closing(results(cluster, read, equal_parts(sizes))) as found:
+        for n_bytes, summaries in found:
+            yield n_bytes, None
+            yield from ((0, summary) for summary in summaries)
+
+
+def _read_on_worker(
+    transport: Transport, layout: Layout, block_bytes: int, sizes: Sequence[tuple[int, int]]
+) -> tuple[int, list[ShardSummary]]:
+    """What a task does: the bytes of some shards, and their summaries."""
+    parts = list(_read_shards(transport, layout, sizes, block_bytes))
+    return sum(n_bytes for n_bytes, _ in parts), [summary for _, summary in parts if summary is not None]
 
 
 def _finished(summary: ShardSummary, runs: list[IntArray]) -> ShardSummary:

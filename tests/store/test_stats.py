@@ -25,6 +25,7 @@ from servers import s3_bucket  # noqa: F401  # a fixture
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
+from saev_store._runtime import cluster as _cluster
 from saev_store.cli import main
 from saev_store.core.layout import Layout
 from saev_store.errors import (
@@ -678,7 +679,7 @@ def test_an_asynchronous_client(cluster, tmp_path: Path):
 
 def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("distributed")
-    monkeypatch.setattr(_compute, "_CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(_cluster, "_CONNECT_TIMEOUT_S", 0.3)
     store = ShardStore.open(plain_store(tmp_path).path)
     for address in ("tcp://127.0.0.1:9", "nonsense://x"):
         with pytest.raises(TransportError, match="no dask scheduler"):

@@ -77,7 +77,7 @@ HEAVY = {
     "boto3": (),
     "botocore": ("transport/fsspec/",),
     "dask": ("dask.py", "xarray.py", "zarr/", "testing/", "stats/", "writer/importing/_cluster.py"),
-    "distributed": ("stats/",),
+    "distributed": ("_runtime/cluster.py",),
     "fastparquet": ("export/",),
     "fsspec": ("transport/fsspec/", "sources/energon/filesystem.py"),
     "gcsfs": ("transport/fsspec/",),

@@ -122,6 +122,7 @@ def test_what_a_worker_refuses_is_this_process_s_error_and_can_be_continued(clie
         """Raises the flag when the first task is given away."""
 
         asynchronous = False
+        loop = client.loop
 
         def submit(self, *args: object, **options: object) -> object:
             flag.touch()

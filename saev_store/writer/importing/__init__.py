@@ -64,7 +64,7 @@ def from_array(
     max_block_bytes: int = MAX_BLOCK_BYTES,
     resume: bool | Literal["auto"] = "auto",
     verify: bool = True,
-    client: Client | None = None,
+    client: Client | str | None = None,
     storage_options: Mapping[str, object] | None = None,
     pad: bool | None = None,
     on_nonfinite: NonfinitePolicy = "raise",

@@ -1,17 +1,18 @@
 """Imports of dask arrays by a cluster: each task writes one part of the store, and computes what it needs for that."""
 
-# dask and distributed have partial types: what `optimize` returns, futures and clients are unknown to the type checker.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# dask has partial types: what `optimize` returns is unknown to the type checker.
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
+from saev_store._runtime.cluster import connected, results
 from saev_store._runtime.progress import Progress
-from saev_store.errors import ArgumentError, IncompleteStoreError, brief
+from saev_store.errors import ArgumentError, IncompleteStoreError
 from saev_store.names import CLAIM_PATH
 from saev_store.transport import open_transport
 from saev_store.writer._publish import finalize_store, published_already
@@ -31,7 +32,7 @@ def import_on_cluster(
     root: str,
     storage_options: Mapping[str, object] | None,
     options: ImportOptions,
-    client: Client,
+    client: Client | str,
 ) -> None:
     """Write the store of a dask array in parts, one task for each, and publish it.
 
@@ -42,26 +43,19 @@ def import_on_cluster(
         root: The folder of stores, at an address that means the same to all workers.
         storage_options: For its file system.
         options: How the parts are written.
-        client: Of the cluster.
+        client: Of the cluster, or the address of its scheduler.
 
     Raises:
         ArgumentError: the array is in the memory or in an open file of this process, or the client is asynchronous.
+        TransportError: no scheduler answers, or the workers that had a part died, one after the other.
         SaevStoreError: as for `import_examples`, from any of the workers. What is durable stays.
     """
-    if not hasattr(client, "submit"):
-        raise ArgumentError(
-            f"client is {brief(client)}; it must be a distributed.Client",
-            where="client",
-            remedy='Pass distributed.Client("tcp://…").',
-        )
     if not examples.is_lazy:
         raise ArgumentError(
             "a cluster writes dask arrays only: others would be sent to the workers",
             where="client",
             remedy="Pass dask.array.from_zarr(…) or another array whose chunks the workers can compute.",
         )
-    if client.asynchronous:
-        raise ArgumentError("the client is asynchronous", where="client", remedy="Pass a synchronous one.")
     metadata, transport = examples.metadata, open_transport(root, storage_options)
     layout, folder = metadata.layout, Folder(transport, metadata.hash)
     if published_already(folder, metadata):
@@ -76,28 +70,27 @@ def import_on_cluster(
     of_part = options._replace(resume=options.resume or "auto", progress=False)
     world = min(layout.n_shards, MAX_PARTS)
     parts = [part_examples(layout, part_shards(layout.n_shards, rank, world)) for rank in range(world)]
-    futures = deque(
-        client.submit(
-            partial(_write_part, _culled(examples, *part), transport.url, storage_options, of_part, (rank, world)),
-            pure=False,
-        )
-        for rank, part in enumerate(parts)
-    )
-    with Progress(layout.nbytes, "importing", shown=options.progress) as bar:
-        for first, end in parts:
-            futures.popleft().result()  # after an error the others are released, which cancels them
+    write = partial(_write_part, root=transport.url, storage_options=storage_options, options=of_part)
+    tasks = ((_culled(examples, *part), (rank, world)) for rank, part in enumerate(parts))
+    with (
+        connected(client) as cluster,
+        closing(results(cluster, write, tasks)) as written,
+        Progress(layout.nbytes, "importing", shown=options.progress) as bar,
+    ):
+        for (first, end), _ in zip(parts, written, strict=True):
             bar.advance((end - first) * layout.example_nbytes)
     finalize_store(transport, metadata, verify="digests" if options.verify else "sizes", progress=options.progress)
 
 
 def _write_part(
-    examples: ArrayExamples,
+    task: tuple[ArrayExamples, tuple[int, int]],
+    *,
     root: str,
     storage_options: Mapping[str, object] | None,
     options: ImportOptions,
-    part: tuple[int, int],
 ) -> None:
-    """What a task does."""
+    """What a task does: the examples of a part, and which part it is."""
+    examples, part = task
     import_examples(examples, open_transport(root, storage_options), options, part=part)
 
 

@@ -1,0 +1,145 @@
+"""Validation and statistics on a dask cluster: what one process finds, also when workers are killed, which cost their task only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from clusters import begun, n_processes, noting, receiving, two_workers
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store._runtime import cluster as _cluster
+from saev_store.cli import main
+from saev_store.errors import ArgumentError, TransportError
+from saev_store.stats import _compute
+from saev_store.validation import Report, _validate
+
+pytest.importorskip("distributed")
+
+N_SHARDS = 17
+
+
+@pytest.fixture(scope="module")
+def client():
+    with two_workers() as client:
+        yield client
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Plain:
+    """17 shards: one with a changed block, one with an infinite number, two swapped, one that was never written."""
+    plain = plain_store(tmp_path / "shards", n=50, labels=True)
+    plain.write_digests(256)
+    acts = [bytearray(plain.shard(i).read_bytes()) for i in range(5)]
+    acts[0][700] ^= 1
+    acts[1][0:4] = np.array([np.inf], "<f4").tobytes()
+    acts[2], acts[3] = acts[3], acts[2]
+    acts[4][:] = bytes(len(acts[4]))
+    for i, data in enumerate(acts):
+        plain.shard(i).write_bytes(data)
+    return plain
+
+
+def found(report: Report) -> Report:
+    return replace(report, elapsed_s=0.0)
+
+
+@pytest.mark.parametrize("killed", [(), (12,), (0, 9)])
+def test_workers_find_what_one_process_finds_also_when_some_are_killed(
+    killed: tuple[int, ...], client, damaged: Plain, tmp_path: Path
+):
+    store = ShardStore.open(damaged.path)
+    alone = store.validate(deep=True, progress=False)
+    assert {problem.kind for problem in alone.problems} >= {"digest_mismatch", "swapped_shards", "non_finite"}
+    client.wait_for_workers(2)
+    report = store.validate(deep=True, client=noting(client, tmp_path / "noted", killed=killed), progress=False)
+    assert found(report) == found(alone)
+    assert n_processes(tmp_path / "noted") >= 2
+    times = begun(tmp_path / "noted")
+    assert list(times) == list(range(N_SHARDS))
+    assert all(times[place] >= 2 for place in killed)
+
+
+def test_a_killed_worker_costs_nothing_that_was_found_before(client, damaged: Plain, tmp_path: Path, monkeypatch):
+    store, folder = ShardStore.open(damaged.path), tmp_path / "noted"
+    client.wait_for_workers(2)
+    receiving(monkeypatch, _validate, folder)
+    store.validate(deep=True, client=noting(client, folder, killed=(12,), n_received=9), progress=False)
+    times = begun(folder)
+    assert times[12] == 2
+    assert [times[place] for place in range(9)] == [1] * 9
+
+
+def test_the_bar_counts_all_bytes(client, damaged: Plain, monkeypatch: pytest.MonkeyPatch):
+    advanced: list[int] = []
+    monkeypatch.setattr(_validate.Progress, "advance", lambda self, nbytes: advanced.append(nbytes))
+    ShardStore.open(damaged.path).validate(deep=True, client=client)
+    assert sum(advanced) == N_SHARDS * damaged.shard_nbytes
+
+
+def test_a_task_has_several_shards_where_there_are_many(client, damaged: Plain, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(_cluster, "MAX_TASKS", 4)  # of four or five shards
+    store = ShardStore.open(damaged.path)
+    report = store.validate(deep=True, client=noting(client, tmp_path / "noted"), progress=False)
+    assert found(report) == found(store.validate(deep=True, progress=False))
+    assert list(begun(tmp_path / "noted")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("killed", [(), (1,)])
+def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
+    killed: tuple[int, ...], client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 500)
+    plain = plain_store(tmp_path / "shards", n=17)
+    store = ShardStore.open(plain.path)
+    alone = store.stats(save=False, progress=False)
+    client.wait_for_workers(2)
+    stats = store.stats(save=False, client=noting(client, tmp_path / "noted", killed=killed), progress=False)
+    for name in ("mean", "std", "mean_norm", "min", "max"):
+        assert np.array_equal(getattr(stats, name), getattr(alone, name))
+    np.testing.assert_allclose(stats.mean, plain.acts.mean(axis=(0, 3), dtype=float), rtol=1e-12)
+    assert all(begun(tmp_path / "noted")[place] >= 2 for place in killed)
+
+
+def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):
+    def submit(call: object, task: object, **options: object) -> object:
+        from clusters import die
+
+        return client.submit(die, task, **options)
+
+    deadly = SimpleNamespace(asynchronous=False, submit=submit, loop=client.loop, scheduler=client.scheduler)
+    with pytest.raises(TransportError, match="workers that had a task died"):
+        ShardStore.open(damaged.path).validate(deep=True, client=deadly)
+
+
+def test_an_error_of_a_worker_is_raised_here(client, tmp_path: Path):
+    """A shard that is gone by the time that a worker reads it is a finding; statistics of it are an error."""
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    plain.shard(1).unlink()
+    assert "unreadable_shard" not in {p.kind for p in store.validate(deep=True, client=client).problems}
+    with pytest.raises(_compute.CorruptShardError):
+        store.stats(save=False, client=client)
+
+
+def test_a_client_needs_something_to_do(damaged: Plain):
+    store = ShardStore.open(damaged.path)
+    with pytest.raises(ArgumentError, match="nothing for its workers"):
+        store.validate(client="tcp://127.0.0.1:9")
+    with pytest.raises(ArgumentError, match="client is 7"):
+        store.validate(deep=True, client=7)
+    with pytest.raises(ArgumentError, match="asynchronous"):
+        store.validate(deep=True, client=SimpleNamespace(submit=None, asynchronous=True))
+
+
+def test_the_command(client, damaged: Plain, capsys: pytest.CaptureFixture[str]):
+    address = client.scheduler.address
+    assert main(["validate", str(damaged.path), "--deep", "--scheduler", address, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["lost"] == [list(span) for span in ShardStore.open(damaged.path).validate(deep=True).lost]
+    assert main(["validate", str(damaged.path), "--scheduler", address]) == 2
