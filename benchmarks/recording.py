@@ -16,7 +16,6 @@ import argparse
 import io
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -163,6 +162,12 @@ def alone(root: str, n_examples: int) -> dict[str, float]:
     return {"elapsed_s": seconds(lambda: run_bare(model, every_batch(source, model)))}
 
 
+def peak_nbytes() -> int:
+    """The peak of this process's memory. `ru_maxrss` would count that of the process which started it, too."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
 def in_a_process(what: str, root: str, n_examples: int) -> dict[str, float]:
     given = [sys.executable, __file__, "--child", what, "--folder", root, "--examples", str(n_examples)]
     return json.loads(subprocess.run(given, check=True, stdout=subprocess.PIPE).stdout)
@@ -202,7 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child is not None:
         found = globals()[args.child](str(args.folder), args.examples)
-        found["peak_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found["peak_nbytes"] = peak_nbytes()
         print(json.dumps(found))
         return
     facts = {"load": os.getloadavg()[0], "threads": torch.get_num_threads(), "torch": torch.__version__}
