@@ -20,6 +20,7 @@ from saev_store.cli._common import (
     DstPairs,
     Pairs,
     Progress,
+    Scheduler,
     StorageOptions,
     Url,
     emit,
@@ -71,6 +72,7 @@ def copy(
         float | None,
         typer.Option(metavar="N", help="Limit of requests per second, to source and destination together."),
     ] = None,
+    scheduler: Scheduler = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -97,6 +99,7 @@ def copy(
         resume=resume,
         max_mb_per_s=max_mb_per_s,
         max_requests_per_s=max_requests_per_s,
+        client=scheduler,
         progress=progress,
     )
     if as_json:

@@ -14,14 +14,18 @@ import pytest
 from waiting import soon
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Of every bucket of `servers.s3_bucket`.
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIDTESTKEY", "AWS_SECRET_ACCESS_KEY": "very-secret-key"}
 
 
 @contextmanager
 def two_workers() -> Iterator[Any]:
-    """A client of two processes, which import the package that is tested."""
+    """A client of two processes, which import the package that is tested, and have the credentials of the test server's buckets."""
     distributed = pytest.importorskip("distributed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}")
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
         with (
             distributed.LocalCluster(
                 n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"

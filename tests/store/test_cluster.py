@@ -65,11 +65,11 @@ def test_workers_find_what_one_process_finds_also_when_some_are_killed(
     assert all(times[place] >= 2 for place in killed)
 
 
-def test_a_killed_worker_costs_nothing_that_was_found_before(client, damaged: Plain, tmp_path: Path, monkeypatch):
+def test_a_killed_worker_costs_nothing_that_was_found_before(damaged: Plain, tmp_path: Path, monkeypatch):
     store, folder = ShardStore.open(damaged.path), tmp_path / "noted"
-    client.wait_for_workers(2)
     receiving(monkeypatch, _validate, folder)
-    store.validate(deep=True, client=noting(client, folder, killed=(12,), n_received=9), progress=False)
+    with two_workers() as client:  # of which none was killed before
+        store.validate(deep=True, client=noting(client, folder, killed=(12,), n_received=9), progress=False)
     times = begun(folder)
     assert times[12] == 2
     assert [times[place] for place in range(9)] == [1] * 9

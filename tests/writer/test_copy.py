@@ -33,7 +33,7 @@ from saev_store.errors import (
 )
 from saev_store.store.opening import open_documents
 from saev_store.transport import MmapTransport, PreadTransport, open_transport
-from saev_store.writer.copying import _whole, copy_store
+from saev_store.writer.copying import _copier, _whole, copy_store
 from saev_store.writer.copying._layers import copy_layers, kept_tokens
 from saev_store.writer.folder import Folder
 
@@ -320,7 +320,7 @@ def test_two_at_once_are_refused(store, tmp_path):
 
 def interrupted(store: Plain, root: Path, after: int, monkeypatch) -> None:
     """A copy that stops in the middle of its file number `after`."""
-    ahead, seen = _whole.ahead, []
+    ahead, seen = _copier.ahead, []
 
     def stop(*args):
         seen.append(args)
@@ -329,7 +329,7 @@ def interrupted(store: Plain, root: Path, after: int, monkeypatch) -> None:
         return ahead(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_whole, "ahead", stop)
+        patch.setattr(_copier, "ahead", stop)
         with pytest.raises(KeyboardInterrupt):
             copy_store(store.path, root)
 

@@ -22,7 +22,7 @@ from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
 from saev_store.writer import create_store
-from saev_store.writer.copying import _layers, _metadata, _whole, copy_store
+from saev_store.writer.copying import _copier, _layers, _metadata, _whole, copy_store
 from saev_store.writer.folder import Folder
 
 
@@ -49,7 +49,7 @@ def record_anew(source: Plain, *, digests: bool) -> None:
 
 def interrupted_at(n: int, source: Plain, to: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
     """A copy that ends when it begins with the n-th shard, or reads the n-th batch of chosen layers."""
-    count, plainly, reads = iter(range(100)), _whole._Copier._transfer, ShardStore.read
+    count, plainly, reads = iter(range(100)), _copier.Copier._transfer, ShardStore.read
 
     def transfer(self: object, file: object, bar: object) -> list[str]:
         if next(count) == n:
@@ -62,7 +62,7 @@ def interrupted_at(n: int, source: Plain, to: Path, monkeypatch: pytest.MonkeyPa
         return reads(self, key, **given)
 
     with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
-        changed.setattr(_whole._Copier, "_transfer", transfer)
+        changed.setattr(_copier.Copier, "_transfer", transfer)
         changed.setattr(_layers, "_BATCH_BYTES", 1)
         if "layers" in options:
             changed.setattr(ShardStore, "read", read)
@@ -86,7 +86,7 @@ def test_a_copy_that_is_published_meanwhile_is_not_touched(source, tmp_path, mon
         plainly(*args, **kwargs)
         monkeypatch.setattr(_whole, "_check_claim", plainly)
         copy_store(source.path, to)
-        monkeypatch.setattr(_whole._Copier, "copy", lambda *_: pytest.fail("rewritten"))
+        monkeypatch.setattr(_copier.Copier, "copy", lambda *_: pytest.fail("rewritten"))
 
     monkeypatch.setattr(_whole, "_check_claim", late)
     url = copy_store(source.path, to)
@@ -109,7 +109,7 @@ def test_a_folder_whose_claim_has_just_gone_is_looked_at_again(source, tmp_path,
 def test_who_was_overtaken_where_there_are_no_locks_touches_nothing(source, monkeypatch):
     place = MemoryTransport()
     place.lock = lambda path: contextlib.nullcontext()
-    plainly, paused, go_on, outcome = _whole._Copier.copy, threading.Event(), threading.Event(), []
+    plainly, paused, go_on, outcome = _copier.Copier.copy, threading.Event(), threading.Event(), []
 
     def copy(self: object, file: object, bar: object) -> object:
         if threading.current_thread().name == "stalled":
@@ -126,7 +126,7 @@ def test_who_was_overtaken_where_there_are_no_locks_touches_nothing(source, monk
         )
         outcome.append("done")
 
-    monkeypatch.setattr(_whole._Copier, "copy", copy)
+    monkeypatch.setattr(_copier.Copier, "copy", copy)
     thread = threading.Thread(target=stalled, name="stalled")
     thread.start()
     assert paused.wait(HANG_S)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, NamedTuple, Self, get_args
 
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.dtypes import StoredDtype
@@ -22,6 +22,9 @@ from saev_store.writer.copying._layers import copy_layers, kept_tokens
 from saev_store.writer.copying._metadata import in_dtype, in_protocol, part_of
 from saev_store.writer.copying._rounding import RoundingReport, unchanged
 from saev_store.writer.copying._whole import copy_whole
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 __all__ = ["Copied", "RoundingReport", "copy_store"]
 
@@ -63,6 +66,7 @@ def copy_store(
     replace: bool = False,
     max_mb_per_s: float | None = None,
     max_requests_per_s: float | None = None,
+    client: Client | str | None = None,
     progress: bool | None = None,
 ) -> Copied:
     """The address of a complete, checked copy of a store, made below `dst`.
@@ -110,6 +114,8 @@ def copy_store(
             are told apart by the digests of the source, and where it has none by the values of its token arrays.
         max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
         max_requests_per_s: No more requests than so many in a second, to both places together.
+        client: A `distributed.Client` or the address of a scheduler: its workers copy the files, a file for each task. For whole
+            stores, also with `protocol`, without limits; both addresses must mean the same to all workers.
         progress: A bar on standard error; None shows it on a terminal.
 
     Raises:
@@ -119,9 +125,11 @@ def copy_store(
             exists there.
         IncompleteStoreError: `resume` is False and there is an unfinished copy, or the folder holds files of another program.
         WriterConflictError: another process is copying to there.
-        ArgumentError: a limit is not positive, the source's metadata cannot be written in that protocol, there is no such dtype, or
+        ArgumentError: a limit is not positive, there is a client for a copy of a part, in another dtype or with a limit, the source's metadata cannot be written in that protocol, there is no such dtype, or
             it cannot hold a number and `on_overflow` is "raise".
-        TransportError: bytes could not be moved, or did not arrive as they were sent.
+        MissingDependencyError: `client` is an address, and distributed is not installed.
+        TransportError: bytes could not be moved, or did not arrive as they were sent; no scheduler answers, or the workers that had a
+            file died, one after the other.
     """
     resume, replace = check_flag(resume, name="resume"), check_flag(replace, name="replace")
     progress = check_flag(progress, name="progress", other=None)
@@ -133,6 +141,12 @@ def copy_store(
         max_mb_per_s = check_number(max_mb_per_s, name="max_mb_per_s")
     if max_requests_per_s is not None:
         max_requests_per_s = check_number(max_requests_per_s, name="max_requests_per_s")
+    if client is not None and (max_mb_per_s is not None or max_requests_per_s is not None):
+        raise ArgumentError(
+            "there are a client and a limit, which each worker would count by itself",
+            where="client",
+            remedy="Copy without a limit, with fewer workers; or without a client.",
+        )
     rate = Rate(None if max_mb_per_s is None else max_mb_per_s * 1e6, max_requests_per_s)
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
@@ -142,9 +156,15 @@ def copy_store(
     with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
         target = target_of(store, dst, layers, tokens, protocol, dtype)
+        if client is not None and not target.is_whole:
+            raise ArgumentError(
+                "a cluster copies whole stores in their dtype",
+                where="client",
+                remedy="Copy layers, tokens or to another dtype without a client.",
+            )
         to = opened(target.root, dst_storage_options)
         if target.is_whole:
-            copy_whole(store, to, target.metadata, resume=resume, progress=progress, replace=replace)
+            copy_whole(store, to, target.metadata, resume=resume, progress=progress, replace=replace, client=client)
             rounding = None
         else:
             rounding = copy_layers(

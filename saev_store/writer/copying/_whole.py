@@ -7,12 +7,11 @@ import json
 import os
 import shutil
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import shards_bytes
 from saev_store.errors import (
@@ -25,30 +24,22 @@ from saev_store.errors import (
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.store.card import human_bytes
-from saev_store.transport import CopiesWithin, Transport
+from saev_store.transport import Transport
 from saev_store.writer import Digests, FileDigests, load_digests
-from saev_store.writer._digests import BLOCK_BYTES, block_ranges, digest
+from saev_store.writer._digests import BLOCK_BYTES
 from saev_store.writer._publish import remove_hidden
-from saev_store.writer._shard_file import Receipt, parse_receipt
+from saev_store.writer.copying._copier import CopiedFile, Copier, copied_on_cluster
 from saev_store.writer.copying._share import share
-from saev_store.writer.folder import Folder, receipt_path
+from saev_store.writer.folder import Folder
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from saev_store.documents import Metadata
     from saev_store.store.store import ShardStore
 
 PROVENANCE_NAME = "provenance.json"
 _MAX_PROVENANCE_BYTES = 16 << 20
-_N_AHEAD = 4
-
-
-class _File(NamedTuple):
-    """One large file to copy; `shard_idx` is None for token arrays."""
-
-    name: str
-    shard_idx: int | None
-    used_nbytes: int
-    file_nbytes: int
 
 
 def copy_whole(
@@ -59,6 +50,7 @@ def copy_whole(
     resume: bool,
     progress: bool | None,
     replace: bool = False,
+    client: Client | str | None = None,
 ) -> None:
     """Copy below `root`, under the same name if `metadata` is the store's; else with the documents of `metadata`'s version.
 
@@ -81,14 +73,18 @@ def copy_whole(
             _check_room(folder, files)
         _claim(folder, store)
         promised = load_digests(store.transport)
-        copier = _Copier(store, folder, promised)
+        copier = Copier(store, folder, promised)
         shared = {file.name for file in files if not is_same and _is_shared(store, folder, file)}
         rest = [file for file in files if file.name not in shared]
         if not is_same:
             _check_room(folder, rest)
         done: dict[str, FileDigests] = {}
         with Progress(sum(file.used_nbytes for file in rest), "copying", shown=progress) as bar:
-            for file in rest:
+            if client is not None:
+                done = copied_on_cluster(client, store, folder, promised, rest, bar)
+                if _is_published(folder, store, metadata, resume=True):
+                    return
+            for file in rest if client is None else ():
                 # Where there are no locks another process may have gone on with it, and be done.
                 if _is_published(folder, store, metadata, resume=True):
                     return
@@ -116,19 +112,19 @@ def _leaving_nothing(folder: Folder) -> Generator[None]:
         raise
 
 
-def _check_room(folder: Folder, files: Sequence[_File]) -> None:
+def _check_room(folder: Folder, files: Sequence[CopiedFile]) -> None:
     """Refuse to begin where the files that are not there yet have no room."""
     check_space(folder.url, sum(file.used_nbytes for file in files if folder.size(file.name) is None))
 
 
-def _is_shared(store: ShardStore, folder: Folder, file: _File) -> bool:
+def _is_shared(store: ShardStore, folder: Folder, file: CopiedFile) -> bool:
     """Whether a shard of the copy is one with that of the source. Labels may be written anew by others: they are copied."""
     return file.shard_idx is not None and share(store.transport, folder, file.name, file.file_nbytes)
 
 
-def _files(store: ShardStore, *, pads: bool) -> list[_File]:
+def _files(store: ShardStore, *, pads: bool) -> list[CopiedFile]:
     """The files to copy; with `pads` as long as in the source, or padded where the source's back end never pads."""
-    layout, source, files = store.layout, Folder(store.transport, ""), list[_File]()
+    layout, source, files = store.layout, Folder(store.transport, ""), list[CopiedFile]()
     source_pads = bool(getattr(store.transport, "pads", False))
     for shard_idx in range(store.index.n_listed):
         used = layout.used_nbytes(shard_idx)
@@ -138,10 +134,10 @@ def _files(store: ShardStore, *, pads: bool) -> list[_File]:
             if there is None:  # only a trailing shard without examples may be missing in a store that validates
                 continue
             size = min(size, there)
-        files.append(_File(shard_name(shard_idx), shard_idx, used, max(used, size)))
+        files.append(CopiedFile(shard_name(shard_idx), shard_idx, used, max(used, size)))
     for name in store.token_arrays:
         array = store.token_arrays.declared(name)
-        files.append(_File(array.file_name, None, array.nbytes(layout), array.nbytes(layout)))
+        files.append(CopiedFile(array.file_name, None, array.nbytes(layout), array.nbytes(layout)))
     return files
 
 
@@ -264,110 +260,6 @@ def _claim(folder: Folder, store: ShardStore) -> None:
 
 def _text(store: ShardStore) -> str:
     return store.metadata.raw.decode("utf-8", "surrogateescape")
-
-
-class _Copier:
-    """Copies large files block by block; digests what it reads and reads back what it wrote. Bytes count once for progress."""
-
-    def __init__(self, store: ShardStore, folder: Folder, promised: Digests | None) -> None:
-        self._source, self._folder = Folder(store.transport, ""), folder
-        self._layout = store.layout
-        self._promised = promised
-        self.block_bytes = promised.block_bytes if promised else BLOCK_BYTES
-
-    def copy(self, file: _File, bar: Progress) -> FileDigests:
-        """Copy a file, unless an earlier attempt has; its digests."""
-        kept = self._kept(file)
-        if kept is not None:
-            bar.advance(file.used_nbytes)
-            return kept
-        if self._is_copied_within(file):
-            sent = self._of_source(file)
-            bar.advance(file.used_nbytes)
-        else:
-            sent = self._transfer(file, bar)
-        wrong = self._first_difference(file, sent)
-        if wrong is not None:
-            block_idx = wrong[0] // self.block_bytes
-            block = self._source.get_range(file.name, *wrong)
-            self._check_block(file, block_idx, digest(memoryview(block)), sent.digests[block_idx])
-            raise TransportError(
-                f"block {block_idx} of the copy is not what was sent",
-                where=self._folder.where(file.name),
-                remedy="Copy again; if it happens twice, suspect the disk or the network.",
-            )
-        if file.shard_idx is not None:
-            receipt = Receipt(file.used_nbytes, complete=True, digests=sent.digests, tokens=None)
-            self._folder.put(receipt_path(file.shard_idx), receipt.to_bytes())
-        return sent
-
-    def _kept(self, file: _File) -> FileDigests | None:
-        """The digests of a file that an earlier attempt has finished, after reading it again."""
-        if file.shard_idx is None:
-            return None
-        raw = self._folder.read(receipt_path(file.shard_idx))
-        receipt = parse_receipt(raw, self._layout, file.shard_idx, self.block_bytes) if raw is not None else None
-        if receipt is None or self._folder.size(file.name) != file.file_nbytes:
-            return None
-        if receipt.file != self._of_source(file):  # of another recording, which was there then
-            return None
-        return receipt.file if self._first_difference(file, receipt.file) is None else None
-
-    def _promise(self, file: _File) -> FileDigests | None:
-        """What the source's digests.json says of a file."""
-        promised = self._promised.files.get(file.name) if self._promised else None
-        return promised if promised is not None and promised.nbytes == file.used_nbytes else None
-
-    def _of_source(self, file: _File) -> FileDigests:
-        """What the source promises of a file; where it promises nothing, what is read there."""
-        blocks = list(block_ranges(file.used_nbytes, self.block_bytes))
-        promise = self._promise(file)
-        return promise or FileDigests(file.used_nbytes, tuple(self._source.digests(file.name, blocks)))
-
-    def _first_difference(self, file: _File, digests: FileDigests) -> tuple[int, int] | None:
-        """The first block of the copy, read again, that has another digest."""
-        self._folder.transport.close()  # a map of an earlier file must not answer for this one
-        return self._folder.first_difference(file.name, digests, self.block_bytes)
-
-    def _is_copied_within(self, file: _File) -> bool:
-        """Whether the service has copied the file; else this machine has to."""
-        to, source = self._folder.transport, self._source.transport
-        if not isinstance(to, CopiesWithin) or source.size(file.name) != file.file_nbytes:
-            return False
-        return to.copy_within(source, file.name, self._folder.path(file.name))
-
-    def _transfer(self, file: _File, bar: Progress) -> FileDigests:
-        """Read the file from the source, compare it with what is promised, and write it; its digests."""
-
-        def read(wanted: tuple[int, int]) -> memoryview:
-            return memoryview(self._source.get_range(file.name, *wanted))
-
-        digests: list[str] = []
-        promise = self._promise(file)
-        sink = self._folder.open_sink(file.name, used_nbytes=file.used_nbytes, file_nbytes=file.file_nbytes)
-        try:
-            offset = 0
-            for block in ahead(read, list(block_ranges(file.used_nbytes, self.block_bytes)), _N_AHEAD):
-                digests.append(digest(block))
-                if promise is not None:
-                    self._check_block(file, len(digests) - 1, digests[-1], promise.digests[len(digests) - 1])
-                sink.write(offset, [block])
-                offset += len(block)
-                bar.advance(len(block))
-            sink.commit()
-        except BaseException:
-            sink.abort()
-            raise
-        return FileDigests(file.used_nbytes, tuple(digests))
-
-    def _check_block(self, file: _File, block_idx: int, found: str, expected: str) -> None:
-        """Refuse a block of the source that is not what was promised."""
-        if found != expected:
-            raise CorruptShardError(
-                f"block {block_idx} of the source is not what its digests.json says",
-                where=self._source.where(file.name),
-                remedy="Run `saev-store validate --deep` on the source; repair it first.",
-            )
 
 
 def _publish(folder: Folder, store: ShardStore, metadata: Metadata, digests: Digests) -> None:

@@ -1,0 +1,140 @@
+"""`copy_store(…, client=)`: the workers of a dask cluster copy one store; the files are those that one process copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from clusters import CREDENTIALS, begun, n_processes, noting, receiving, two_workers
+from plain_stores import Plain, plain_store
+from servers import s3_bucket  # noqa: F401  (a fixture)
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.errors import AccessError, ArgumentError, CorruptShardError, IncompleteStoreError, TransportError
+from saev_store.transport import open_transport
+from saev_store.writer.copying import _whole, copy_store
+
+pytest.importorskip("distributed")
+
+N_SHARDS = 9
+N_FILES = N_SHARDS + 1  # labels.bin
+
+
+@pytest.fixture(scope="module")
+def client():
+    with two_workers() as client:
+        client.wait_for_workers(2)
+        yield client
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Plain:
+    found = plain_store(tmp_path / "from", n=25, labels=True)
+    found.write_digests(256)
+    return found
+
+
+def contents(folder: Path | str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.mark.parametrize("killed", [(), (4,), (0, 5)])
+def test_workers_copy_what_one_process_copies_also_when_some_are_killed(
+    killed: tuple[int, ...], client, plain: Plain, tmp_path: Path
+):
+    alone = copy_store(plain.path, tmp_path / "alone", progress=False)
+    client.wait_for_workers(2)
+    noted = noting(client, tmp_path / "noted", killed=killed)
+    copied = copy_store(plain.path, tmp_path / "many", client=noted, progress=False)
+    assert contents(copied) == contents(alone)
+    assert {**contents(copied), "digests.json": b""} == {**contents(plain.path), "digests.json": b""}
+    assert n_processes(tmp_path / "noted") >= 2
+    assert list(begun(tmp_path / "noted")) == list(range(N_FILES))
+    assert ShardStore.open(copied).validate(deep=True, client=client).ok
+    # The same call has nothing to do.
+    assert (
+        copy_store(plain.path, tmp_path / "many", client=noting(client, tmp_path / "again"), progress=False) == copied
+    )
+    assert begun(tmp_path / "again") == {}
+
+
+def test_a_killed_worker_costs_its_file_only(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "noted"
+    receiving(monkeypatch, _whole, folder)
+    with two_workers() as client:  # of which none was killed before
+        noted = noting(client, folder, killed=(6,), n_received=4)
+        copy_store(plain.path, tmp_path / "to", client=noted, progress=False)
+    times = begun(folder)
+    assert times[6] == 2
+    assert [times[place] for place in range(4)] == [1] * 4
+
+
+def test_documents_of_another_version_come_with_files_of_the_workers(client, plain: Plain, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(_whole, "share", lambda *_: False)  # as across disks
+    alone = copy_store(plain.path, tmp_path / "alone", protocol="2.1", progress=False)
+    many = copy_store(plain.path, tmp_path / "many", protocol="2.1", client=client, progress=False)
+    assert contents(many) == contents(alone)
+
+
+def test_what_a_worker_refuses_is_raised_here_and_the_rest_is_continued(client, plain: Plain, tmp_path: Path):
+    right = plain.shard(5).read_bytes()
+    plain.shard(5).write_bytes(bytes(len(right)))
+    with pytest.raises(CorruptShardError, match=r"acts000005\.bin: block 0 of the source"):
+        copy_store(plain.path, tmp_path / "to", client=client, progress=False)
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(tmp_path / "to" / plain.path.name)
+    plain.shard(5).write_bytes(right)
+    with pytest.raises(IncompleteStoreError):
+        copy_store(plain.path, tmp_path / "to", client=client, resume=False, progress=False)
+    # Begun by a cluster, continued by one process.
+    copied = copy_store(plain.path, tmp_path / "to", progress=False)
+    assert contents(copied) == contents(copy_store(plain.path, tmp_path / "alone", progress=False))
+
+
+def test_to_a_bucket_with_credentials_of_the_workers(client, plain: Plain, s3_bucket, tmp_path: Path, monkeypatch):
+    """Credentials do not travel to workers: each process has them of its own."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    options = {"endpoint_url": s3_bucket.options["endpoint_url"]}
+    copied = copy_store(plain.path, s3_bucket.url, dst_storage_options=options, client=client, progress=False)
+    transport = open_transport(copied, options)
+    for name, data in contents(copy_store(plain.path, tmp_path / "alone", progress=False)).items():
+        found = bytes(transport.read(name))
+        assert found == data[: len(found)]  # a bucket has no padding
+        assert not any(data[len(found) :])
+
+
+def test_credentials_in_options_are_refused(client, plain: Plain, s3_bucket):
+    with pytest.raises(AccessError, match="credentials do not travel"):
+        copy_store(plain.path, s3_bucket.url, dst_storage_options=s3_bucket.options, client=client, progress=False)
+
+
+def test_an_address_that_only_this_process_knows_is_found_out(client, plain: Plain):
+    with pytest.raises(TransportError, match="it is not there"):
+        copy_store(plain.path, "memory://copies", client=client, progress=False)
+    with pytest.raises(IncompleteStoreError):
+        ShardStore.open(f"memory://copies/{plain.path.name}")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"layers": [5]}, "whole stores"),
+        ({"dtype": "bfloat16"}, "whole stores"),
+        ({"max_mb_per_s": 5}, "a limit"),
+        ({"client": 7}, "client is 7"),
+        ({"client": SimpleNamespace(submit=None, asynchronous=True)}, "asynchronous"),
+    ],
+)
+def test_what_a_cluster_does_not_do(more: dict, message: str, plain: Plain, tmp_path: Path):
+    given = {"client": "tcp://127.0.0.1:9", "progress": False, **more}
+    with pytest.raises(ArgumentError, match=message):
+        copy_store(plain.path, tmp_path / "to", **given)
+
+
+def test_the_command(client, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["copy", str(plain.path), str(tmp_path / "to"), "--scheduler", client.scheduler.address]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "to" / plain.path.name)
+    assert ShardStore.open(tmp_path / "to" / plain.path.name).validate(deep=True).ok
