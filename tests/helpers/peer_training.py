@@ -293,7 +293,64 @@ def cached(store: str, folder: Path) -> dict[str, object]:
     return {"same": given["cache"] == given["store"], "raw": [len(acts) for acts, _ in given["store"][0]]}
 
 
-TOOLS = {"saelens": saelens, "dictionaries": dictionaries, "transfer": transfer, "cached": cached}
+def llamascopium(store: str, folder: Path) -> list[dict[str, list]]:
+    """One run of Llamascopium's `Trainer` from beginning to end, one that ends early, and one that goes on from its checkpoint."""
+    from llamascopium import SAEConfig, SparseAutoEncoder
+    from llamascopium.trainer import Trainer, TrainerConfig
+
+    from saev_store.integrations.llamascopium import activation_stream
+
+    hook = "blocks.11.hook_resid_post"
+    checkpoint = folder / "checkpoints" / f"step_{STOP}"
+    runs = []
+    for name in ("whole", "stopped", "continued"):
+        stream = activation_stream(loader(store, layer=11), n_batches=STOP if name == "stopped" else None)
+        if name == "continued":
+            sae = SparseAutoEncoder.from_pretrained(str(checkpoint))
+            trainer = Trainer.from_checkpoint(sae, str(checkpoint))
+            stream.load_state_dict(json.loads((checkpoint / "stream.json").read_text()))
+        else:
+            given = {"hook_point_in": hook, "hook_point_out": hook, "d_model": 8, "expansion_factor": 4, "top_k": 4}
+            given |= {"act_fn": "topk", "norm_activation": "batch-wise", "device": "cpu", "dtype": torch.float32}
+            sae = SparseAutoEncoder(SAEConfig(**given))
+            torch.manual_seed(0)
+            for parameter in sae.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+            trainer = Trainer(
+                TrainerConfig(
+                    total_training_tokens=STEPS * BATCH, lr=1e-2, lr_scheduler_name="constant", initial_k=4, k_warmup_steps=0,
+                    n_checkpoints=0, skip_metrics_calculation=True, exp_result_path=str(folder / name),
+                )
+            )  # fmt: skip
+        seen: dict[str, list] = {"rows": [], "losses": []}
+        step, normalize = trainer._training_step, sae.normalize_activations
+
+        def watched(sae: object, batch: dict, seen: dict = seen, step: Callable = step) -> dict:
+            output = step(sae, batch)
+            seen["losses"].append(output["loss"].item())
+            return output
+
+        def as_given(batch: dict, seen: dict = seen, normalize: Callable = normalize) -> dict:
+            seen["rows"].append(rows_of(batch[hook]))
+            return normalize(batch)
+
+        trainer._training_step, sae.normalize_activations = watched, as_given
+        trainer.fit(sae, stream)
+        if name == "stopped":
+            trainer.save_checkpoint(sae, folder)
+            (checkpoint / "stream.json").write_text(json.dumps(stream.state_dict()))
+        stream.close()
+        runs.append(seen)
+    return runs
+
+
+TOOLS = {
+    "saelens": saelens,
+    "dictionaries": dictionaries,
+    "transfer": transfer,
+    "cached": cached,
+    "llamascopium": llamascopium,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
