@@ -49,6 +49,7 @@ def found(report: Report) -> Report:
     return replace(report, elapsed_s=0.0)
 
 
+@pytest.mark.slow  # workers that were killed start again
 @pytest.mark.parametrize("killed", [(), (12,), (0, 9)])
 def test_workers_find_what_one_process_finds_also_when_some_are_killed(
     killed: tuple[int, ...], client, damaged: Plain, tmp_path: Path
@@ -106,6 +107,7 @@ def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
     assert all(begun(tmp_path / "noted")[place] >= 2 for place in killed)
 
 
+@pytest.mark.slow  # four workers start and die
 def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):
     def submit(call: object, task: object, **options: object) -> object:
         from clusters import die

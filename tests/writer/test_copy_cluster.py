@@ -40,6 +40,7 @@ def contents(folder: Path | str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+@pytest.mark.slow  # workers that were killed start again
 @pytest.mark.parametrize("killed", [(), (4,), (0, 5)])
 def test_workers_copy_what_one_process_copies_also_when_some_are_killed(
     killed: tuple[int, ...], client, plain: Plain, tmp_path: Path
