@@ -108,9 +108,9 @@ class Sae:
 
     def variance_explained(self, vectors: Singles) -> float:
         """The share of the variance of finite vectors (n, d_model) that decoding their activations gives back."""
-        acts = self.encode(vectors) / _of(self.feature_scale, slice(None))
+        acts = self.encode(vectors).astype(np.float64) / self.feature_scale
         _, factor, offset = self._scaled(vectors)
-        decoded = (acts @ self.decoder + self.decoder_bias).astype(np.float64) * factor + offset
+        decoded = (acts @ self.decoder.astype(np.float64) + self.decoder_bias) * factor + offset
         total = float(np.square(vectors - vectors.mean(axis=0, dtype=np.float64)).sum())
         return 1 - float(np.square(vectors - decoded).sum()) / total if total > 0 else float("nan")
 

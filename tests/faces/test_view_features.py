@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from dense_stores import plain_store
 from safetensors_files import safetensors
 from viewed_stores import structured, text_store
 
@@ -13,6 +14,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from saev_store import ShardStore
+from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
 from saev_store.view import Budget, Pages, Viewed, open_pages, read_sae
 from saev_store.view._pages import Query
@@ -313,6 +315,22 @@ def test_a_sample_that_takes_too_long_is_thinned(shown, monkeypatch):
     assert answer["n_examples"] == 4
     order = [example for example in sorted(some, key=lambda at: -best[at]) if best[example] > 0]
     assert [one["example"] for one in answer["found"]] == order
+
+
+def test_random_bits_have_features(tmp_path):
+    """NaN, infinities and numbers near the largest one: no warning, no error, and no answer that JSON cannot have."""
+    folder = plain_store(Layout(7, (2, 5), 4, True, 8, 3)).write(tmp_path)
+    tensors = {"W_enc": np.full((8, 9), 2, np.float32), "W_dec": np.full((9, 8), 3, np.float32)}
+    for number, config in enumerate(
+        ({}, {"k": 2}, {"normalize_activations": "layer_norm"}, {"normalize_activations": "constant_norm_rescale"})
+    ):
+        pages = open_pages(folder, sae_url=written(tmp_path / str(number), tensors, config))
+        ask(pages, "features")
+        for feature in range(9):
+            ask(pages, "feature", feature=feature)
+            ask(pages, "example", example=feature % 7, feature=feature)
+        for token in range(5):
+            ask(pages, "token", example=3, token=token)
 
 
 def test_features_that_are_not_there_are_refused(shown):
