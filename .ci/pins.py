@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     target = ROOT / "constraints.txt"
     start = CHOSEN if options.free or not target.exists() else target.read_text()
-    old = resolve(options.old, "all,frameworks,test,lint,notebook", start)
+    old = resolve(options.old, "all,docs,frameworks,test,lint,notebook", start)
     new = resolve(options.new, "gcs,obstore,test", start)
     lines = []
     for name in sorted(old | new):

@@ -170,7 +170,7 @@ class SaevBackend(BackendEntrypoint):
         Raises:
             ArgumentError: `group` is given with an opened store.
             TypeError: another option is given.
-            As `ShardStore.open`.
+            SaevStoreError: as `ShardStore.open`.
         """
         _check_decoders(decoders)
         name = (group or "").strip("/")
@@ -195,7 +195,7 @@ class SaevBackend(BackendEntrypoint):
 
         Raises:
             TypeError: an unknown option is given.
-            As `ShardStore.open`, where there is no store.
+            SaevStoreError: as `ShardStore.open`, where there is no store.
 
         Warns:
             SaevStoreWarning: stores are left out because they are unfinished, broken, or damaged without `damaged_ok`.

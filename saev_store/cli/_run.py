@@ -14,6 +14,7 @@ import typer
 
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
+from saev_store.cli.documentation import docs
 from saev_store.cli.finishing import finalize
 from saev_store.cli.importing import import_
 from saev_store.cli.ls import ls
@@ -89,6 +90,7 @@ def app() -> Command:
         record,
         repair,
         finalize,
+        docs,
         demo,
     ):
         # Without a short help of its own a command's description is cut in the list of commands.

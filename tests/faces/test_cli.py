@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
 COMMANDS = (
     "info", "estimate", "ls", "head", "validate", "copy", "import", "clean", "convert", "prepare", "export", "stats", "serve", "view",
-    "record", "repair", "finalize", "demo",
+    "record", "repair", "finalize", "docs", "demo",
 )  # fmt: skip
 
 

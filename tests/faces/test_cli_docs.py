@@ -1,0 +1,44 @@
+"""The command that opens the documentation, and the page of errors, which has them all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from saev_store import cli, errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_kind_of_error_has_its_row():
+    def tree(root):
+        yield root
+        for below in root.__subclasses__():
+            yield from tree(below)
+
+    text = (ROOT / "docs/errors.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, re.MULTILINE))
+    named = {
+        one
+        for one in tree(errors.SaevStoreError)
+        if one.__module__ == errors.__name__ and not one.__name__.startswith("_")
+    }
+    assert rows == {one.kind: one.__name__ for one in named if one is not errors.SaevStoreError}
+    for row in re.findall(r"^\| `\w+` \| `(\w+)` \| `(\w+)`", text, re.MULTILINE):
+        assert row[1] in {base.__name__ for base in getattr(errors, row[0]).__mro__}
+
+
+def test_the_command_opens_the_pages_that_are_installed(tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("saev_store.cli.documentation.files", lambda _: tmp_path)
+    assert cli.main(["docs"]) == 1
+    assert "mkdocs build --strict" in capsys.readouterr().err
+    (tmp_path / "_site").mkdir()
+    (tmp_path / "_site/index.html").write_text("<h1>")
+    assert cli.main(["docs"]) == 0
+    address = (tmp_path / "_site/index.html").as_uri()
+    assert (capsys.readouterr().out.strip(), opened) == (address, [address])
+    assert cli.main(["docs", "--json"]) == 0
+    assert cli.main(["docs", "--no-open"]) == 0
+    assert len(opened) == 1
