@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from saev_store.record._processing import Processor
 
@@ -38,17 +40,26 @@ def load_language_model(
         progress: Show the bars of the library on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: there is no such implementation of attention.
+        ArgumentError: there is no such implementation of attention, or it is a model of images.
         NotFoundError: there is no such model or tokenizer, or its files cannot be read.
-        DocumentError: the files lack weights.
+        DocumentError: the files are damaged, lack weights, or have weights of other sizes than `config.json` says.
         MissingDependencyError: transformers is not installed.
     """
     need("transformers", install="saev-store[record]")
     from transformers import AutoTokenizer
 
+    _check_input(name, "input_ids")
     model = _model(name, dtype=dtype, attention=attention, progress=progress)
     with _loading(tokenizer or name, progress=progress):
-        return model, AutoTokenizer.from_pretrained(tokenizer or name)
+        found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(tokenizer or name))
+    # Of a folder without the files of a tokenizer, transformers makes one that knows special tokens only.
+    if len(found.get_vocab()) <= len(found.get_added_vocab()):
+        raise NotFoundError(
+            "it has no tokenizer",
+            where=tokenizer or name,
+            remedy="Name the folder or the model that has it: tokenizer=….",
+        )
+    return model, found
 
 
 def load_vision_model(
@@ -67,11 +78,13 @@ def load_vision_model(
         progress: As of `load_language_model`.
 
     Raises:
-        ArgumentError: there is no such implementation of attention.
+        ArgumentError: there is no such implementation of attention, or it is a model of texts.
         NotFoundError: there is no such model, or its files cannot be read.
-        DocumentError: the files lack weights.
+        DocumentError: as of `load_language_model`.
         MissingDependencyError: transformers is not installed.
     """
+    need("transformers", install="saev-store[record]")
+    _check_input(name, "pixel_values")
     model = _model(name, dtype=dtype, attention=attention, progress=progress)
     if hasattr(model, "text_model") and hasattr(model, "vision_model"):
         return cast("torch.nn.Module", model.vision_model)
@@ -86,6 +99,7 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
         progress: As of `load_language_model`.
 
     Raises:
+        ArgumentError: it is a model of texts.
         NotFoundError: there is no processor, or its files cannot be read.
         MissingDependencyError: transformers or Pillow is not installed.
     """
@@ -93,8 +107,33 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
     need("PIL", install="saev-store[record]")
     from transformers import AutoImageProcessor
 
-    with _loading(name, progress=progress):
-        return cast("Processor", AutoImageProcessor.from_pretrained(name))
+    try:
+        with _loading(name, progress=progress):
+            return cast("Processor", AutoImageProcessor.from_pretrained(name))
+    except NotFoundError as error:
+        _check_input(name, "pixel_values")
+        error.remedy = "Check the name; if its image processor is elsewhere, pass processor=…."
+        raise
+
+
+def _check_input(name: str, wanted: Literal["input_ids", "pixel_values"]) -> None:
+    """Refuse a model of texts where one of images is wanted, and the other way round."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    with _loading(name, progress=False):
+        config = cast("PretrainedConfig", AutoConfig.from_pretrained(name))
+    # Of a model with several towers the config does not say what is recorded.
+    if type(config) not in MODEL_MAPPING or getattr(config, "sub_configs", None):
+        return
+    found = cast("object", MODEL_MAPPING[type(config)])
+    classes = cast("tuple[object, ...]", found) if isinstance(found, tuple) else (found,)
+    inputs = {getattr(each, "main_input_name", None) for each in classes}
+    other, what, remedy = {
+        "input_ids": ("pixel_values", "images", "Record images with it: images=…."),
+        "pixel_values": ("input_ids", "texts", "Record texts with it: text=… or tokens=…."),
+    }[wanted]
+    if other in inputs and wanted not in inputs:
+        raise ArgumentError(f"{config.model_type} is a model of {what}", where=name, remedy=remedy)
 
 
 def _model(
@@ -110,8 +149,20 @@ def _model(
 
     chosen = {} if attention is None else {"attn_implementation": attention}
     with _loading(name, progress=progress, attention=attention):
+        # Sizes that differ are refused below, with their names.
         model, found = AutoModel.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, output_loading_info=True, **chosen
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **chosen,
+        )
+    for key, there, wanted in sorted(cast("set[tuple[str, Sequence[int], Sequence[int]]]", found["mismatched_keys"])):
+        raise DocumentError(
+            f"{key} has the shape {tuple(there)} in its files, and {tuple(wanted)} according to its config.json",
+            where=name,
+            remedy="Check that config.json belongs to these weights.",
         )
     _fill_missing(cast("torch.nn.Module", model), sorted(cast("list[str]", found["missing_keys"])), name)
     return cast("torch.nn.Module", model)
@@ -136,9 +187,12 @@ def _fill_missing(model: torch.nn.Module, missing: Sequence[str], name: str) -> 
 def _loading(name: str, *, progress: bool | None, attention: str | None = None) -> Generator[None]:
     """Turns errors of transformers into those of this package."""
     try:
-        with _bars(shown=sys.stderr.isatty() if progress is None else progress):
+        with _bars(shown=sys.stderr.isatty() if progress is None else progress), _without_report():
             yield
-    except (OSError, ValueError, ImportError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
+        # transformers and what it calls raise many kinds of errors for damaged files.
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if attention is not None and "attn_implementation" in str(error):
             raise ArgumentError(
@@ -146,23 +200,44 @@ def _loading(name: str, *, progress: bool | None, attention: str | None = None) 
                 where="attention",
                 remedy='Omit it, or use "eager" or "sdpa".',
             ) from error
-        raise NotFoundError(
-            f"it could not be loaded: {lines[0]}",
-            where=name,
-            remedy="Check the name, or pass a folder that has the files.",
-        ) from error
+        if not isinstance(error, (OSError, ValueError, ImportError)):
+            raise DocumentError(
+                f"its files are damaged, or do not belong together: {' '.join(lines[:2])}",
+                where=name,
+                remedy="Download or copy the model again.",
+            ) from error
+        remedy = "Check the name, or pass a folder that has the files."
+        if "safetensors" in str(error):
+            remedy = "Only safetensors are read: convert pytorch_model.bin, or choose a model that has them."
+        raise NotFoundError(f"it could not be loaded: {lines[0]}", where=name, remedy=remedy) from error
+
+
+@contextmanager
+def _without_report() -> Generator[None]:
+    """Leaves out the table of unused and missing weights: a head is not recorded, and what is missing is refused."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "CONVERSION" in text
+
+    logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_report)
 
 
 @contextmanager
 def _bars(*, shown: bool) -> Generator[None]:
     """Switches the progress bars of transformers off where they are not wanted, and then on again."""
-    from transformers.utils import logging
+    from transformers.utils import logging as bars
 
-    if shown or not logging.is_progress_bar_enabled():
+    if shown or not bars.is_progress_bar_enabled():
         yield
         return
-    logging.disable_progress_bar()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        bars.enable_progress_bar()

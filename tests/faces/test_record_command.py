@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kill_children import content
-from tiny_models import VOCABULARY, tiny_language
+from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.cli import main
@@ -223,6 +224,67 @@ def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str
     (tmp_path / "dump.toml").write_text(text)
     code, _, err = run("--config", tmp_path / "dump.toml")
     assert (code, said in err) == (2, True), err
+
+
+# -- folders of models that are not whole ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model's folder, to be damaged."""
+    return Path(shutil.copytree(folder, tmp_path / "copied"))
+
+
+def refusal(run, copied: Path, tmp_path: Path, *changes: object) -> str:
+    """What the command says of a model that is not whole; nothing is written, and nothing but the error is printed."""
+    code, out, err = run(*flags(copied, tmp_path / "root"), *changes)
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert not list((tmp_path / "root").rglob("*"))
+    return err.removeprefix(f"error: {copied}: ")
+
+
+@pytest.mark.parametrize("part", [0.001, 0.5])
+def test_weights_that_are_cut_off_are_damaged_files(run, copied: Path, tmp_path: Path, part: float) -> None:
+    whole = (copied / "model.safetensors").read_bytes()
+    (copied / "model.safetensors").write_bytes(whole[: int(len(whole) * part)])
+    assert refusal(run, copied, tmp_path).startswith(
+        "its files are damaged, or do not belong together: Error while des"
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", 64), ("hidden_size", "many")])
+def test_a_config_of_other_weights_is_refused(run, copied: Path, tmp_path: Path, name: str, value: object) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, name: value}))
+    said = refusal(run, copied, tmp_path)
+    if value == 64:
+        assert said == (
+            f"embed_tokens.weight has the shape ({VOCABULARY}, 32) in its files, and ({VOCABULARY}, 64) according to its "
+            "config.json. Check that config.json belongs to these weights.\n"
+        )
+    else:
+        assert "its files are damaged, or do not belong together: Validation error for field 'hidden_size'" in said
+
+
+def test_a_folder_without_a_tokenizer_says_so(run, folder: Path, copied: Path, tmp_path: Path) -> None:
+    """Transformers makes one of it that knows no word."""
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    said = refusal(run, copied, tmp_path)
+    assert said == "it has no tokenizer. Name the folder or the model that has it: --tokenizer ….\n"
+    assert run(*flags(copied, tmp_path / "root"), "--tokenizer", folder)[0] == 0
+
+
+def test_weights_that_are_no_safetensors_are_named(run, copied: Path, tmp_path: Path) -> None:
+    (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    assert "Only safetensors are read: convert pytorch_model.bin" in refusal(run, copied, tmp_path)
+
+
+def test_a_model_of_images_is_not_run_on_texts(run, folder: Path, tmp_path: Path) -> None:
+    tiny_vision("ViTForImageClassification").save_pretrained(tmp_path / "vit")
+    code, _, err = run(*flags(folder, tmp_path), "--model", tmp_path / "vit")
+    assert code == 2
+    assert err.endswith(f"error: {tmp_path / 'vit'}: vit is a model of images. Record images with it: --images ….\n")
 
 
 # -- repair ------------------------------------------------------------------------------------------------------------

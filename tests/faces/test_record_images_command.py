@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kill_children import content
 from photographs import noise, png, write_energon, write_folder
-from tiny_models import D_MODEL, tiny_vision
+from tiny_models import D_MODEL, tiny_language, tiny_vision
 
 from saev_store import ShardStore
 from saev_store.cli import main
@@ -171,6 +171,14 @@ def test_a_model_whose_files_lack_weights_is_refused(run, folder: Path, tmp_path
     save_file({name: value for name, value in weights.items() if name != lost}, tmp_path / "model/model.safetensors")
     code, _, err = run(*flags(folder, tmp_path / "root"), "--model", tmp_path / "model")
     assert (code, "its files have no weights for" in err and "layers.1." in err) == (1, True), err
+
+
+def test_a_model_of_texts_is_not_run_on_images(run, folder: Path, tmp_path: Path) -> None:
+    tiny_language("Qwen3ForCausalLM").save_pretrained(tmp_path / "qwen")
+    said = f"error: {tmp_path / 'qwen'}: qwen3 is a model of texts. Record texts with it: --text … or --tokens ….\n"
+    for processor in ([], ["--processor", folder]):
+        code, _, err = run(*flags(folder, tmp_path / "root"), "--model", tmp_path / "qwen", *processor)
+        assert (code, err.endswith(said)) == (2, True), err
 
 
 @pytest.mark.parametrize(
