@@ -9,6 +9,7 @@ import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.record._in_memory import digest_of, is_in_memory
+from saev_store.sources.address import full_url
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
 from saev_store.sources.pictures import is_pillow, name_of
@@ -120,7 +121,10 @@ class Masks:
     def _mask(self, sample_idx: int, what: str) -> npt.NDArray[np.integer]:
         """The mask of a sample, (height, width)."""
         if self._folder is not None:
-            return decode_mask(self._folder.raw(self._positions[sample_idx]), where=what)
+            position = self._positions[sample_idx]
+            return decode_mask(
+                self._folder.raw(position), where=full_url(self._folder.transport, self._folder.paths[position])
+            )
         found = self._given[sample_idx]
         if is_pillow(found):
             return mask_of(found, where=what)

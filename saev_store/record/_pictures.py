@@ -93,7 +93,11 @@ class Pictures:
             DocumentError: one does not decode; the message names it.
         """
         found = zip(samples.tolist(), self.source.rows(samples), strict=True)
-        return [self._image(sample_idx, sample) for sample_idx, sample in found]
+        try:
+            return [self._image(sample_idx, sample) for sample_idx, sample in found]
+        except DocumentError as error:
+            error.remedy = error.remedy or 'on_bad_image="skip" leaves out images that do not decode.'
+            raise
 
     def digest(self, *, is_described: bool) -> object:
         """The digest of the images: of those in memory, or that of the source; None where a data set makes them when it is asked.

@@ -38,7 +38,7 @@ def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
         MissingDependencyError: Pillow is not installed.
     """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise MissingDependencyError(
             "an image needs Pillow",
@@ -57,10 +57,9 @@ def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
     except (SaevStoreError, MemoryError):
         raise
     except Exception as error:
-        # Pillow's plug-ins raise many kinds of errors for damaged files.
-        raise DocumentError(
-            f"it is no image that can be decoded: {str(error) or type(error).__name__}", where=where
-        ) from None
+        # Pillow's plug-ins raise many kinds of errors for damaged files; some print the object in memory.
+        why = "its format is not known" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise DocumentError(f"it is no image that can be decoded: {why or type(error).__name__}", where=where) from None
 
 
 def decode_rgb(raw: bytes, *, where: str) -> PilImage:

@@ -173,9 +173,21 @@ class TextFile(Source[str]):
         try:
             found = cast("object", json.loads(decoded))
         except (ValueError, RecursionError) as error:
-            raise DocumentError(f"the line is no JSON: {error}", where=self._where(position)) from None
-        document = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+            # A line is parsed alone, so the parser's own number of it is always 1.
+            why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise DocumentError(f"the line is no JSON: {why}", where=self._where(position)) from None
+        if not isinstance(found, dict):
+            raise DocumentError(
+                f"the line is {brief(found)}; it must be an object with a text", where=self._where(position)
+            )
+        document = cast("dict[str, object]", found)
         text = document.get(self.text_key)
+        if self.text_key in document and not isinstance(text, str):
+            raise DocumentError(
+                f"the value of {brief(self.text_key)} is {brief(text)}; it must be a text",
+                where=self._where(position),
+                remedy="If the text has another key, pass text_key=….",
+            )
         if not isinstance(text, str):
             raise DocumentError(
                 f"the line has no text under the key {self.text_key!r}; its keys are {brief(list(document))}",

@@ -226,6 +226,24 @@ def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str
     assert (code, said in err) == (2, True), err
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": 5}', "the value of 'text' is 5; it must be a text. If the text has another key, pass --text-key …."),
+        ('{"body": "x"}', "the line has no text under the key 'text'; its keys are ['body']. Pass --text-key …."),
+        ('["x"]', "the line is ['x']; it must be an object with a text"),
+        ('{"text": x}', "the line is no JSON: Expecting value at column 10"),
+    ],
+)
+def test_a_line_without_a_text_is_named_with_what_it_has(
+    run, folder: Path, tmp_path: Path, line: str, said: str
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(f'{{"text": "the cat"}}\n{line}\n')
+    code, _, err = run(*flags(folder, tmp_path / "root"), "--text", corpus)
+    assert (code, err) == (1, f"error: {corpus}:2: {said}\n")
+
+
 # -- folders of models that are not whole ------------------------------------------------------------------------------
 
 

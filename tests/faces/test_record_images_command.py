@@ -113,17 +113,26 @@ def test_bad_images_are_named_and_left_out_only_when_that_is_asked_for(run, fold
     options[3] = images
     code, out, err = run(*options)
     assert (code, out) == (1, ""), err
-    assert "a/1.png" in err
+    assert "a/1.png: it is no image that can be decoded: " in err
+    assert "--on-bad-image skip leaves out images that do not decode." in err
     assert not list((tmp_path / "root").rglob("shards.json"))
     code, out, err = run(*options, "--on-bad-image", "skip")
     assert code == 0, err
     assert "2 of 5 images do not decode" in err
     assert "a/1.png" in err
-    assert "c.png" in err
+    assert "c.png: it is no image that can be decoded: its format is not known" in err
     store = ShardStore.open(out.strip())
     assert store[:].tobytes() == by_hand(folder, [0, 2, 3], 2).tobytes()
     assert [store.origin(example).key for example in range(3)] == ["a/0.png", "b/2.png", "b/3.png"]
     assert store.metadata.data["examples"] == {"first": 0, "skipped": [1, 4]}
+
+
+def test_of_a_bad_mask_the_masks_own_file_is_named(run, folder: Path, tmp_path: Path) -> None:
+    masks = {name: png(noise(i, 20, 30)[..., 0]) for i, name in enumerate(NAMES)} | {"b/2.png": b"no mask"}
+    write_folder(tmp_path / "masks", masks)
+    code, _, err = run(*flags(folder, tmp_path / "root"), "--masks", tmp_path / "masks")
+    said = f"error: {tmp_path}/masks/b/2.png: it is no image that can be decoded: its format is not known\n"
+    assert (code, err.endswith(said)) == (1, True), err
 
 
 def test_the_image_of_an_energon_sample(run, folder: Path, tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def test_texts_that_a_model_cannot_run(tmp_path: Path, model, tokenizer) -> None
             "x.jsonl",
             b'{"text": "the"}\n{"text": 5}\n',
             DocumentError,
-            "x.jsonl:2: the line has no text under the key 'text'",
+            "x.jsonl:2: the value of 'text' is 5; it must be a text",
         ),
         ("x.jsonl", b'{"text": "the"}\n["the"]\n', DocumentError, "x.jsonl:2"),
         ("x.jsonl", b'{"text": "the"\n', DocumentError, "x.jsonl:1: the line is no JSON"),

@@ -85,10 +85,10 @@ def test_the_line_of_a_mistake_is_named(tmp_path: Path) -> None:
     source = TextFile(path)
     assert (source[0], source[5]) == ("a", "c")
     for position, line, why in [
-        (1, 3, "no text under the key 'text'"),
+        (1, 3, "the value of 'text' is 5"),
         (2, 4, "no JSON"),
         (3, 5, "not UTF-8"),
-        (4, 6, "no text"),
+        (4, 6, "an object with a text"),
     ]:
         with pytest.raises(DocumentError, match=rf"x\.jsonl:{line}: .*{why}"):
             source[position]
