@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import shlex
 import sys
 import tomllib
@@ -13,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, integers, storage_options
 from saev_store.cli.finishing import emit_part, parse_part
-from saev_store.errors import ArgumentError, NotFoundError
+from saev_store.errors import ArgumentError, NotFoundError, brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
+    from pydantic_core import ErrorDetails
 
     from saev_store import ShardStore
     from saev_store.record import ExampleSource, Images, Part, RecordedPart, RecordingEstimate, RecordingReport, Texts
@@ -30,6 +33,15 @@ Resume = Literal["auto", "strict", "never"]
 OnBadImage = Literal["raise", "skip"]
 OnNonfinite = Literal["raise", "warn", "allow"]
 _RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True, "never": False}
+#: Options that are no keys of the TOML file: they belong to one call, not to what is recorded.
+_ONLY_FLAGS = frozenset({"config", "storage_options", "option", "part", "dry_run", "json", "progress", "debug"})
+#: What a value must be, where the type that pydantic expects does not say it.
+_RULES = {
+    "bos": "a token id, 'tokenizer' or 'none'",
+    "layers": "a list of integers, such as [7, 14, 21]",
+    "hook_points": "a list of names, such as ['resid_post']",
+}
+_TYPES = {"int_type": "an integer", "string_type": "text", "bool_type": "true or false"}
 
 
 class Plan(BaseModel):
@@ -147,6 +159,7 @@ def record(
         "hook_points": hook_points,
     }  # fmt: skip
     plan = plan_of(config, flags)
+    _check_address(plan)
     of_ranks = None if part is None else parse_part(part)
     storage, reports = storage_options(options, option), list["RecordingReport"]()
     model_and_source = load(plan, progress=progress)
@@ -201,8 +214,31 @@ def _check_source(plan: Plan) -> None:
     if others:
         kind = "texts" if plan.images is not None else "images"
         raise ArgumentError(f"{others[0]} is an option for {kind}", where=", ".join(others), remedy="Leave it out.")
+    if plan.text is not None and not plan.text.endswith(".jsonl") and "text_key" in plan.model_fields_set:
+        raise ArgumentError(
+            f"{plan.text} is one text; only the lines of a file *.jsonl have keys",
+            where="text_key",
+            remedy="Leave it out.",
+        )
     if plan.images is None and plan.context is None:
         raise ArgumentError("texts need it: the most tokens that the model sees at once", where="context")
+
+
+def _check_address(plan: Plan) -> None:
+    """Refuse an address of the stores that is none, before a model is loaded.
+
+    Raises:
+        ArgumentError: it is empty, a file, or a URL with one slash, which would be the name of a local folder.
+    """
+    if not plan.to:
+        raise ArgumentError("it is empty; it must be a folder or a bucket", where="to")
+    scheme = re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", plan.to)
+    if scheme is not None and scheme[1] not in {"file", "local"}:
+        raise ArgumentError(
+            f"{plan.to!r} is no URL: two slashes follow the colon", where="to", remedy=f"Write {scheme[1]}://…."
+        )
+    if Path(plan.to).is_file():
+        raise ArgumentError(f"{plan.to!r} is a file; it must be a folder or a bucket", where="to")
 
 
 def _load_texts(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
@@ -244,6 +280,12 @@ def _load_images(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module,
         image_key=plan.image_key,
         on_bad_image=plan.on_bad_image,
     )
+    if plan.image_key is not None and images.source.format == "images":
+        raise ArgumentError(
+            f"{plan.images} is a folder of images; only samples of Energon have parts",
+            where="image_key",
+            remedy="Leave it out.",
+        )
     model = load_vision_model(plan.model, dtype=plan.compute_dtype, attention=plan.attention, progress=progress)
     return model, images
 
@@ -323,8 +365,21 @@ def plan_of(config: Path | None, flags: Mapping[str, object], otherwise: Mapping
         for found in error.errors(include_url=False):
             name = str(found["loc"][0])
             place = f" in {config}" if name in said and name not in flags else ""
-            problems.setdefault(name, f"{name}{place}: {found['msg'].replace('Input should', 'it must')}")
+            problems.setdefault(name, f"{name}{place} {_broken_rule(name, {**said, **flags}.get(name), found)}")
         raise ArgumentError("; ".join(problems.values()), where=", ".join(problems)) from None
+
+
+def _broken_rule(name: str, value: object, found: ErrorDetails) -> str:
+    """What is wrong with an option, and what it must be."""
+    if found["type"] == "missing":
+        return "is missing"
+    if found["type"] == "extra_forbidden":
+        if name in _ONLY_FLAGS:
+            return "is an option of the command line only"
+        near = difflib.get_close_matches(name, Plan.model_fields, n=1)
+        return "is no option" + (f"; {near[0]} is one" if near else "")
+    expected = found.get("ctx", {}).get("expected") or _TYPES.get(found["type"]) or found["msg"]
+    return f"is {brief(value)}; it must be {_RULES.get(name, expected)}"
 
 
 def _parsed(flags: Mapping[str, object]) -> dict[str, object]:

@@ -166,7 +166,11 @@ def test_token_files(run, folder: Path, tmp_path: Path) -> None:
         (["--hook-points", "attn"], 2, "--hook-points: 'attn' is not a hook point"),
         (["--context", "0"], 2, "--context: context is 0"),
         (["--context", "41"], 2, "--context: a row has 41 tokens"),
-        (["--bos", "first"], 2, "--bos"),
+        (["--bos", "first"], 2, "--bos: bos is 'first'; it must be a token id, 'tokenizer' or 'none'"),
+        (["--to", "s3:/lab/shards"], 2, "--to: 's3:/lab/shards' is no URL: two slashes follow the colon. Write s3://"),
+        (["--to", ""], 2, "--to: it is empty"),
+        (["--to", __file__], 2, "is a file; it must be a folder or a bucket"),
+        (["--text", "book.txt", "--text-key", "body"], 2, "--text-key: book.txt is one text"),
         (["--tokens", "x.idx"], 2, "--text, --tokens, --images: one of the three"),
         (["--config", "missing.toml"], 1, "missing.toml: it cannot be read"),
         (["--device", "abacus"], 2, "--device: 'abacus' cannot be used"),
@@ -214,10 +218,17 @@ def test_an_interrupt_while_the_model_loads_promises_nothing(
     ("text", "said"),
     [
         ("layers = [1", "is no TOML"),
-        ('layers = "1,2"', "layers in"),
-        ("layer = [1]", "layer in"),
-        ("pack = 1", "pack in"),
-        ("layers = [1]\ncontext = 4\ntext = 'x'\nto = 'y'", "model: Field required"),
+        ('layers = "1,2"', "dump.toml is '1,2'; it must be a list of integers, such as [7, 14, 21]"),
+        ("layers = [1, 'x']", "dump.toml is [1, 'x']; it must be a list of integers, such as [7, 14, 21]"),
+        ("layer = [1]", "dump.toml is no option; layers is one"),
+        ("contxt = 4", "dump.toml is no option; context is one"),
+        ("pack = 1", "dump.toml is 1; it must be true or false"),
+        ("context = '4'", "dump.toml is '4'; it must be an integer"),
+        ("layout = 'packed'", "dump.toml is 'packed'; it must be 'window' or 'stream'"),
+        ("bos = 'foo'", "dump.toml is 'foo'; it must be a token id, 'tokenizer' or 'none'"),
+        ("part = '1/2'", "dump.toml is an option of the command line only"),
+        ("storage_options = {anon = true}", "dump.toml is an option of the command line only"),
+        ("layers = [1]\ncontext = 4\ntext = 'x'\nto = 'y'", "--model: model is missing"),
     ],
 )
 def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str, said: str) -> None:
@@ -391,4 +402,4 @@ def test_repair_of_nothing(repaired, damaged, tmp_path: Path) -> None:
     code, _, err = repaired(tmp_path / "nothing", "--config", config)
     assert (code, "nothing" in err) == (1, True)
     code, _, err = repaired(path)
-    assert (code, "model: Field required" in err) == (2, True), err
+    assert (code, "--model: model is missing" in err) == (2, True), err
