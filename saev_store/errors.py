@@ -56,6 +56,15 @@ def brief(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+def counted(n: int, noun: str) -> str:
+    """A number of things as text.
+
+    >>> counted(1, "shard"), counted(2000, "shard")
+    ('1 shard', '2,000 shards')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 class SaevStoreError(Exception):
     """The root of the tree of errors.
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from saev_store.cli._wording import as_commands
 from saev_store.errors import ArgumentError, SaevStoreError
+from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
     from saev_store.core.layout import LayerKey
+    from saev_store.problems import Problem
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -72,13 +78,53 @@ def storage_options(
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ArgumentError(
-                f"{pair!r} is not KEY=VALUE", where="--option", remedy="Write for example -o anon=true."
+                f"{pair!r} is not KEY=VALUE",
+                where=name.replace("-storage-options", "-option"),
+                remedy=f"Write for example {name.replace('-storage-options', '-option')} anon=true.",
             )
         try:
             options[key] = cast("object", json.loads(value))
         except (ValueError, RecursionError):
             options[key] = value
     return options or None
+
+
+def check_destination(
+    url: str,
+    options: Mapping[str, object] | None = None,
+    *,
+    where: str,
+    options_name: str = "--storage-options",
+    is_file: bool = False,
+) -> None:
+    """Refuse what is no address to write to, before anything else is done.
+
+    Args:
+        url: A folder, or with `is_file` a file.
+        options: Options of its file system.
+        where: The option or argument that has the address.
+        options_name: The option that has the options.
+        is_file: It will be a file.
+
+    Raises:
+        ArgumentError: it is empty, a file where a folder is written or the other way round, a URL with one slash, which would
+            be the name of a local folder, or takes no such options.
+    """
+    kind, other = ("file", "folder") if is_file else ("folder", "file")
+    if not url:
+        raise ArgumentError(f"it is empty; it must be a {kind}, or a URL of one", where=where)
+    scheme = re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url)
+    if scheme is not None and scheme[1] not in {"file", "local"}:
+        raise ArgumentError(
+            f"{url!r} is no URL: two slashes follow the colon", where=where, remedy=f"Write {scheme[1]}://…."
+        )
+    if os.path.isdir(url) if is_file else os.path.isfile(url):
+        raise ArgumentError(f"{url!r} is a {other}; it must be a {kind}", where=where)
+    try:
+        open_transport(url, options).close()
+    except ArgumentError as error:
+        error.where = {"storage_options": options_name, "url": where}.get(error.where or "", error.where)
+        raise
 
 
 def integers(text: str, *, where: str) -> list[int]:
@@ -185,16 +231,20 @@ def error_to_dict(error: Exception) -> dict[str, object]:
         return {"kind": "usage", "message": str(error)}
     if not isinstance(error, SaevStoreError):
         return {"kind": "defect", "message": f"{type(error).__name__}: {error}"}
-    from saev_store.validation import problem_to_dict
-
-    problems = getattr(error, "problems", ())
     return {
         "kind": error.kind,
         "message": error.message,
         "where": error.where,
         "remedy": error.remedy,
-        "problems": [problem_to_dict(problem) for problem in problems],
+        "problems": told(getattr(error, "problems", ())),
     }
+
+
+def told(problems: Iterable[Problem]) -> list[dict[str, object]]:
+    """Problems as plain JSON types, whose messages name commands."""
+    from saev_store.validation import problem_to_dict
+
+    return [problem_to_dict(replace(problem, message=as_commands(problem.message))) for problem in problems]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

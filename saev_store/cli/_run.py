@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -14,6 +13,7 @@ import typer
 
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
+from saev_store.cli._wording import SubCommand, Wording, as_commands
 from saev_store.cli.documentation import docs
 from saev_store.cli.finishing import finalize
 from saev_store.cli.importing import import_
@@ -31,26 +31,7 @@ _HELP = """Inspect, validate and copy stores of transformer activations.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 1 a problem of a store or an
 address, 2 wrong usage, 3 a defect of this program, 130 interrupted."""
-#: A keyword argument in a sentence of the library.
-_KEYWORD = re.compile(r"""\b([a-z_]+)=("[^"]*"|'[^']*'|\[[^]]*\]|\([^)]*\)|\w+|…)""")
-#: What Python writes around values and between those of a list.
-_NOT_IN_A_SHELL = r"""["'()\[\] ]"""
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-
-
-class Parameter(Protocol):
-    """An option or argument of a command."""
-
-    name: str | None
-    opts: Sequence[str]
-    secondary_opts: Sequence[str]
-    metavar: str | None
-
-
-class SubCommand(Protocol):
-    """A command of the group."""
-
-    params: Sequence[Parameter]
 
 
 class Command(Protocol):
@@ -112,58 +93,6 @@ def _top(
         raise typer.Exit(2)
 
 
-class _Options:
-    """The names of a command's options, for errors that name arguments of the library.
-
-    An argument and its option may differ in number: `layer` of the library is `--layers` of `copy`.
-
-    >>> options = _Options(["copy", "a", "b"])
-    >>> options.names("max_mb_per_s"), options.names("acts000001.bin")
-    ('--max-mb-per-s', 'acts000001.bin')
-    >>> options.text('Use dtype="float32", resume=False or copy=None.')
-    'Use --dtype float32, --no-resume or copy=None.'
-    """
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        commands = app().commands
-        command = next((commands[word] for word in argv if word in commands), None)
-        self._parameters: dict[str | None, Parameter] = {}
-        for parameter in command.params if command is not None else ():
-            self._parameters[parameter.name] = parameter
-
-    def _parameter(self, argument: str) -> Parameter | None:
-        for name in (argument, f"{argument}s", argument.removesuffix("s")):
-            if name in self._parameters:
-                return self._parameters[name]
-        return None
-
-    def _name(self, argument: str) -> str:
-        parameter = self._parameter(argument)
-        if parameter is None:
-            return argument
-        is_option = parameter.opts[0].startswith("-")
-        return parameter.opts[-1] if is_option else parameter.metavar or parameter.opts[0].upper()
-
-    def names(self, where: str) -> str:
-        """Arguments, separated by commas, as options; other text as it is."""
-        return ", ".join(map(self._name, where.split(", ")))
-
-    def text(self, text: str) -> str:
-        """A sentence with its keyword arguments as options."""
-        return _KEYWORD.sub(self._as_option, text)
-
-    def _as_option(self, found: re.Match[str]) -> str:
-        argument, value = found.groups()
-        parameter = self._parameter(argument)
-        if parameter is None or not parameter.opts[0].startswith("-"):
-            return found[0]
-        if value == "True":
-            return parameter.opts[-1]
-        if value == "False" and parameter.secondary_opts:
-            return parameter.secondary_opts[-1]
-        return f"{parameter.opts[-1]} {re.sub(_NOT_IN_A_SHELL, '', value)}"
-
-
 def _usage_text(error: Exception) -> UsageText | None:
     """The message and usage of a mistake in the arguments; None for any other error."""
     format_message = getattr(error, "format_message", None)
@@ -182,10 +111,11 @@ def run(argv: list[str]) -> int:
     seen: list[str] = []  # with --json, standard error is one document if the command fails
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+        text = as_commands(str(message))
         if as_json:
-            seen.append(str(message))
+            seen.append(text)
         else:
-            print(f"warning: {message}", file=sys.stderr)
+            print(f"warning: {text}", file=sys.stderr)
 
     def fail(error: Exception, code: int) -> int:
         if debug:
@@ -212,11 +142,13 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except SaevStoreError as error:
-        options = _Options(argv)
+        wording = Wording(app().commands, argv)
         if isinstance(error, ArgumentError | SelectionError | LayerNotFoundError) and error.where:
-            error.where = options.names(error.where)
-        error.remedy = None if error.remedy is None else options.text(error.remedy)
-        return fail(error, USAGE if isinstance(error, ArgumentError) else REFUSED)
+            error.where = wording.names(error.where, error.message)
+        error.message = as_commands(error.message)
+        error.remedy = None if error.remedy is None else wording.remedy(error.remedy)
+        is_usage = isinstance(error, ArgumentError) or (error.where or "").startswith("--")
+        return fail(error, USAGE if is_usage else REFUSED)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else REFUSED
     except Exception as error:

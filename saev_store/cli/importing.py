@@ -13,6 +13,7 @@ from saev_store.cli._common import (
     Pairs,
     Progress,
     StorageOptions,
+    check_destination,
     emit,
     emit_json,
     integers,
@@ -79,6 +80,8 @@ def import_(
 
     if context is not None and context < 1:
         raise ArgumentError(f"it is {context}; it must be more than 0", where="--context")
+    target = storage_options(dst_options, dst_option, name="--dst-storage-options")
+    check_destination(to, target, where="--to", options_name="--dst-storage-options")
     try:
         store = import_cache(
             url, to, format=format, family=family, ckpt=ckpt,
@@ -87,7 +90,7 @@ def import_(
             context=context, bos_token=bos_token, cls_token=cls_token, dims=None if dims is None else dims.split(","),
             dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
             verify=verify, storage_options=storage_options(options, option),
-            dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+            dst_storage_options=target,
             on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
         )  # fmt: skip
     except ArgumentError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options
+from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options, told
 from saev_store.errors import ArgumentError, SaevStoreError
 
 if TYPE_CHECKING:
@@ -83,8 +83,6 @@ def prepare(
     if not as_json:
         emit(str(made))
         return
-    from saev_store.validation import problem_to_dict
-
     emit_json({
         "url": made.url,
         "n_samples": made.n_samples,
@@ -92,7 +90,7 @@ def prepare(
         "part_names": list(made.part_names),
         "shards": dict(made.shards),
         "splits": {name: list(shards) for name, shards in made.splits.items()},
-        "problems": [problem_to_dict(problem) for problem in made.problems],
+        "problems": told(made.problems),
     })  # fmt: skip
 
 

@@ -25,7 +25,9 @@ from saev_store.cli._common import (
     layer_keys,
     storage_options,
     table,
+    told,
 )
+from saev_store.cli._wording import as_commands
 from saev_store.core.dtypes import StoredDtype
 from saev_store.errors import (
     ArgumentError,
@@ -60,14 +62,13 @@ def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, opti
         source_info(source, as_json=as_json)
         return
     with ShardStore.open(url, given, damaged_ok=True) as store:
-        emit_json(describe(store)) if as_json else emit(repr(store))
+        emit_json(describe(store)) if as_json else emit(as_commands(repr(store)))
 
 
 def describe(store: ShardStore) -> dict[str, object]:
     """A store as plain JSON types."""
     from saev_store.core.token_arrays import LABELS, TokenArray
     from saev_store.store.sizes import sizes_by_dtype
-    from saev_store.validation import problem_to_dict
 
     layout, metadata, arrays = store.layout, store.metadata, list[TokenArray]()
     with suppress(DocumentError):  # labels of a wrong size, which `problems` lists
@@ -96,7 +97,7 @@ def describe(store: ShardStore) -> dict[str, object]:
         ],
         "labels": LABELS in arrays,
         "engine": store.transport.name,
-        "problems": [problem_to_dict(problem) for problem in store.problems],
+        "problems": told(store.problems),
     }
 
 
@@ -158,18 +159,15 @@ def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
 
 def source_info(found: Found, *, as_json: bool) -> None:
     """Describe a data set."""
-    from saev_store.validation import problem_to_dict
-
     with found.open(damaged_ok=True) as source:
         if not as_json:
             emit(repr(source))
             return
-        problems = [problem_to_dict(problem) for problem in source.problems]
         try:
             described = source.describe()
         except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
             described = {"format": source.format, "url": source.url, "n_samples": len(source)}
-        emit_json({**described, "problems": problems})
+        emit_json({**described, "problems": told(source.problems)})
 
 
 def head(
@@ -265,7 +263,7 @@ def validate(
     else:
         with ShardStore.open(url, given, damaged_ok=True) as store:
             report = store.validate(deep=deep, client=scheduler, progress=progress)
-    emit_json(report.to_dict()) if as_json else emit(str(report))
+    emit_json({**report.to_dict(), "problems": told(report.problems)}) if as_json else emit(as_commands(str(report)))
     if not report.ok:
         raise typer.Exit(1)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, cast
 import typer
 
 from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options
-from saev_store.cli.recording import load, plan_of, record
+from saev_store.cli._plan import naming_source, plan_of
+from saev_store.cli.recording import load, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,20 +67,21 @@ def repair(
     }
     plan = plan_of(config, {**flags, "to": url}, otherwise)
     model, source = load(plan, progress=progress)
-    done = repair_recording(
-        model,
-        source,
-        url,
-        layers=plan.layers,
-        hook_points=plan.hook_points,
-        dtype=plan.dtype,
-        max_tokens_per_shard=plan.max_tokens_per_shard,
-        device=plan.device,
-        storage_options=storage,
-        recheck=recheck,
-        on_nonfinite=plan.on_nonfinite,
-        progress=progress,
-    )
+    with naming_source(plan):
+        done = repair_recording(
+            model,
+            source,
+            url,
+            layers=plan.layers,
+            hook_points=plan.hook_points,
+            dtype=plan.dtype,
+            max_tokens_per_shard=plan.max_tokens_per_shard,
+            device=plan.device,
+            storage_options=storage,
+            recheck=recheck,
+            on_nonfinite=plan.on_nonfinite,
+            progress=progress,
+        )
     if as_json:
         emit_json(done.to_dict())
     else:

@@ -23,6 +23,7 @@ from saev_store.cli._common import (
     Scheduler,
     StorageOptions,
     Url,
+    check_destination,
     emit,
     emit_json,
     integers,
@@ -30,7 +31,7 @@ from saev_store.cli._common import (
     storage_options,
     table,
 )
-from saev_store.errors import ArgumentError
+from saev_store.errors import AccessError, ArgumentError
 from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def copy(
     for name, limit in (("--max-mb-per-s", max_mb_per_s), ("--max-requests-per-s", max_requests_per_s)):
         if limit is not None and not limit > 0:
             raise ArgumentError(f"the limit is {limit}; it must be more than 0", where=name)
+    target = storage_options(dst_options, dst_option, name="--dst-storage-options")
+    check_destination(dst, target, where="DST", options_name="--dst-storage-options")
     url = copy_store(
         src,
         dst,
@@ -95,7 +98,7 @@ def copy(
         dtype=dtype,
         on_overflow=on_overflow,
         storage_options=storage_options(options, option),
-        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        dst_storage_options=target,
         resume=resume,
         max_mb_per_s=max_mb_per_s,
         max_requests_per_s=max_requests_per_s,
@@ -145,6 +148,7 @@ def convert(
     from saev_store.sources.mmididx import IndexedDataset
 
     target = storage_options(dst_options, dst_option, name="--dst-storage-options")
+    check_destination(dst, target, where="DST", options_name="--dst-storage-options", is_file=True)
     with open_source(src, storage_options(options, option)) as source:
         if isinstance(source, IndexedDataset):
             if seq_len is None or batch_size is None:
@@ -232,14 +236,16 @@ def export(
     if append and format != "icechunk":
         raise ArgumentError("only Icechunk repositories can be appended to", where="--append")
     shape = "auto" if chunks is None else integers(chunks, where="--chunks")
+    target = storage_options(out_options, None, name="--out-storage-options")
+    is_file = format in {"kerchunk", "tensorstore"}
+    check_destination(out, target, where="OUT", options_name="--out-storage-options", is_file=is_file)
     with ShardStore.open(url, storage_options(options, option)) as store:
         match format:
             case "tensorstore":
                 from saev_store.export import array_names
 
                 specs = {name: store.to_tensorstore_spec(name, base=template) for name in array_names(store)}
-                with open(out, "w", encoding="utf-8") as file:
-                    json.dump(specs, file, indent=1)
+                _write_text(out, json.dumps(specs, indent=1))
             case "icechunk":
                 from saev_store.export import without_icechunk_logs
 
@@ -247,9 +253,25 @@ def export(
                 store.to_icechunk(out, chunks=shape, base=template, append=append)
             case "kerchunk" | "kerchunk-parquet":
                 kind = "parquet" if format == "kerchunk-parquet" else "json"
-                target = storage_options(out_options, None, name="--out-storage-options")
                 store.to_kerchunk(out, format=kind, chunks=shape, base=template, storage_options=target)
     emit_json({"out": out, "format": format}) if as_json else emit(out)
+
+
+def _write_text(path: str, text: str) -> None:
+    """Write a local file.
+
+    Raises:
+        AccessError: the system refuses it, or there is no such folder.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise AccessError(
+            f"could not write: {error.strerror or error}",
+            where=path,
+            remedy="Name a file in a local folder that exists.",
+        ) from error
 
 
 def clean(

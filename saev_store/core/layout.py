@@ -266,13 +266,12 @@ class Layout:
             raise LayerNotFoundError(
                 f"layer {brief(layer)} was recorded at {len(found)} hook points: {[self.layer_keys[i] for i in found]}",
                 where="layer",
-                remedy="Name one of these pairs, on the command line "
-                f"{' or '.join(f'{self.layers[i]}:{hooks[i]}' for i in found)}.",
+                remedy=f"Name one of these pairs: {' or '.join(f'{self.layers[i]}:{hooks[i]}' for i in found)}.",
             )
         raise LayerNotFoundError(
             f"layer {brief(layer)} was not recorded; the store holds the layers {list(self.layer_keys)}",
             where="layer",
-            remedy="Labels match literally (-2 is a label of its own); for positions index the store like an array.",
+            remedy="Labels match literally (-2 is a label of its own). From Python, index the store like an array for positions.",
         )
 
     def locate(self, example: int, layer: int, token: int) -> ByteRange:

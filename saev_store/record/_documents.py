@@ -180,7 +180,9 @@ def _source_of(value: object, text_key: str | int) -> Source[object] | None:
     if isinstance(value, Source):
         source = cast("Source[object]", value)
         if source.format == "images":
-            raise ArgumentError(f"{source.url} has images; these are no texts", where="documents", remedy="Use Images.")
+            raise ArgumentError(
+                f"{source.url} has images; these are no texts", where="documents", remedy="Record them as images."
+            )
         return source
     if isinstance(value, (str, os.PathLike)):
         return TextFile(cast("str", value), text_key=str(text_key))

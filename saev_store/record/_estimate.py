@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import RESID_POST
 from saev_store.core.token_arrays import LABELS
+from saev_store.errors import counted
+from saev_store.record._part import this_part
 from saev_store.record._pipeline import closing_in_thread, pipeline_nbytes
+from saev_store.record._ranks import n_left
 from saev_store.record._record import describe, prepare
 from saev_store.record._report import human_seconds
 from saev_store.store.card import human_bytes
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from saev_store.core.dtypes import StoredDtype
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Batch, ExampleSource
+    from saev_store.record._part import Part
     from saev_store.record._recorder import Recorder
 
 
@@ -42,9 +46,11 @@ class RecordingEstimate:
         vectors_nbytes: Bytes of its vectors.
         token_arrays_nbytes: Bytes of its token arrays.
         n_requests: PUT and POST requests to a bucket, see `writing_requests`; None for a disk.
+        part: The part that was asked for, (rank, number of ranks); None: all of it.
+        n_left: Examples of it that are not there; what is there of a recording is kept.
         n_measured: Examples that the model ran.
-        model_s: Seconds of the model for all examples, at the measured speed.
-        source_s: Seconds of the source for all examples, beside the model.
+        model_s: Seconds of the model for those that are left, at the measured speed.
+        source_s: Seconds of the source for them, beside the model.
         memory_nbytes: Bytes that the batches of the recording take at most, see `pipeline_nbytes`.
         there_nbytes: Bytes that an earlier call has put on the disk already; 0 for a bucket.
         free_nbytes: Free bytes of the disk; None for a bucket.
@@ -56,6 +62,8 @@ class RecordingEstimate:
     vectors_nbytes: int
     token_arrays_nbytes: int
     n_requests: int | None
+    part: tuple[int, int] | None
+    n_left: int
     n_measured: int
     model_s: float
     source_s: float
@@ -75,7 +83,7 @@ class RecordingEstimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds for all examples: the slower of source and model decides, unless the disk or the network is slower still."""
+        """Seconds for the examples that are left: the slower of source and model decides, unless the disk or the network is slower still."""
         return max(self.model_s, self.source_s)
 
     @property
@@ -97,8 +105,9 @@ class RecordingEstimate:
         steps = f"{human_seconds(self.model_s)} in the model, beside it {human_seconds(self.source_s)} in the source"
         lines = [
             f"store      {self.name}",
-            f"size       {self.n_examples:,} examples, {human_bytes(self.nbytes)} in {self.n_shards:,} shards",
-            f"time       {human_seconds(self.seconds)}: {steps}; measured with {self.n_measured:,} examples",
+            f"size       {counted(self.n_examples, 'example')}, {human_bytes(self.nbytes)} in {counted(self.n_shards, 'shard')}",
+            *self._left(),
+            f"time       {human_seconds(self.seconds)}: {steps}; measured with {counted(self.n_measured, 'example')}",
             f"memory     {human_bytes(self.memory_nbytes)} for batches",
         ]
         if self.n_requests is not None:
@@ -109,6 +118,13 @@ class RecordingEstimate:
                 f"disk       {human_bytes(self.needed_nbytes)} needed, {human_bytes(self.free_nbytes)} free: {verdict}"
             )
         return "\n".join(lines)
+
+    def _left(self) -> list[str]:
+        """A line where it is not all examples that would be recorded."""
+        if self.part is None and self.n_left == self.n_examples:
+            return []
+        left = f"{counted(self.n_left, 'example')} to record" if self.n_left else "nothing to record: it is there"
+        return [f"left       {left}" if self.part is None else f"part {self.part[0] + 1}/{self.part[1]}   {left}"]
 
 
 def estimate_recording(
@@ -126,6 +142,7 @@ def estimate_recording(
     protocol: str | None = None,
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
+    part: Part | None = None,
     n_examples: int = 32,
 ) -> RecordingEstimate:
     """Say what `record` with the same arguments will take. Nothing is written below `root`.
@@ -147,14 +164,17 @@ def estimate_recording(
         protocol: As of `record`.
         device: As of `record`.
         storage_options: As of `record`.
+        part: As of `record`.
         n_examples: How many examples to run at least, if there are so many. The first batch is not counted if there is another
             one: it takes longer.
 
     Raises:
         ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
+        ResumeError: with `part`, where one process has begun the store without parts.
         AccessError: the root cannot be looked at.
     """
     check_count(n_examples, name="n_examples")
+    of_ranks = this_part(part)
     recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
     metadata = describe(
         recorder,
@@ -170,8 +190,9 @@ def estimate_recording(
     arrays = metadata.token_arrays
     if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
         arrays = (LABELS,)
-    measured = _measure(recorder, source, n_examples, layout.n_examples)
     transport = open_transport(root, storage_options)
+    left = n_left(transport.at(metadata.hash), layout, of_ranks)
+    measured = _measure(recorder, source, n_examples, layout.n_examples)
     folder = transport.local_path
     return RecordingEstimate(
         name=metadata.hash,
@@ -180,9 +201,11 @@ def estimate_recording(
         vectors_nbytes=layout.nbytes,
         token_arrays_nbytes=sum(array.nbytes(layout) for array in arrays),
         n_requests=writing_requests(layout, arrays) if folder is None else None,
+        part=of_ranks,
+        n_left=left,
         n_measured=measured.n_examples,
-        model_s=measured.model_s_per_example * layout.n_examples,
-        source_s=measured.source_s_per_example * layout.n_examples,
+        model_s=measured.model_s_per_example * left,
+        source_s=measured.source_s_per_example * left,
         memory_nbytes=pipeline_nbytes(measured.inputs_nbytes, measured.vectors_nbytes),
         there_nbytes=0 if folder is None else _used_nbytes(Path(folder, metadata.hash)),
         free_nbytes=None if folder is None else _free_nbytes(Path(folder)),

@@ -61,7 +61,7 @@ class _ImageSource(ExampleSource):
             raise ArgumentError(
                 f"{type(adapter.model).__name__} is a model of tokens; these are images",
                 where="source",
-                remedy="Use Texts.",
+                remedy="Give it texts, or choose a model of images.",
             )
         shape = self._shape()
         content = adapter.content_tokens(shape)
@@ -380,7 +380,7 @@ def _check_floats(dtype: object, what: str) -> None:
         raise ArgumentError(
             f"{what} has {name} numbers; pixels are normalised floats",
             where="images",
-            remedy="Pass the model's image processor as processor=… of `Images`, or normalise them.",
+            remedy="Pass the model's image processor as processor=…, or normalise them.",
         )
 
 
@@ -389,5 +389,5 @@ def _not_alone(what: str, value: object) -> ArgumentError:
     return ArgumentError(
         f"{what} is a {type(value).__name__}; it must be pixels alone",
         where="images",
-        remedy="Of pairs (image, label) hand over the images alone, or name them: Images(…, image_key=…).",
+        remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
     )

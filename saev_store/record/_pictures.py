@@ -71,7 +71,7 @@ class Pictures:
         else:
             self.source = cast("Source[object]", images) if isinstance(images, Source) else MapStyle(images)
         if self.source.format in {"mmididx", "llmbatch"}:
-            raise ArgumentError(f"{self.source.url} has token ids; these are no images", where="images", remedy="Use Texts.")  # fmt: skip
+            raise ArgumentError(f"{self.source.url} has token ids; these are no images", where="images", remedy="Record them as texts.")  # fmt: skip
         self.image_key = image_key
         self.skipped: dict[int, str] = {}
         if len(self.source) < 1:

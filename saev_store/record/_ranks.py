@@ -96,9 +96,7 @@ def write_part(
         if part is not None:
             error.remedy = "Let one process live that records these examples; when it has ended, the same call records what is left."
         elif starts_several():
-            error.remedy = (
-                "Each process has to record a part of its own: pass part='auto' (on the command line --part auto)."
-            )
+            error.remedy = "Each process has to record a part of its own: pass part='auto'."
         raise
 
 
@@ -106,14 +104,7 @@ def _runs(
     layout: Layout, begun: UnpublishedStore | None, part: tuple[int, int], open_writer: OpenWriter
 ) -> Iterator[RunWriter]:
     """What a rank has to write, in order; parts that are whole are verified and left out."""
-    n_parts = min(layout.n_shards, MAX_PARTS) if begun is None else begun.n_parts
-    if begun is not None and n_parts == 1 < layout.n_shards:
-        raise ResumeError(
-            "one process has begun this store without parts",
-            where=begun.url,
-            remedy="Let one process go on, without part (on the command line without --part), or throw the unfinished store "
-            "away with `discard_unfinished` or `saev-store clean`.",
-        )
+    n_parts = _n_parts(layout, begun)
     parts, untouched = part_shards(n_parts, *part), begun.untouched_parts() if begun else [True] * n_parts
     at = parts.start
     while at < parts.stop:
@@ -129,6 +120,44 @@ def _runs(
             stop += 1
         yield RunWriter(writer, open_writer, range(at, stop), n_parts, _examples_of(layout, parts[:1], n_parts)[0])
         at = stop
+
+
+def _n_parts(layout: Layout, begun: UnpublishedStore | None) -> int:
+    """In how many parts ranks write the shards.
+
+    Raises:
+        ResumeError: one process has begun the store without parts.
+    """
+    n_parts = min(layout.n_shards, MAX_PARTS) if begun is None else begun.n_parts
+    if begun is not None and n_parts == 1 < layout.n_shards:
+        raise ResumeError(
+            "one process has begun this store without parts",
+            where=begun.url,
+            remedy="Let one process go on without `part`, or throw the unfinished store "
+            "away with `discard_unfinished` or `saev-store clean`.",
+        )
+    return n_parts
+
+
+def n_left(store_transport: Transport, layout: Layout, part: tuple[int, int] | None) -> int:
+    """How many examples of a part are not there; of a store that is published, none.
+
+    Args:
+        store_transport: The folder of the store.
+        layout: Of the store.
+        part: (rank, number of ranks), or None: all of it.
+
+    Raises:
+        ResumeError: with `part`, where one process has begun the store without parts.
+    """
+    if Folder(store_transport, "").exists(METADATA_NAME):
+        return 0
+    begun = UnpublishedStore.find(store_transport)
+    first, end = 0, layout.n_examples
+    if part is not None:
+        n_parts = _n_parts(layout, begun)
+        first, end = _examples_of(layout, part_shards(n_parts, *part), n_parts)
+    return end - first - (0 if begun is None else begun.n_durable(first, end))
 
 
 def _examples_of(layout: Layout, parts: range, n_parts: int) -> tuple[int, int]:
@@ -197,8 +226,8 @@ def finalize(
     again = (
         "Make the call again that began it."
         if begun.n_parts == 1 < begun.metadata.layout.n_shards
-        else "Make the call again that recorded it, as one process, part=(0, 1) or --part 1/1, or as n of them, --part 1/n to n/n: they "
-        "record what is missing, and publish."
+        else "Make the call again that recorded it, as one process, --part 1/1, or as n of them, --part 1/n to n/n: they "
+        "record what is missing, and publish. From Python part=(0, 1), or part=(0, n) to (n - 1, n)."
     )
     missing = begun.missing()
     if missing:

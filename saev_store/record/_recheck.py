@@ -53,8 +53,8 @@ class KeptExamples:
             f"example {example} is not what the model gives now: {n_other} of {fresh.numel()} numbers differ, by up to "
             f"{difference:.3g}",
             where=self._writer.url,
-            remedy="Continue on a machine like the first one and with as many threads. If only rounding differs, "
-            'recheck="close" continues; else throw the store away with `discard_unfinished`.',
+            remedy="Continue on a machine like the first one and with as many threads, or throw the store away with "
+            '`discard_unfinished`. If only rounding differs, recheck="close" continues.',
         )
 
     def _compare_token_arrays(self, recorded: Recorded, i: int) -> None:

@@ -325,6 +325,7 @@ def _checked_points(hook_points: Sequence[str]) -> tuple[str, ...]:
             f"hook_points is {brief(hook_points)}; it must be a list of at least one name", where="hook_points"
         )
     names = tuple(hook_points)
-    if len(set(names)) != len(names):
-        raise ArgumentError(f"hook_points is {brief(names)}, which names one twice", where="hook_points")
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise ArgumentError(f"{brief(name)} is named twice", where="hook_points", remedy="Name it once.")
     return names

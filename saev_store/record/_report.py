@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from saev_store.errors import counted
 from saev_store.store.card import human_bytes
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class RecordingReport:
         if not self.n_examples:
             return "recorded nothing: all examples were there"
         return (
-            f"recorded {self.n_examples:,} examples, {human_bytes(self.nbytes)} in {human_seconds(self.elapsed_s)}; the model "
+            f"recorded {counted(self.n_examples, 'example')}, {human_bytes(self.nbytes)} in {human_seconds(self.elapsed_s)}; the model "
             f"waited {100 * self.source_wait:.0f} % of the time for the source and {100 * self.writer_wait:.0f} % for the writer"
         )
 

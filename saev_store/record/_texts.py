@@ -102,7 +102,7 @@ class Texts(ExampleSource):
             raise ArgumentError(
                 f"{type(adapter.model).__name__} is a model of images; these are texts",
                 where="source",
-                remedy="Use Images.",
+                remedy="Give it images, or choose a model of texts.",
             )
         self._check_model(adapter)
         is_window = self.layout == "window"

@@ -43,6 +43,12 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, st
         # Inherited by connections. Without it a small body waits up to 40 ms for the acknowledgement of its headers; asyncio
         # sets it only on sockets that know their protocol.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except socket.gaierror as error:
+        raise ArgumentError(
+            f"cannot listen on {host!r}: {error.strerror or error}",
+            where="host",
+            remedy="Name an address of this machine, such as 127.0.0.1 or 0.0.0.0.",
+        ) from error
     except OSError as error:
         raise ArgumentError(
             f"cannot listen on {host} port {port}: {error.strerror or error}",

@@ -65,7 +65,7 @@ class TextFile(Source[str]):
         try:
             nbytes = self.transport.size(self._path)
         except NotFoundError:
-            remedy = "If this is the text itself, pass a list of texts."
+            remedy = "If this is the text itself, write it to a file. From Python pass a list of texts."
             raise NotFoundError("there is no such file", where=self.url, remedy=remedy) from None
         #: The first byte of each text, the one behind its last, and the number of its line.
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")

@@ -326,7 +326,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
     return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",
         where=url,
-        remedy="Open with damaged_ok=True to read the rest, and store.repair() to record what is lost again.",
+        remedy="store.repair() records what is lost again. Open with damaged_ok=True to read the rest.",
     )
 
 
@@ -355,7 +355,8 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
         return IncompleteStoreError(
             "this store was never published: its writer is still running, or crashed",
             where=transport.url,
-            remedy="ShardStore.create(root, the same metadata, resume=True) continues it.",
+            remedy="What wrote it continues it when it is run again. From Python: ShardStore.create(root, the same metadata, "
+            "resume=True).",
         )
     from saev_store.store.listing import list_stores
 
@@ -367,7 +368,7 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
         return NotFoundError(
             f"this is no store but a folder that holds {len(found)}: {names}",
             where=transport.url,
-            remedy="Open one of them; ShardStore.list(root) describes them.",
+            remedy="Name one of them; ShardStore.list(root) describes them.",
         )
     path = transport.local_path
     return NotFoundError(

@@ -226,8 +226,8 @@ class Reader:
         raise (MissingShardError if size is None else CorruptShardError)(
             f"the shard of examples {start} to {end - 1} {found}",
             where=f"{self.transport.url}/{name}",
-            remedy="Copy it again from where it is whole"
-            + ("." if self._damaged_ok else ", or open with damaged_ok=True to read the rest."),
+            remedy="Copy it again from where it is whole."
+            + ("" if self._damaged_ok else " Open with damaged_ok=True to read the rest."),
         )
 
     def _n_readable(self, shard_idx: int) -> int:

@@ -58,7 +58,7 @@ def read_authorities(path: str) -> str:
     raise ArgumentError(
         f"the certificate authorities could not be read from {path}: {reason}",
         where="storage_options",
-        remedy="Correct verify=, AWS_CA_BUNDLE or SSL_CERT_FILE.",
+        remedy="Correct the option verify, AWS_CA_BUNDLE or SSL_CERT_FILE.",
     )
 
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from saev_store.errors import CorruptShardError
+from saev_store.errors import CorruptShardError, counted
 from saev_store.problems import Problem, Severity
 
 #: The order in which problems are shown.
@@ -98,7 +98,7 @@ class Report:
         shown = "\n".join(f"  {problem}" for problem in errors[:_MAX_SHOWN])
         more = f"\n  … and {len(errors) - _MAX_SHOWN} more" if len(errors) > _MAX_SHOWN else ""
         raise CorruptShardError(
-            f"{_count(len(errors), 'error')}, {self.n_lost:,} of {self.n_examples:,} examples are lost:\n{shown}{more}",
+            f"{counted(len(errors), 'error')}, {self.n_lost:,} of {self.n_examples:,} examples are lost:\n{shown}{more}",
             where=self.url,
             remedy="Restore the files named, or record the lost examples again with `repair`."
             if self.lost
@@ -124,16 +124,18 @@ class Report:
     def _headline(self) -> str:
         infos = len(self.problems) - len(self.errors) - len(self.warnings)
         counts = [
-            _count(n, noun)
+            counted(n, noun)
             for n, noun in ((len(self.errors), "error"), (len(self.warnings), "warning"), (infos, "remark"))
             if n
         ]
         return ("ok" if self.ok else "NOT OK") + (": " + ", ".join(counts) if counts else "")
 
     def _facts(self) -> str:
-        depth = f"{self.checked_bytes:,} bytes read in {self.elapsed_s:.2f} s" if self.deep else "names and sizes only"
+        depth = (
+            f"{self.checked_bytes:,} bytes checked in {self.elapsed_s:.2f} s" if self.deep else "names and sizes only"
+        )
         lost = f"; {self.n_lost:,} lost" if self.n_lost else ""
-        return f"{self.n_examples:,} examples in {_count(self.n_shards, 'shard')}, {depth}{lost}"
+        return f"{counted(self.n_examples, 'example')} in {counted(self.n_shards, 'shard')}, {depth}{lost}"
 
     def __str__(self) -> str:
         lines = [f"{self.url}: {self._headline()}", f"  {self._facts()}"]
@@ -174,7 +176,3 @@ def problem_to_dict(problem: Problem) -> dict[str, object]:
         "message": problem.message,
         "lost": [list(span) for span in problem.lost],
     }
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"

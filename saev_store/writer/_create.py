@@ -214,7 +214,7 @@ def _check_complete(folder: Folder, *, resume: bool | str, exist_ok: bool) -> No
             remove_hidden(folder)
     if not exist_ok:
         raise StoreExistsError(
-            "the store is complete", where=folder.url, remedy="Open it, or pass exist_ok=True to have nothing to do."
+            "the store is complete", where=folder.url, remedy="Open it. With exist_ok=True the call has nothing to do."
         )
 
 

@@ -152,7 +152,7 @@ def publish(
                 raise WriterConflictError(
                     "another process has begun to publish this store",
                     where=folder.where(PUBLISHER),
-                    remedy="Wait for it; if it has crashed, finalize with takeover=True.",
+                    remedy="Wait for it. If it has crashed, finalize with takeover=True.",
                 )
             entered = True
             if written is not None:

@@ -76,6 +76,17 @@ class UnpublishedStore:
         # Publication deletes the receipts after it has written the document.
         return [] if found and published_already(self._folder, self.metadata) else found
 
+    def n_durable(self, first: int, end: int) -> int:
+        """How many of the examples `first` to `end - 1` survive a crash."""
+        layout, n = self.metadata.layout, 0
+        shards = range(first // layout.examples_per_shard, -(-end // layout.examples_per_shard))
+        with closing(read_receipts(self._folder, layout, shards, self._claim.options.block_bytes)) as receipts:
+            for shard_idx, receipt in zip(shards, receipts, strict=True):
+                start, _ = part_examples(layout, range(shard_idx, shard_idx + 1))
+                kept = 0 if receipt is None else receipt.used_nbytes // layout.example_nbytes
+                n += max(0, min(start + kept, end) - max(start, first))
+        return n
+
     def publish(self, *, verify: Verify = "sizes", takeover: bool = False, progress: bool | None = None) -> bool:
         """Publish the store, all of whose parts are written; see `finalize_store` for arguments and errors."""
         if published_already(self._folder, self.metadata):

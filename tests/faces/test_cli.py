@@ -224,7 +224,7 @@ def test_head_of_several_hook_points(run, tmp_path):
 
 def test_head_of_a_layer_that_is_not_there(run, store):
     code, out, err = run("head", store.path, "--layer", 3)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "[2, 5, 11]" in err
 
 
@@ -698,7 +698,7 @@ def test_lists_of_stores_without_hook_points_say_nothing_of_them(run, store):
 def test_a_label_of_several_hook_points_is_refused_with_what_to_write(run, hooked, tmp_path, command):
     arguments = ("--layer", "5") if command == "head" else ("--layers", "5", tmp_path / "copies")
     code, out, err = run(command, hooked[0], *arguments)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "5:resid_mid" in err
     assert "5:attn_out" in err
 

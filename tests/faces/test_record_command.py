@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tiny_models import VOCABULARY, tiny_language, tiny_vision
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.record import Texts, record
+from saev_store.record._recorder import Recorder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -102,14 +104,35 @@ def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> 
 def test_the_last_line_says_for_whom_the_model_waited(run, folder: Path, tmp_path: Path) -> None:
     code, _, err = run(*flags(folder, tmp_path))
     assert code == 0
-    line = r"recorded 5 examples, 6.2 KiB in \d+\.\d s; the model waited \d+ % of the time for the source and \d+ % for the writer\n"
+    line = r"recorded 5 examples, 6.2 KiB in [\d.]+ s; the model waited \d+ % of the time for the source and \d+ % for the writer\n"
     assert re.fullmatch(line, err)
     assert run(*flags(folder, tmp_path))[2] == "recorded nothing: all examples were there\n"
 
 
+def test_ctrl_c_says_that_the_same_command_continues(run, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    arguments = [*flags(folder, tmp_path / "a b"), "--batch-size", 1, "--json"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/saev-store", "record", *map(str, arguments)])
+    begin, n_batches = Recorder.begin, iter(range(100))
+
+    def interrupted(self: Recorder, *inputs: object) -> object:
+        if next(n_batches) == 1:
+            raise KeyboardInterrupt
+        return begin(self, *inputs)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Recorder, "begin", interrupted)
+        code, out, err = run(*arguments)
+    assert (code, out) == (130, "")
+    assert f"continue with: saev-store record --model {folder}" in err
+    assert f"--to '{tmp_path}/a b' --batch-size 1 --json" in err
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert ShardStore.open(json.loads(out)["url"]).validate(deep=True, progress=False).ok
+
+
 def test_nothing_but_the_error_is_on_standard_error(run, folder: Path, tmp_path: Path) -> None:
     code, out, err = run(*flags(folder, tmp_path), "--layers", "3", "--json")
-    assert (code, out, json.loads(err)["error"]["where"]) == (1, "", "--layers")
+    assert (code, out, json.loads(err)["error"]["where"]) == (2, "", "--layers")
     assert transformers.utils.logging.is_progress_bar_enabled()  # as it was
 
 
@@ -162,14 +185,14 @@ def test_token_files(run, folder: Path, tmp_path: Path) -> None:
     [
         (["--text", "missing.jsonl"], 1, "missing.jsonl: there is no such file"),
         (["--model", "missing/model"], 1, "missing/model: it could not be loaded"),
-        (["--layers", "3"], 1, "--layers: layer 3 is not a block"),
+        (["--layers", "3"], 2, "--layers: layer 3 is not a block"),
         (["--hook-points", "attn"], 2, "--hook-points: 'attn' is not a hook point"),
         (["--context", "0"], 2, "--context: context is 0"),
         (["--context", "41"], 2, "--context: a row has 41 tokens"),
         (["--bos", "first"], 2, "--bos: bos is 'first'; it must be a token id, 'tokenizer' or 'none'"),
         (["--to", "s3:/lab/shards"], 2, "--to: 's3:/lab/shards' is no URL: two slashes follow the colon. Write s3://"),
         (["--to", ""], 2, "--to: it is empty"),
-        (["--to", __file__], 2, "is a file; it must be a folder or a bucket"),
+        (["--to", __file__], 2, "is a file; it must be a folder"),
         (["--text", "book.txt", "--text-key", "body"], 2, "--text-key: book.txt is one text"),
         (["--tokens", "x.idx"], 2, "--text, --tokens, --images: one of the three"),
         (["--config", "missing.toml"], 1, "missing.toml: it cannot be read"),

@@ -147,7 +147,7 @@ def test_bad_numbers_of_examples(tmp_path: Path, n_examples: object) -> None:
 def test_an_estimate_as_text() -> None:
     found = RecordingEstimate(
         name="abc", n_examples=120_000, n_shards=34, vectors_nbytes=400 << 30, token_arrays_nbytes=1 << 30, n_requests=None,
-        n_measured=32, model_s=22_320.0, source_s=540.0, memory_nbytes=1 << 30, there_nbytes=100 << 30, free_nbytes=302 << 30,
+        part=None, n_left=120_000, n_measured=32, model_s=22_320.0, source_s=540.0, memory_nbytes=1 << 30, there_nbytes=100 << 30, free_nbytes=302 << 30,
     )  # fmt: skip
     assert str(found).splitlines() == [
         "store      abc",

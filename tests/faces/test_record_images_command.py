@@ -200,7 +200,7 @@ def test_a_model_of_texts_is_not_run_on_images(run, folder: Path, tmp_path: Path
         (["--on-bad-image", "keep"], 2, "keep"),
         (["--image-key", "jpg"], 2, "images is a folder of images; only samples of Energon have parts. Leave it out."),
         (["--batch-size", "0"], 2, "--batch-size: batch_size is 0"),
-        (["--layers", "3"], 1, "--layers: layer 3 is not a block"),
+        (["--layers", "3"], 2, "--layers: layer 3 is not a block"),
         (["--text", "x.jsonl"], 2, "--text, --tokens, --images: one of the three is needed, and only one"),
         (["--context", "4"], 2, "--context: context is an option for texts. Leave it out."),
         (["--pack", "--layout", "stream"], 2, "--layout, --pack: layout is an option for texts"),

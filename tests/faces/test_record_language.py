@@ -183,7 +183,7 @@ def test_blocks_that_are_not_the_models() -> None:
     [
         ((), "at least one name"),
         ("resid_pre", "list of at least one name"),
-        (("resid_pre", "resid_pre"), "names one twice"),
+        (("resid_pre", "resid_pre"), "is named twice"),
         (
             ("attention_out",),
             "not a hook point of LlamaDecoderLayer, which has attn_out, mlp_out, resid_mid, resid_post, resid_pre",

@@ -315,7 +315,7 @@ def test_sources_without_images(processor: object, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="on_bad_image is 'zero'"):
         Images([b""], processor=processor, on_bad_image="zero")
     tokens = Path(__file__).parents[1] / "data" / "mmididx" / "core_seed_example_3_4_2_int32" / "data.idx"
-    with pytest.raises(ArgumentError, match="token ids.*Use Texts"):
+    with pytest.raises(ArgumentError, match="token ids.*Record them as texts"):
         Images(open_source(tokens), processor=processor)
     (tmp_path / "loop").symlink_to(tmp_path)
     with pytest.raises(DocumentError, match="more than 32 deep"):

@@ -136,7 +136,7 @@ def test_a_store_without_parts_is_for_one_process(tmp_path: Path) -> None:
     before = content(tmp_path / "cut")
     with pytest.raises(ResumeError, match="one process has begun this store without parts") as refused:
         dump(tmp_path / "cut", part=(0, 2))
-    assert "without --part" in str(refused.value)
+    assert "without `part`" in str(refused.value)
     assert content(tmp_path / "cut") == before
     with pytest.raises(IncompleteStoreError, match="examples are not recorded") as refused:
         finalize(tmp_path / "cut" / whole.name)
@@ -215,7 +215,7 @@ def test_processes_without_parts_hear_of_parts(tmp_path: Path, monkeypatch: pyte
     with (
         pytest.raises(IncompleteStoreError),
         ShardStore.create(tmp_path, whole.metadata, progress=False),
-        pytest.raises(WriterConflictError, match="--part auto"),
+        pytest.raises(WriterConflictError, match="pass part='auto'"),
     ):
         dump(tmp_path)
 

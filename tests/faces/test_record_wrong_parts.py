@@ -123,9 +123,9 @@ def test_another_processor_or_model_does_not_go_on(tmp_path: Path, what: str) ->
 def test_images_for_a_model_of_tokens_and_texts_for_one_of_images(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).standard_normal((2, 3, 32, 32)).astype(np.float32)
     for source in (Images(pixels), ImageBatches([pixels], 2)):
-        with pytest.raises(ArgumentError, match="LlamaModel is a model of tokens; these are images.*Use Texts"):
+        with pytest.raises(ArgumentError, match="LlamaModel is a model of tokens; these are images.*Give it texts"):
             record(tiny_language("LlamaModel"), source, tmp_path, **OPTIONS)
-    with pytest.raises(ArgumentError, match="ViTModel is a model of images; these are texts.*Use Images"):
+    with pytest.raises(ArgumentError, match="ViTModel is a model of images; these are texts.*Give it images"):
         record(tiny_vision("ViTModel"), Texts([[1, 2]], context=2), tmp_path, **OPTIONS)
     assert not list(tmp_path.iterdir())
 

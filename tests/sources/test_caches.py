@@ -650,7 +650,7 @@ def test_arguments_that_say_nothing_about_a_format_are_refused(tmp_path: Path):
     with pytest.raises(ArgumentError, match="bos_token says nothing"):
         import_cache(tmp_path / "hs", tmp_path / "out", **MODEL, context=4, layers=[1, 2], bos_token=1)
     np.save(tmp_path / "acts.npy", np.zeros((2, 4, 8), np.float32))
-    with pytest.raises(ArgumentError, match="say nothing about an array"):
+    with pytest.raises(ArgumentError, match="says nothing about an array"):
         import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, context=4, layers=[1])
 
 

@@ -288,7 +288,7 @@ class TestInterrupted:
     def test_prepared_already(self, tmp_path):
         write_dataset(tmp_path)
         prepare(tmp_path, split="1,0,0", progress=False)
-        with pytest.raises(StoreExistsError, match="--overwrite"):
+        with pytest.raises(StoreExistsError, match="overwrite=True"):
             prepare(tmp_path, split="1,0,0", progress=False)
         split = tmp_path / ".nv-meta/split.yaml"
         split.write_text(split.read_text() + "# edited\n")

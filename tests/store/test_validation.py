@@ -314,7 +314,7 @@ def test_report_shows_itself_without_io():
     assert "s3://lab/&lt;b&gt;" in html
     assert json.loads(json.dumps(report.to_dict()))["lost"] == [[3, 6]]
     assert pickle.loads(pickle.dumps(report)) == report
-    assert re.search(r"12,345 bytes read in 0\.50 s", text)
+    assert re.search(r"12,345 bytes checked in 0\.50 s", text)
 
 
 def test_long_reports_are_cut_where_they_are_shown_not_where_they_are_kept():

@@ -89,7 +89,7 @@ HEAVY = {
     "pandas": ("export/", "xarray.py"),
     "pyarrow": ("sources/caches/_arrow.py",),
     "pydantic": (
-        "cli/recording.py",
+        "cli/_plan.py",
         "documents/",
         "loaders/options.py",
         "sources/places.py",

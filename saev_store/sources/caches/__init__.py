@@ -167,14 +167,13 @@ def _kind(names: Sequence[str], format: str | None, where: str) -> type[Cache]:
 
 def _npy_layers(wanted: Wanted) -> dict[str, Any]:
     """The layer arguments of `from_array`."""
-    if wanted.layer_ids is not None or wanted.context is not None or wanted.bos_token is not None:
-        raise ArgumentError(
-            "layer_ids, context and bos_token say nothing about an array", where="format", remedy="Leave them out."
-        )
+    for name in ("layer_ids", "context", "bos_token"):
+        if getattr(wanted, name) is not None:
+            raise ArgumentError("it says nothing about an array", where=name, remedy="Leave it out.")
     pairs = [layer if isinstance(layer, tuple) else (layer, "resid_post") for layer in wanted.layers or ()]
     return {"layers": [label for label, _ in pairs] or None, "hook_points": [point for _, point in pairs] or None}
 
 
 def _check_named(arguments: Mapping[str, object]) -> None:
     if arguments.get("ckpt") is None:
-        raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt.")
+        raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt=….")

@@ -106,7 +106,7 @@ def layer_axis(wanted: Wanted, n_layers: int, *, where: str) -> dict[str, object
         raise ArgumentError(
             f"the cache has {n_layers} layers and does not say which",
             where="layers",
-            remedy="Pass layers, as labels of blocks, or layer_ids, as vLLM was given them: one of the two.",
+            remedy="Pass layers=…, as labels of blocks, or layer_ids=…, as vLLM was given them: one of the two.",
         )
     for number in wanted.layer_ids or ():
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:

@@ -146,10 +146,10 @@ def prepare(
     plan = SplitPlan(split, split_parts)
     prepared = _exists(there, INFO_JSON) or _exists(there, INFO_YAML)
     if prepared and not overwrite:
-        raise StoreExistsError("it is prepared already", where=there.url, remedy="Pass overwrite=True (--overwrite).")
+        raise StoreExistsError("it is prepared already", where=there.url, remedy="Pass overwrite=True.")
     if plan.is_empty and not _exists(there, SPLIT_YAML):
         raise ArgumentError(
-            "it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=[...]."
+            "it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=…."
         )
     shards, problems = find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):

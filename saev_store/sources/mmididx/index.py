@@ -260,7 +260,7 @@ def _choose(
         f"dtype code {code} means {options[0]} to some tools and {options[1]} to others, and {n_tokens:,} tokens in a "
         f".bin of {bin_nbytes:,} bytes do not decide",
         where=where,
-        remedy=f"Open it with dtype='{options[0].name}' or dtype='{options[1].name}'.",
+        remedy=f"From Python, open it with dtype='{options[0].name}' or dtype='{options[1].name}'.",
     )
 
 

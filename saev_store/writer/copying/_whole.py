@@ -207,7 +207,7 @@ def other_recording(folder: Folder) -> StoreExistsError:
     return StoreExistsError(
         "a copy of another recording with the same metadata is there already",
         where=folder.url,
-        remedy="Copy elsewhere; or replace that copy with replace=True, if it is of an earlier recording.",
+        remedy="Copy elsewhere. If that copy is of an earlier recording, replace=True replaces it.",
     )
 
 
