@@ -93,3 +93,10 @@ def n_processes(folder: Path) -> int:
 def die(_: object) -> None:
     """A task that no worker survives."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(_: object) -> None:
+    """A task whose worker cannot reach the place that it writes to."""
+    from saev_store.errors import TransportError
+
+    raise TransportError("no route to host", where="there")

@@ -5,14 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from clusters import CREDENTIALS, begun, n_processes, noting, receiving, two_workers
+from clusters import CREDENTIALS, begun, fail, n_processes, noting, receiving, two_workers
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
 
 from saev_store import ShardStore
 from saev_store.cli import main
-from saev_store.errors import AccessError, ArgumentError, CorruptShardError, IncompleteStoreError, TransportError
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    IncompleteStoreError,
+    ResumeError,
+    StoreExistsError,
+    TransportError,
+)
 from saev_store.transport import open_transport
 from saev_store.writer.copying import _whole, copy_store
 
@@ -72,6 +81,60 @@ def test_a_killed_worker_costs_its_file_only(plain: Plain, tmp_path: Path, monke
     assert [times[place] for place in range(4)] == [1] * 4
 
 
+@pytest.mark.slow  # workers that were killed start again
+@pytest.mark.parametrize("killed", [(), (N_SHARDS + 1,), (2, N_SHARDS + 3)])
+def test_workers_write_layers_and_tokens_as_one_process_does(
+    killed: tuple[int, ...], client, plain: Plain, tmp_path: Path
+):
+    given = {"layers": [11, 2], "tokens": "content", "progress": False}
+    alone = copy_store(plain.path, tmp_path / "alone", **given)
+    client.wait_for_workers(2)
+    noted = noting(client, tmp_path / "noted", killed=killed)
+    copied = copy_store(plain.path, tmp_path / "many", client=noted, **given)
+    assert contents(copied) == contents(alone)
+    times = begun(tmp_path / "noted")  # first all of the source is compared with its digests
+    assert list(times) == list(range(N_SHARDS + 5))  # five shards of five examples
+    assert all(times[place] >= 2 for place in killed)
+    np.testing.assert_array_equal(ShardStore.open(copied)[...], plain.acts[:, [0, 2], 1:])
+    np.testing.assert_array_equal(ShardStore.open(copied).labels, plain.labels)
+    # The same call compares; resume=False refuses.
+    assert copy_store(plain.path, tmp_path / "many", client=client, **given) == copied
+    with pytest.raises(StoreExistsError):
+        copy_store(plain.path, tmp_path / "many", client=client, resume=False, **given)
+
+
+def test_layers_that_a_cluster_has_begun_are_continued_by_a_cluster(client, plain: Plain, tmp_path: Path):
+    given = {"layers": [5], "progress": False}
+    alone = copy_store(plain.path, tmp_path / "alone", **given)
+    to = tmp_path / "to" / Path(alone).name
+    written: dict[str, int] = {}
+
+    def submit(call: object, task: object, **options: object) -> object:
+        """The last part fails when the others are done."""
+        if task != (2, 3):
+            future = client.submit(call, task, **options)
+            future.result()
+            return future
+        written.update({path.name: path.stat().st_mtime_ns for path in to.glob("acts*.bin")})
+        return client.submit(fail, task, **options)
+
+    losing = SimpleNamespace(asynchronous=False, submit=submit, loop=client.loop)
+    plain.path.joinpath("digests.json").unlink()  # else the source is read first, by tasks too
+    with pytest.raises(TransportError, match="no route"):
+        copy_store(plain.path, tmp_path / "to", client=losing, **given)
+    assert len(written) == 2
+    assert not (to / "metadata.json").exists()
+    with pytest.raises(IncompleteStoreError):
+        copy_store(plain.path, tmp_path / "to", client=client, resume=False, **given)
+    with pytest.raises(ResumeError):  # one process has other parts
+        copy_store(plain.path, tmp_path / "to", **given)
+    assert copy_store(plain.path, tmp_path / "to", client=client, **given) == str(to)
+    assert {name: (to / name).stat().st_mtime_ns for name in written} == written
+    names = [path.name for path in to.glob("acts*.bin")]
+    assert len(names) == 3
+    assert {name: contents(to)[name] for name in names} == {name: contents(alone)[name] for name in names}
+
+
 def test_documents_of_another_version_come_with_files_of_the_workers(client, plain: Plain, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(_whole, "share", lambda *_: False)  # as across disks
     alone = copy_store(plain.path, tmp_path / "alone", protocol="2.1", progress=False)
@@ -122,8 +185,8 @@ def test_an_address_that_only_this_process_knows_is_found_out(client, plain: Pla
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"layers": [5]}, "whole stores"),
-        ({"dtype": "bfloat16"}, "whole stores"),
+        ({"dtype": "bfloat16"}, "in their dtype"),
+        ({"layers": [5], "client": 7}, "client is 7"),
         ({"max_mb_per_s": 5}, "a limit"),
         ({"client": 7}, "client is 7"),
         ({"client": SimpleNamespace(submit=None, asynchronous=True)}, "asynchronous"),

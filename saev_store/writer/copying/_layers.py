@@ -7,10 +7,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import cast, get_args
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 
+from saev_store._runtime.cluster import connected, results
+from saev_store._runtime.progress import Progress
 from saev_store.core.indexing import Progression
 from saev_store.core.layout import RESID_POST, Layout, shard_name
 from saev_store.core.rows import Tokens, row_space
@@ -24,6 +28,7 @@ from saev_store.transport import Transport
 from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
+from saev_store.writer._publish import finalize_store, published_already
 from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
 from saev_store.writer.copying._whole import (
     PROVENANCE_NAME,
@@ -34,6 +39,11 @@ from saev_store.writer.copying._whole import (
 )
 from saev_store.writer.folder import Folder, check_no_foreigner
 
+if TYPE_CHECKING:
+    from distributed import Client
+
+#: A scheduler spends some milliseconds on a part.
+MAX_PARTS = 1024
 #: How much is read, and kept in memory, at a time.
 _BATCH_BYTES = 64 << 20
 _MARK = f"{WORK_FOLDER}/copy.json"
@@ -63,10 +73,8 @@ def copy_layers(
     """
     layout, converts = metadata.layout, metadata.dtype != store.metadata.dtype
     folder = Folder(root, metadata.hash)
-    if replace and _is_of_other_recording(folder, store, layout):
-        with folder.lock("copy"):
-            delete_copy(folder)
-            folder.delete(WORK_FOLDER)
+    if replace:
+        _delete_other_recording(folder, store, layout)
     _begin(folder, store, on_overflow if converts else None, layout.nbytes)
     writer = create_store(
         root,
@@ -78,9 +86,7 @@ def copy_layers(
         progress=progress,
     )
     if writer.complete:
-        ShardStore(open_documents(root.at(metadata.hash))).validate(progress=progress).raise_if_bad()
-        if _is_of_other_recording(folder, store, layout):
-            raise other_recording(folder)
+        _check_published(folder, store, layout, progress=progress)
         return _published_report(folder, store) if converts else None
     writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
@@ -106,22 +112,83 @@ def copy_layers(
         if measurement is not None:
             report = measurement.report()
             provenance["conversion"] = report.to_dict()
-        folder.put(PROVENANCE_NAME, (json.dumps(provenance, indent=2) + "\n").encode())
+        folder.put(PROVENANCE_NAME, _provenance_bytes(provenance))
     root.close()  # a map of a shorter file must not answer for the finished one
     return report
 
 
+def copy_layers_on_cluster(
+    client: Client | str,
+    store: ShardStore,
+    metadata: Metadata,
+    root: Transport,
+    *,
+    tokens: Progression,
+    resume: bool,
+    progress: bool | None,
+    replace: bool = False,
+) -> None:
+    """What `copy_layers` does in the dtype of `store`, by the workers of a cluster: each part of the shards is a task.
+
+    The parts follow from the store alone, so that another cluster can go on where one has stopped.
+    """
+    layout, folder = metadata.layout, Folder(root, metadata.hash)
+    with connected(client) as cluster:
+        if replace:
+            _delete_other_recording(folder, store, layout)
+        _begin(folder, store, None, layout.nbytes)
+        if published_already(folder, metadata):
+            if not resume:
+                raise StoreExistsError(
+                    "the copy is there already", where=folder.url, remedy="Open it, or copy elsewhere."
+                )
+            _check_published(folder, store, layout, progress=progress)
+            return
+        if not resume and folder.exists(CLAIM_PATH):
+            raise IncompleteStoreError(
+                "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
+            )
+        check_space(root.url, layout.nbytes)
+        if load_digests(store.transport) is not None:
+            store.validate(deep=True, client=cluster, progress=progress).raise_if_bad()
+        world = min(layout.n_shards, MAX_PARTS)
+        write = partial(_write_part, store.unmapped(), metadata, root, tokens)
+        with (
+            closing(results(cluster, write, [(rank, world) for rank in range(world)])) as written,
+            Progress(layout.nbytes, "copying", shown=progress) as bar,
+        ):
+            for n_examples in written:
+                bar.advance(n_examples * layout.example_nbytes)
+        folder.put(PROVENANCE_NAME, _provenance_bytes(_provenance(store, layout.layers, tokens)))
+        finalize_store(root, metadata, verify="digests", progress=progress)
+    root.close()
+
+
+def _write_part(
+    store: ShardStore, metadata: Metadata, root: Transport, tokens: Progression, part: tuple[int, int]
+) -> int:
+    """What a task does: the examples of a part, after those that an earlier attempt has written; how many it has."""
+    writer = create_store(root, metadata, resume="auto", part=part, on_nonfinite="allow", progress=False)
+    first, end = writer.example_range
+    with writer:
+        for start, acts in _batches(store, metadata, tokens, first=writer.next_example, end=end):
+            rows = slice(start, start + len(acts)), slice(metadata.layout.content_tokens_per_example)
+            writer.append(acts, **{name: values[rows] for name, values in store.token_arrays.items()})
+    return end - first
+
+
 def _batches(
-    store: ShardStore, metadata: Metadata, tokens: Progression, *, first: int
+    store: ShardStore, metadata: Metadata, tokens: Progression, *, first: int, end: int | None = None
 ) -> Iterator[tuple[int, NumberArray]]:
     """The first example of each batch and its activations, (examples, layers, tokens, d_model), as they are stored."""
     layout = metadata.layout
+    last = layout.n_examples if end is None else end
     # Pairs also where the copy has no hook points: the source may have several of a layer.
     hook_points = layout.hook_points or (RESID_POST,) * layout.n_layers
     positions = [store.layout.layer_index(pair) for pair in zip(layout.layers, hook_points, strict=True)]
     step = max(1, _BATCH_BYTES // layout.example_nbytes)
-    for start in range(first, layout.n_examples, step):
-        end = min(start + step, layout.n_examples)
+    for start in range(first, last, step):
+        end = min(start + step, last)
         batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=store.dtype)
         for into, layer_idx in zip(batch, positions, strict=True):
             store.read(
@@ -130,6 +197,21 @@ def _batches(
                 out=into,
             )
         yield start, batch.swapaxes(0, 1)
+
+
+def _delete_other_recording(folder: Folder, store: ShardStore, layout: Layout) -> None:
+    """Delete a copy of another recording, finished or not."""
+    if _is_of_other_recording(folder, store, layout):
+        with folder.lock("copy"):
+            delete_copy(folder)
+            folder.delete(WORK_FOLDER)
+
+
+def _check_published(folder: Folder, store: ShardStore, layout: Layout, *, progress: bool | None) -> None:
+    """An error if a finished copy is damaged, or one of another recording."""
+    ShardStore(open_documents(folder.transport.at(folder.name))).validate(progress=progress).raise_if_bad()
+    if _is_of_other_recording(folder, store, layout):
+        raise other_recording(folder)
 
 
 def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:
@@ -218,6 +300,10 @@ def _identity(store: ShardStore) -> str:
                     status = os.stat(store.transport.resolve(name))
                     found.append((status.st_ino, status.st_mtime_ns))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _provenance_bytes(provenance: Mapping[str, object]) -> bytes:
+    return (json.dumps(provenance, indent=2) + "\n").encode()
 
 
 def _provenance(store: ShardStore, layers: tuple[int, ...], tokens: Progression) -> dict[str, object]:
