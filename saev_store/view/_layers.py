@@ -32,7 +32,7 @@ def layers_answer(viewed: Viewed, layer: str | None) -> dict[str, object]:
         "layer": viewed.layer_names[layer_idx],
         "n_special": viewed.layout.n_special_tokens,
         "stats": None if stats is None else _table(stats),
-        "dimensions": _dimensions(viewed.sample(layer_idx)),
+        "dimensions": viewed.once(f"dimensions {layer_idx}", lambda: _dimensions(viewed.sample(layer_idx))),
         "similarity": viewed.once("similarity", lambda: _similarity(viewed)),
     }
     return answer
