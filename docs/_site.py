@@ -28,7 +28,8 @@ PAGES = {
 ROOMS = (
     "saev_store", "saev_store.compat.saev", "saev_store.documents", "saev_store.errors", "saev_store.integrations.crosscoders",
     "saev_store.integrations.crosslayer_coding", "saev_store.integrations.dictionary_learning",
-    "saev_store.integrations.hs_connectors", "saev_store.integrations.saelens", "saev_store.loaders", "saev_store.order",
+    "saev_store.integrations.hs_connectors", "saev_store.integrations.llamascopium", "saev_store.integrations.saelens",
+    "saev_store.loaders", "saev_store.order",
     "saev_store.record", "saev_store.serve", "saev_store.sources", "saev_store.sources.caches", "saev_store.sources.energon",
     "saev_store.sources.llmbatch", "saev_store.sources.mmididx", "saev_store.stats", "saev_store.testing.transport",
     "saev_store.torch", "saev_store.transport", "saev_store.view", "saev_store.writer", "saev_store.xarray", "saev_store.zarr",

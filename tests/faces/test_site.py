@@ -105,6 +105,12 @@ def test_the_references_have_every_public_name_and_command(site):
     assert set(commands) <= pages[folder / "reference/cli.html"].names
 
 
+def test_every_integration_has_a_page(site):
+    pages, folder = site
+    for path in (ROOT / "saev_store/integrations").glob("[a-z]*.py"):
+        assert folder / f"reference/saev_store.integrations.{path.stem}.html" in pages
+
+
 def test_links_between_pages_of_the_repository_lead_to_pages_of_the_site(site):
     pages, folder = site
     links = pages[folder / "recording.html"].links
