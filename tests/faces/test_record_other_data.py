@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from tiny_models import tiny_vision
 
 from saev_store import ShardStore
@@ -15,6 +14,7 @@ from saev_store.errors import ArgumentError, ResumeError
 from saev_store.record import ImageBatches, Images, record, repair
 from saev_store.sources import ImageFolder
 
+Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

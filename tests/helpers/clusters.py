@@ -21,12 +21,14 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIDTESTKEY", "AWS_SECRET_ACCESS_KEY": "ver
 @contextmanager
 def two_workers() -> Iterator[Any]:
     """A client of two processes, which import the package that is tested, and have the credentials of the test server's buckets."""
-    distributed = pytest.importorskip("distributed")
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}")
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)
         with (
+            # Otherwise a worker that is starting again 15 s after it was killed is given up for ever.
+            dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
             distributed.LocalCluster(
                 n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
             ) as cluster,

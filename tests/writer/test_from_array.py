@@ -496,7 +496,7 @@ class Short(Counted):
         (numbers(), {"layers": 5}, "layers is 5"),
         (numbers(), {"token_arrays": [numbers()]}, "token_arrays is a list"),
         (numbers(), {"data": "birds"}, "data is 'birds'"),
-        (numbers(), {"client": "tcp://scheduler:8786"}, "client is 'tcp"),
+        (numbers(), {"client": "tcp://scheduler:8786"}, "a cluster writes dask arrays only"),
         (numbers(), {"token_arrays": {"token_ids": np.zeros((11, 4), np.int32)}}, "token_ids has shape"),
         (numbers(), {"token_arrays": {"token_ids": np.zeros((11, 5))}}, "token_ids has dtype float64"),
         (numbers(), {"token_arrays": {"token_ids": np.full((11, 5), 2**40)}}, "token_ids holds values"),

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from clusters import two_workers
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, IncompleteStoreError, StoreExistsError
 from saev_store.writer.importing import _cluster
 
 da = pytest.importorskip("dask.array")
-distributed = pytest.importorskip("distributed")
+pytest.importorskip("distributed")
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (23, 2, 4, 8)
 #: Three examples in a shard: eight shards.
 OPTIONS = {
@@ -38,16 +38,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def client():
-    """Two worker processes. They import the package that is tested."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with (
-            distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-            ) as cluster,
-            distributed.Client(cluster, set_as_default=False) as client,
-        ):
-            yield client
+    with two_workers() as client:
+        yield client
 
 
 @pytest.fixture
