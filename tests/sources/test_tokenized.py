@@ -110,8 +110,8 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "a")] == [[*text.encode(), 0] for text in texts]
     for wrong in ([], ["--tokenizer", tmp_path / "none.json"], ["--tokenizer", DATA / ".nv-meta/.info.json"]):
         assert run("convert", DATA, tmp_path / "b.idx", *wrong)[0] in {1, 2}
-    assert run("convert", DATA, tmp_path / "b.idx", "--tokenizer", "bytes", "--split", "none")[0] == 1
-    assert run("convert", DATA, tmp_path / "b.idx", "--tokenizer", "bytes", "--part", "none")[0] == 1
+    assert run("convert", DATA, tmp_path / "b.idx", "--tokenizer", "bytes", "--split", "none")[0] == 2
+    assert run("convert", DATA, tmp_path / "b.idx", "--tokenizer", "bytes", "--part", "none")[0] == 2
     assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}
 
 

@@ -25,7 +25,7 @@ from saev_store.errors import (
 from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport
 from saev_store.writer import create_store, finalize_store, load_digests, open_repair
-from saev_store.writer.copying import _layers, _whole, copy_store
+from saev_store.writer.copying import _copier, _layers, _whole, copy_store
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -349,7 +349,7 @@ def test_a_survivor_beside_a_lost_range_is_compared_too(survivor: int):
 
 def interrupted(source: object, to: Path, monkeypatch: pytest.MonkeyPatch, n: int = 1, **options: object) -> None:
     """A copy that ends when it begins with shard `n`, or reads batch `n`."""
-    plainly, reads, count = _whole._Copier._transfer, ShardStore.read, iter(range(100))
+    plainly, reads, count = _copier.Copier._transfer, ShardStore.read, iter(range(100))
 
     def transfer(self: object, *args: object) -> object:
         if next(count) == n:
@@ -362,7 +362,7 @@ def interrupted(source: object, to: Path, monkeypatch: pytest.MonkeyPatch, n: in
         return reads(self, *args, **given)
 
     with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
-        changed.setattr(_whole._Copier, "_transfer", transfer)
+        changed.setattr(_copier.Copier, "_transfer", transfer)
         changed.setattr(_layers, "_BATCH_BYTES", 1)
         if options:
             changed.setattr(ShardStore, "read", read)
