@@ -28,8 +28,11 @@ _KEYWORD = re.compile(
 )
 #: What Python writes around values and between those of a list.
 _NOT_IN_A_SHELL = r"""["'()\[\] ]"""
-#: Options whose values are words, where the library has True and False.
-_WORDS = {("record", "resume", "True"): "strict", ("record", "resume", "False"): "never"}
+#: Options whose values are words, where the library has True, False and None.
+_WORDS = {
+    ("record", "resume", "True"): "strict", ("record", "resume", "False"): "never", ("record", "bos", "None"): "none",
+    ("repair", "bos", "None"): "none",
+}  # fmt: skip
 #: Methods and functions of the library, and what does the same on the command line.
 _COMMANDS = (
     (r'write it anew with store\.repair\(\)\.restore_array\("\w+", \.\.\.\)', "record it again with `saev-store repair`"),

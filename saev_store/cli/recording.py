@@ -194,8 +194,9 @@ def _load_texts(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, 
     else:
         documents = open_source(plan.tokens or "")
     model, tokenizer = load_language_model(
-        plan.model, tokenizer=plan.tokenizer, dtype=plan.compute_dtype, attention=plan.attention, progress=progress
-    )
+        plan.model, tokenizer=plan.tokenizer, needs_tokenizer=plan.text is not None or plan.bos == "tokenizer",
+        dtype=plan.compute_dtype, attention=plan.attention, progress=progress,
+    )  # fmt: skip
     return model, texts(documents, tokenizer)
 
 

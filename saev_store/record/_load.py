@@ -26,6 +26,7 @@ def load_language_model(
     name: str,
     *,
     tokenizer: str | None = None,
+    needs_tokenizer: bool = True,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     attention: str | None = None,
     progress: bool | None = None,
@@ -35,6 +36,7 @@ def load_language_model(
     Args:
         name: A folder, or a name on the hub. Only safetensors are read, and no code of the repository is run.
         tokenizer: Where the tokenizer is, if it is not with the model.
+        needs_tokenizer: False, for token ids: the tokenizer is None where there is none with the model.
         dtype: What the model computes in; `"auto"` is the dtype of its file.
         attention: Implementation of attention, such as `"eager"`; None: the library's choice.
         progress: Show the bars of the library on stderr; default: when it is a terminal.
@@ -50,15 +52,20 @@ def load_language_model(
 
     _check_input(name, "input_ids")
     model = _model(name, dtype=dtype, attention=attention, progress=progress)
-    with _loading(tokenizer or name, progress=progress):
-        found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(tokenizer or name))
-    # Of a folder without the files of a tokenizer, transformers makes one that knows special tokens only.
-    if len(found.get_vocab()) <= len(found.get_added_vocab()):
-        raise NotFoundError(
-            "it has no tokenizer",
-            where=tokenizer or name,
-            remedy="Name the folder or the model that has it: tokenizer=….",
-        )
+    try:
+        with _loading(tokenizer or name, progress=progress):
+            found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(tokenizer or name))
+        # Of a folder without the files of a tokenizer, transformers makes one that knows special tokens only.
+        if len(found.get_vocab()) <= len(found.get_added_vocab()):
+            raise NotFoundError(
+                "it has no tokenizer",
+                where=tokenizer or name,
+                remedy="Name the folder or the model that has it: tokenizer=…. Token ids need none with bos=None.",
+            )
+    except NotFoundError:
+        if needs_tokenizer or tokenizer is not None:
+            raise
+        return model, None
     return model, found
 
 

@@ -323,7 +323,10 @@ def test_a_folder_without_a_tokenizer_says_so(run, folder: Path, copied: Path, t
     for path in copied.glob("tokenizer*"):
         path.unlink()
     said = refusal(run, copied, tmp_path)
-    assert said == "it has no tokenizer. Name the folder or the model that has it: --tokenizer ….\n"
+    assert (
+        said
+        == "it has no tokenizer. Name the folder or the model that has it: --tokenizer …. Token ids need none with --bos none.\n"
+    )
     assert run(*flags(copied, tmp_path / "root"), "--tokenizer", folder)[0] == 0
 
 
