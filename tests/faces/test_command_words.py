@@ -287,7 +287,7 @@ def test_bad_input_of_other_commands(
     before = sorted(tmp_path.rglob("*"))
     places = {"STORE": store.path, "ROOT": tmp_path / "root", "FILE": tmp_path / "file", "ARRAY": tmp_path / "acts.npy"}
     names = places | {"OUT": tmp_path / "out"}
-    given = [str(names.get(word, word)).replace("ROOT/", f"{tmp_path}/root/") for word in arguments]
+    given = [str(names.get(word, word)).replace("ROOT/", f"{places['ROOT']}/") for word in arguments]
     if arguments[0] == "import":
         given += ["--family", "gpt2", "--ckpt", "x", "--layers", "1"]
     found, out, err = run(*given)

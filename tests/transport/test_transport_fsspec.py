@@ -430,12 +430,12 @@ def test_s3_reads_the_version_that_the_address_names(s3_bucket):
     options = {**s3_bucket.options, "version_aware": True}
     fs = s3fs.S3FileSystem(**options)
     fs.make_bucket_versioned(s3_bucket.url.removeprefix("s3://"))
-    path = f"{s3_bucket.url}/root/x.bin"
+    path = f"{s3_bucket.url}/lab/x.bin"
     for content in (b"the first", b"the one that came later"):
         fs.pipe_file(path, content)
     newest, first = (version["VersionId"] for version in fs.object_version_info(path))
     for version, content in ((first, b"the first"), (newest, b"the one that came later")):
-        transport = open_transport(f"{s3_bucket.url}/root?versionId={version}", options, engine="fsspec")
+        transport = open_transport(f"{s3_bucket.url}/lab?versionId={version}", options, engine="fsspec")
         assert transport.size("x.bin") == len(content)
         parts = transport.get_ranges("x.bin", starts=[0, 4], ends=[4, 9])
         assert b"".join(map(bytes, parts)) == content[:9]
