@@ -270,7 +270,8 @@ class Loader(ABC):
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self._end_iteration()
         self._forget_memory()
-        self._scratch = deque()
+        self._scratch.clear()  # an error's traceback may refer to it
+        self._scratch = deque()  # a thread that hangs may append to the other one
 
     @property
     def is_iterating(self) -> bool:

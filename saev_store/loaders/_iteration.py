@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -204,10 +205,12 @@ class Iteration:
         except StoppedError:
             pass
         except BaseException as raised:
-            error = raised
+            error = _without_variables(raised)
+        del batches  # the error's traceback may keep this frame
         with self._changed:
             self._is_complete, self._error = True, error
             self._changed.notify_all()
+        del error
 
     def read(self, tasks: Iterable[Task]) -> Group:
         """Queue tasks for the reading threads; gives what to wait for."""
@@ -247,6 +250,8 @@ class Iteration:
                 if self.stop.is_set():
                     raise StoppedError
                 self._changed.wait(SLICE_S)
+        if self.stop.is_set():
+            raise StoppedError  # not that of a task: its traceback would keep this thread's memory, which refers to the group
         if group.error is not None:
             raise group.error
 
@@ -269,8 +274,9 @@ class Iteration:
             try:
                 task()
             except BaseException as raised:
-                error = raised
+                error = _without_variables(raised)
             self._busy.pop(number, None)
+        del task  # an error's traceback may keep this frame
         with self._changed:
             self._n_open -= 1
             group.n_left -= 1
@@ -297,7 +303,11 @@ class Iteration:
         with self._changed:
             while not self._ready:
                 if self._error is not None:
-                    raise self._error
+                    error, self._error = self._error, None
+                    try:
+                        raise error
+                    finally:
+                        del error  # its traceback has this frame
                 if self.stop.is_set():
                     raise _closed()
                 if self._is_complete:
@@ -421,6 +431,17 @@ class BatchIterator(Iterator[Batch]):
         """End the iteration's threads."""
         self._finalizer.detach()
         self._iteration.close()
+
+
+def _without_variables(error: BaseException) -> BaseException:
+    """The error, whose traceback has the lines below the caller, but none of their variables: these hold the memory of batches."""
+    caller = error.__traceback__
+    error.with_traceback(None if caller is None else caller.tb_next)
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def _closed() -> ArgumentError:

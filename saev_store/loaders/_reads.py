@@ -223,7 +223,7 @@ class Reads:
         started, place, nbytes = time.perf_counter(), runs.place, len(runs.place) * self._layout.vector_nbytes
         scratch = self._borrow(nbytes)
         out = scratch[:nbytes].view(self._reader.dtype).reshape(len(place), -1)
-        self._retried(int(runs.shard[0]), lambda: self._reader.read_rows(*self.positions(runs), out))
+        self._retried(int(runs.shard[0]), partial(self._reader.read_rows, *self.positions(runs), out))
         copied = time.perf_counter()
         put = target if callable(target) else partial(_put_rows, target, self._reader.dtype, None)
         put(place, scratch[:nbytes].data)

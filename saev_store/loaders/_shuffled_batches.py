@@ -94,7 +94,7 @@ class ShuffledBatches:
             part.tick_of(min(at, part.n_rows - 1)) if part.n_rows else 0
             for part, at in zip(partitions, self._start, strict=True)
         ]
-        self._placement = Placement(partitions, ticks, self._rows_for, most_ahead)
+        self._placement = Placement(partitions, ticks, most_ahead)
         self._tick, self._next = ticks, ticks.copy()
         #: Of each lane, the position before which all rows have arrived.
         self._done = self._start.copy()
@@ -154,7 +154,7 @@ class ShuffledBatches:
             if len(lanes) < n_least:
                 return
             cohorts = [self._next[lane] for lane in lanes]
-            rows = placement.enter(lanes, cohorts)
+            rows = placement.enter(lanes, cohorts, self._rows_for)
             # Where each cell goes, and where each row comes from.
             to = np.full(len(rows.numbers) * blocks.cells_per_block, ring.unwanted, dtype=np.int32)
             to[rows.block * blocks.cells_per_block + rows.cell] = rows.place

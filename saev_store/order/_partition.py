@@ -155,12 +155,12 @@ class Partition:
             return Emitted(np.zeros(0, np.int64), np.zeros(0, np.int64))
         first, last = self.tick_of(start), self.tick_of(stop - 1)
         begin = self.emitted_before(first)
-        placement = Placement([self], [first], lambda _, low, high: np.arange(low - begin, high - begin))
+        placement = Placement([self], [first])
         # Rows of all ticks whose cohorts enter get a place.
         n_placed = self.emitted_before(min(last + self.window_ticks, self.n_ticks)) - begin
         block, cell = np.zeros(n_placed, np.int64), np.zeros(n_placed, np.int64)
         for cohort in range(first, min(last + self.window_ticks, self.n_cohorts)):
-            placed = placement.enter([0], [cohort])
+            placed = placement.enter([0], [cohort], lambda _, low, high: np.arange(low - begin, high - begin))
             block[placed.place], cell[placed.place] = placed.numbers[placed.block], placed.cell
         wanted = slice(start - begin, stop - begin)
         return Emitted(block[wanted], cell[wanted])
@@ -201,7 +201,6 @@ class Placement:
     Args:
         partitions: The streams, at least one.
         first_tick: Of each partition, the first tick that is handed out. Its cohorts enter first, in rising order.
-        where: Gives positions a meaning; called once for each, in rising order.
         n_ahead: Cohorts that may enter before the ticks of the window have been handed out.
 
     Attributes:
@@ -209,11 +208,8 @@ class Placement:
         end: Of each partition, the position that follows all ticks whose cohorts have entered.
     """
 
-    def __init__(
-        self, partitions: Sequence[Partition], first_tick: Sequence[int], where: Where, n_ahead: int = 0
-    ) -> None:
-        self._parts, self._where = partitions, where
-        self._order = partitions[0].order
+    def __init__(self, partitions: Sequence[Partition], first_tick: Sequence[int], n_ahead: int = 0) -> None:
+        self._parts, self._order = partitions, partitions[0].order
         self.depth = [max(min(part.window_ticks + n_ahead, part.n_cohorts), 1) for part in partitions]
         # The same by partition, for many blocks at once.
         self._first_tick = np.array(first_tick)
@@ -231,14 +227,15 @@ class Placement:
         self._n_at_once = _N_BLOCKS_AT_ONCE // len(partitions)
         self._known: list[tuple[int, IntArray]] = [(0, np.zeros(0, dtype=np.int64))] * len(partitions)
 
-    def enter(self, lanes: Sequence[int], cohorts: Sequence[int]) -> PlacedRows:
+    def enter(self, lanes: Sequence[int], cohorts: Sequence[int], where: Where) -> PlacedRows:
         """Place the rows of the next cohort of some partitions, except those of ticks before the first.
 
         Args:
             lanes: Which of the partitions, each once.
             cohorts: The cohort of each.
+            where: Gives positions a meaning. Called once for each position of a tick, when its first cohort enters.
         """
-        self._permute(lanes, cohorts)
+        self._permute(lanes, cohorts, where)
         order, blocks = self._order, self._order.blocks
         parts = [self._parts[lane] for lane in lanes]
         bounds = [(part.first_block(t), part.first_block(t + 1)) for part, t in zip(parts, cohorts, strict=True)]
@@ -289,7 +286,7 @@ class Placement:
             self._end_after[lane] = cohort, part.emitted_before(min(cohort + 1, part.n_ticks))
         return self._end_after[lane][1]
 
-    def _permute(self, lanes: Sequence[int], cohorts: Sequence[int]) -> None:
+    def _permute(self, lanes: Sequence[int], cohorts: Sequence[int], where: Where) -> None:
         """Give a line to the tick that cohorts are the first of."""
         pairs = [(lane, t) for lane, t in zip(lanes, cohorts, strict=True) if t < self._parts[lane].n_ticks]
         if not pairs:
@@ -305,7 +302,7 @@ class Placement:
         order = shuffled_each(keys, np.array(n_rows))
         place = np.empty(len(order), dtype=np.int32)
         place[order] = np.concatenate(
-            [self._where(lane, begin, begin + n) for (lane, _), begin, n in zip(pairs, begins, n_rows, strict=True)]
+            [where(lane, begin, begin + n) for (lane, _), begin, n in zip(pairs, begins, n_rows, strict=True)]
         )
         longest = max(n_rows)
         if longest > self._places.shape[1]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import mmap
 import pickle
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from waiting import HANG_S
 
-from saev_store import ShardStore
+from saev_store import SaevStoreError, ShardStore
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._ring import BufferPool, allocate, lent
 
@@ -180,3 +185,49 @@ def test_a_consumer_that_drops_its_batches_makes_no_memory(plain: Plain, monkeyp
         check(plain, batch)
         del batch
     assert len(made) == 1  # the ring, once for all epochs
+
+
+class Maps:
+    """The anonymous maps that loaders make, as long as they live."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._made: list[weakref.ref[mmap.mmap]] = []
+
+        class Watched(mmap.mmap):
+            def __init__(self, *args: object, **options: object) -> None:
+                super().__init__()
+                made.append(weakref.ref(self))
+
+        made = self._made
+        monkeypatch.setattr("saev_store.loaders._ring.mmap.mmap", Watched)
+
+    @property
+    def n_alive(self) -> int:
+        return sum(made() is not None for made in self._made)
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("end", ["the epoch", "within it", "a damaged shard"])
+def test_a_closed_loader_holds_none_without_the_garbage_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[OrderedLoader | ShuffledLoader], end: str
+) -> None:
+    """A cycle of references would hold a window of gigabytes until a collection happens to run."""
+    plain, maps = plain_store(tmp_path, n=60, tokens=7, per_shard=9, d_model=16), Maps(monkeypatch)
+    with ShardStore.open(plain.path) as store:
+        if end == "a damaged shard":
+            (plain.path / "acts000003.bin").unlink()
+        gc.collect()
+        gc.disable()
+        try:
+            loader = kind(store.sel(layer=store.layers[1]), batch_size=16)
+            batches = iter(loader)
+            next(batches) if end != "a damaged shard" else None
+            assert maps.n_alive
+            if end != "within it":
+                with contextlib.suppress(SaevStoreError):
+                    deque(batches, maxlen=0)
+            del batches
+            loader.close()
+            assert maps.n_alive == 0
+        finally:
+            gc.enable()

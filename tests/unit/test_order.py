@@ -183,12 +183,12 @@ def test_it_is_known_ahead_where_a_row_will_be_handed_out(order: ShuffledOrder, 
     def where(lane: int, start: int, stop: int) -> np.ndarray:
         return np.arange(start, stop) * len(parts) + lane
 
-    placement = Placement(parts, first_tick, where, data.draw(st.integers(0, 2)))
+    placement = Placement(parts, first_tick, data.draw(st.integers(0, 2)))
     next_cohort = first_tick.copy()
     found = [np.full((part.n_rows, 2), -1, dtype=np.int64) for part in parts]
     while lanes := [lane for lane, part in enumerate(parts) if next_cohort[lane] < part.n_cohorts]:
         lanes = sorted(data.draw(st.sets(st.sampled_from(lanes), min_size=1)))
-        rows = placement.enter(lanes, [next_cohort[lane] for lane in lanes])
+        rows = placement.enter(lanes, [next_cohort[lane] for lane in lanes], where)
         where_to, lane = np.divmod(rows.place, len(parts))
         np.testing.assert_array_equal(lane, np.repeat(lanes, rows.n_blocks)[rows.block])
         for one in lanes:
@@ -352,11 +352,15 @@ def test_a_tick_takes_the_same_steps_however_much_data_there_is():
         parts, lanes = [Partition(order, number) for number in range(8)], range(8)
         n_start, ticks = n_calls(lambda: [part.tick_of(part.n_rows // 8) for part in parts])
         w = parts[0].window_ticks
-        placement = Placement(parts, ticks, lambda lane, start, stop: np.arange(start, stop) * 8 + lane, 4)
+        placement = Placement(parts, ticks, 4)
 
         def enter(first: int, n: int) -> None:
             for number in range(first, first + n):
-                placement.enter(lanes, [tick + number for tick in ticks])
+                placement.enter(
+                    lanes,
+                    [tick + number for tick in ticks],
+                    lambda lane, start, stop: np.arange(start, stop) * 8 + lane,
+                )
 
         n_fill, _ = n_calls(lambda: enter(0, w))
         return n_start, n_fill, n_calls(lambda: enter(w, 50))[0]

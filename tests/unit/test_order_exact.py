@@ -170,7 +170,7 @@ def test_numbers_of_blocks_are_computed_together(monkeypatch: pytest.MonkeyPatch
     order = order_of(400, 3, partitions=2, window=12, tick=6)
     parts = [Partition(order, number) for number in range(2)]
     monkeypatch.setattr(partition_module, "_N_BLOCKS_AT_ONCE", 100)
-    placement = Placement(parts, [0, 0], lambda lane, start, stop: np.arange(start, stop) * 2 + lane)
+    placement = Placement(parts, [0, 0])
     calls: list[int] = []
     at = Permutation.at
 
@@ -180,7 +180,7 @@ def test_numbers_of_blocks_are_computed_together(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Permutation, "at", counted)
     for cohort in range(parts[0].n_cohorts):
-        placement.enter([0, 1], [cohort, cohort])
+        placement.enter([0, 1], [cohort, cohort], lambda lane, start, stop: np.arange(start, stop) * 2 + lane)
     # 50 of each of the two; a block at the border is of both.
     assert calls == [100, 100, 100, 100, 2]
 
