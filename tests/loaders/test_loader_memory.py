@@ -211,8 +211,16 @@ class Maps:
         return [len(found) for made in self._made if (found := made()) is not None]
 
 
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-@pytest.mark.parametrize("end", ["the epoch", "within it", "a damaged shard"])
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        (OrderedLoader, "the epoch"),
+        (OrderedLoader, "within it"),
+        (ShuffledLoader, "the epoch"),
+        (ShuffledLoader, "within it"),
+        (ShuffledLoader, "a damaged shard"),
+    ],
+)
 def test_a_closed_loader_holds_none_without_the_garbage_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[OrderedLoader | ShuffledLoader], end: str
 ) -> None:
