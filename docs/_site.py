@@ -1,4 +1,4 @@
-"""What the documentation site has beside the files of this folder: pages of other files, the commands and the API.
+"""What the documentation site has beside the files of this folder: pages of other files, notebooks, the commands and the API.
 
 Hooks of MkDocs, named in mkdocs.yml. Nothing is written into this folder.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
@@ -16,6 +17,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "docs"))  # MkDocs loads this file by its path
+from _notebooks import NAMES, page_of  # noqa: E402
+
+#: Notebooks that are pages, by their paths from the root.
+NOTEBOOKS = {f"notebooks/{name}.ipynb": f"notebooks/{name}.md" for name in NAMES}
 #: Files outside this folder that are pages, by their paths from the root.
 PAGES = {
     "README.md": "index.md",
@@ -45,6 +51,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     decisions = sorted(path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md"))
     lists: dict[str, list[str]] = {
         "API": [_page_of(room) for room in ROOMS],
+        "NOTEBOOKS": ["notebooks.md", *NOTEBOOKS.values()],
         "DECISIONS": ["decisions/README.md", *(f"decisions/{name}" for name in decisions)],
     }
     config.nav = _filled(config.nav, lists)
@@ -66,6 +73,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["reference/cli.md"] = "\n".join(_commands())
     for room in ROOMS:
         made[_page_of(room)] = _api(room)
+    for source, page in NOTEBOOKS.items():
+        made[page], pictures = page_of(ROOT / source)
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -73,7 +84,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
     """Make links lead to pages of the site; those to files that are no page become their text."""
-    source = {"quick-start.md": "README.md", **{made: path for path, made in PAGES.items()}}.get(page.file.src_uri)
+    sources = {**PAGES, **NOTEBOOKS}
+    source = {"quick-start.md": "README.md", **{made: path for path, made in sources.items()}}.get(page.file.src_uri)
     # Where the text is in the repository, from its root.
     home = dirname(source if source is not None else f"docs/{page.file.src_uri}")
 
@@ -83,7 +95,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> st
         there = normpath(f"{home}/{path}" if home else path)
         if (ROOT / there).is_dir():
             there = f"{there}/README.md"
-        inside = PAGES.get(there) or (there.removeprefix("docs/") if there.startswith("docs/") else None)
+        inside = sources.get(there) or (there.removeprefix("docs/") if there.startswith("docs/") else None)
         if inside is None or files.get_file_from_path(inside) is None:
             return text
         return f"{mark}[{text}]({relpath(inside, dirname(page.file.src_uri) or '.')}{hash_mark}{anchor})"

@@ -15,6 +15,7 @@ from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import HookPoint
 from saev_store.record._estimate import RecordingEstimate, estimate_recording
 from saev_store.record._examples import ExampleSource
+from saev_store.record._fables import load_fables
 from saev_store.record._images import ImageBatches, Images
 from saev_store.record._load import load_image_processor, load_language_model, load_vision_model
 from saev_store.record._part import Part
@@ -47,6 +48,7 @@ __all__ = [
     "adapt",
     "estimate_recording",
     "finalize",
+    "load_fables",
     "load_image_processor",
     "load_language_model",
     "load_photographs",

@@ -12,7 +12,7 @@ import numpy as np
 
 from saev_store.record._adapters import parameter_of, place
 from saev_store.record._demo_steps import say_checked, say_recorded, validate
-from saev_store.record._fables import FABLES
+from saev_store.record._fables import load_fables
 from saev_store.record._record import record
 from saev_store.record._texts import Texts
 from saev_store.record._weights import random_model
@@ -92,7 +92,7 @@ def run_text(out: Path, *, device: str | None, progress: bool | None, say: Calla
     import torch
     from transformers import GPTNeoXConfig
 
-    texts = [text.replace("\n", " ") for text in FABLES.values()]
+    texts = list(load_fables().values())
     tokenizer = tokenizer_of(texts)
     # The shape of Pythia 14M, but for the vocabulary.
     config = GPTNeoXConfig(

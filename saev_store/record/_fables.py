@@ -74,3 +74,12 @@ to you." "Do not be troubled," said the reed. "I bend, and so I do not break." I
 held out her branches against it and did not give way by an inch. The reed lay down flat on the water. The storm took a deep breath and
 blew once more, and the oak fell over with all her roots. In the morning the reed stood up again, and a wren came and sat on it.""",
 }
+
+
+def load_fables() -> dict[str, str]:
+    """The demo's twelve fables, title to text, a fresh dict: something to record a language model over without a download.
+
+    >>> len(load_fables()), load_fables()["The Fox and the Grapes"].split(".")[0]
+    (12, 'On a hot afternoon a fox came to a vineyard')
+    """
+    return {title: text.replace("\n", " ") for title, text in FABLES.items()}
