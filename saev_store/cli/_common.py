@@ -245,18 +245,3 @@ def told(problems: Iterable[Problem]) -> list[dict[str, object]]:
     from saev_store.validation import problem_to_dict
 
     return [problem_to_dict(replace(problem, message=as_commands(problem.message))) for problem in problems]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows as aligned columns.
-
-    >>> print(table(["name", "size"], [["a", "12 B"], ["longer", "3 B"]]))
-    name    size
-    a       12 B
-    longer  3 B
-    """
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -11,6 +11,7 @@ from typing import Annotated, Protocol, cast
 
 import typer
 
+from saev_store._runtime.progress import counting
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
 from saev_store.cli._wording import SubCommand, Wording, as_commands
@@ -133,7 +134,8 @@ def run(argv: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaevStoreWarning)
             warnings.showwarning = show_warning
-            code = app()(args=argv, prog_name="saev-store", standalone_mode=False)
+            with counting():
+                code = app()(args=argv, prog_name="saev-store", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:  # before and after the command
         return interrupted()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options
+from saev_store.cli._ends import say_done
 from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def finalize(
     store = publish(
         url, storage_options=storage_options(options, option), verify=verify, takeover=takeover, progress=progress
     )
+    say_done("published", "checking", at=store.url, as_json=as_json, nothing="no shard was read again")
     if as_json:
         emit_json({"url": store.url, "published": True, "shape": store.shape})
     else:

@@ -20,6 +20,7 @@ from saev_store.cli._common import (
     layer_keys,
     storage_options,
 )
+from saev_store.cli._ends import say_done
 from saev_store.errors import ArgumentError
 
 
@@ -97,6 +98,7 @@ def import_(
         if error.where in {"acts", "array"}:  # the library was not told where they come from
             error.where = url
         raise
+    say_done("imported", "writing importing", at=store.url, as_json=as_json)
     with store:
         if as_json:
             emit_json({"url": store.url, "shape": list(store.shape), "dtype": store.dtype.name})

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, storage_options, table
+from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, storage_options
+from saev_store.cli._tables import emit_table
 from saev_store.core.layout import layer_name
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
@@ -64,7 +65,9 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
             state,
         ))  # fmt: skip
     if rows:
-        emit(table(("store", "shape", "layers", "size", "protocol", "model", "state"), rows))
+        emit_table(
+            ("store", "shape", "layers", "size", "protocol", "model", "state"), rows, right="size", whole="store"
+        )
     elif _is_store(transport):
         emit(f"{stores.root} is a store itself; inspect it with: saev-store info {stores.root}")
     else:

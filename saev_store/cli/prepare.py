@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options, told
+from saev_store.cli._ends import say_done
 from saev_store.errors import ArgumentError, SaevStoreError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def prepare(
         overwrite=overwrite,
         progress=progress,
     )
+    say_done("indexed", "indexing", at=made.url, as_json=as_json)
     if not as_json:
         emit(str(made))
         return

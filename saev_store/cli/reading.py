@@ -24,9 +24,10 @@ from saev_store.cli._common import (
     integers,
     layer_keys,
     storage_options,
-    table,
     told,
 )
+from saev_store.cli._ends import say_done
+from saev_store.cli._tables import emit_card, emit_table, is_drawn
 from saev_store.cli._wording import as_commands
 from saev_store.core.dtypes import StoredDtype
 from saev_store.errors import (
@@ -54,6 +55,7 @@ _MOST_ROWS = 100_000
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
     """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
+    from saev_store.store.card import card_rows
     from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
@@ -62,7 +64,17 @@ def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, opti
         source_info(source, as_json=as_json)
         return
     with ShardStore.open(url, given, damaged_ok=True) as store:
-        emit_json(describe(store)) if as_json else emit(as_commands(repr(store)))
+        if as_json:
+            emit_json(describe(store))
+            return
+        rows = card_rows(
+            store.metadata,
+            store.transport,
+            store.problems,
+            token_arrays=store.token_arrays,
+            most_problems=len(store.problems),
+        )
+        emit_card(f"<ShardStore {store.name}>", [(name, as_commands(text)) for name, text in rows])
 
 
 def describe(store: ShardStore) -> dict[str, object]:
@@ -133,7 +145,7 @@ def estimate(
         )
         for name in chosen
     ]
-    emit(table(("dtype", "vectors", "token arrays", "reading all vectors"), rows))
+    emit_table(("dtype", "vectors", "token arrays", "reading all vectors"), rows, right="vectors")
 
 
 def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
@@ -225,19 +237,20 @@ def head(
             ],
         })  # fmt: skip
         return
-    more = " …" if store.shape[3] > _SHOWN else ""
     lines = [
         (
             str(e),
             "CLS" if t < 0 else str(t),
             *("-" if value is None else str(value) for value in found.values()),
             f"{norm:.4g}",
-            " ".join(f"{value:.4g}" for value in values[:_SHOWN]) + more,
+            " ".join(f"{value:.4g}" for value in values[:_SHOWN]),
         )
         for e, t, found, norm, values in zip(example, token, recorded, norms.tolist(), vectors.tolist(), strict=True)
     ]
-    emit(f"layer {label} of {list(store.layout.layer_keys)}, {store.shape[3]} values per vector")
-    emit(table(("example", "token", *columns, "norm", "values"), lines))
+    d_model = store.shape[3]
+    shown = f"{d_model} values" if d_model <= _SHOWN else f"the first {_SHOWN} of {d_model} values"
+    emit(f"layer {label} of {list(store.layout.layer_keys)}, {shown} per vector")
+    emit_table(("example", "token", *columns, "norm", "values"), lines, right="example token norm")
 
 
 def validate(
@@ -263,9 +276,34 @@ def validate(
     else:
         with ShardStore.open(url, given, damaged_ok=True) as store:
             report = store.validate(deep=deep, client=scheduler, progress=progress)
-    emit_json({**report.to_dict(), "problems": told(report.problems)}) if as_json else emit(as_commands(str(report)))
+    if deep:
+        say_done("validated", "validating checking", at=report.url, as_json=as_json, nothing="no shard is there")
+    if as_json:
+        emit_json({**report.to_dict(), "problems": told(report.problems)})
+    else:
+        _emit_report(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _emit_report(report: Report) -> None:
+    """Print the problems; in a terminal as a table."""
+    text = as_commands(str(report))
+    rows = [
+        (
+            each.severity,
+            each.kind,
+            each.where,
+            as_commands(each.message),
+            ", ".join(f"{start}:{end}" for start, end in each.lost),
+        )
+        for each in report.problems
+    ]
+    if not rows or not is_drawn():
+        emit(text)
+        return
+    emit("\n".join(text.splitlines()[:2]))
+    emit_table(("severity", "kind", "where", "problem", "lost examples"), rows)
 
 
 def source_report(found: Found, *, deep: bool, progress: bool | None) -> Report:
@@ -297,11 +335,18 @@ def stats(
     progress: Progress = None,
 ) -> None:
     """Show count, mean, std, mean norm, min, max, zeros, non-finite, saturated and subnormal values of each layer."""
+    from saev_store.stats import STATISTICS
     from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option)) as store:
         found = store.stats(sample=sample, seed=seed, client=scheduler, refresh=refresh, save=save, progress=progress)
-    emit_json(found.to_dict()) if as_json else emit(str(found))
+    say_done("read", "stats", at=url, as_json=as_json, nothing="stats.json has it")
+    if as_json:
+        emit_json(found.to_dict())
+    else:
+        emit_table(("layer", *STATISTICS), found.rows(), right=" ".join(STATISTICS), plain=str(found))
+        if is_drawn():
+            emit(found.covers)
 
 
 def serve(

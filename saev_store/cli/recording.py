@@ -160,7 +160,8 @@ def record(
             }
         )
     else:
-        print(reports[-1], file=sys.stderr)
+        done, semicolon, waits = str(reports[-1]).partition(";")
+        print(f"{done}, at {store.url}{semicolon}{waits}", file=sys.stderr)
         emit(store.url)
 
 

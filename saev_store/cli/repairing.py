@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, cast
 import typer
 
 from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options
+from saev_store.cli._ends import say_done
 from saev_store.cli._plan import naming_source, plan_of
 from saev_store.cli.recording import load, record
 
@@ -82,6 +83,7 @@ def repair(
             on_nonfinite=plan.on_nonfinite,
             progress=progress,
         )
+    say_done("repaired", "repairing", at=url, as_json=as_json, nothing="nothing is lost")
     if as_json:
         emit_json(done.to_dict())
     else:

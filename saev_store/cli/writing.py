@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from saev_store._runtime.optional import need
+from saev_store._runtime.progress import Progress as Counter
 from saev_store.cli._common import (
     AsJson,
     Chunks,
@@ -29,8 +30,9 @@ from saev_store.cli._common import (
     integers,
     layer_keys,
     storage_options,
-    table,
 )
+from saev_store.cli._ends import say_done
+from saev_store.cli._tables import emit_table
 from saev_store.errors import AccessError, ArgumentError
 from saev_store.transport import open_transport
 
@@ -105,6 +107,7 @@ def copy(
         client=scheduler,
         progress=progress,
     )
+    say_done("copied", "copying writing", at=url, as_json=as_json)
     if as_json:
         emit_json({"url": url} if url.rounding is None else {"url": url, "conversion": url.rounding.to_dict()})
     else:
@@ -160,14 +163,15 @@ def convert(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
                 overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
-            done = {"url": dst, "batches": n}
+            done, titles = {"url": dst, "batches": n}, "writing"
         else:
             is_text = isinstance(source, EnergonDataset)
             n = samples_to_documents(
                 source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype,
                 end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
             )  # fmt: skip
-            done = {"url": dst, "documents": n}
+            done, titles = {"url": dst, "documents": n}, "converting"
+    say_done("converted", titles, at=dst, as_json=as_json)
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
 
 
@@ -239,7 +243,12 @@ def export(
     target = storage_options(out_options, None, name="--out-storage-options")
     is_file = format in {"kerchunk", "tensorstore"}
     check_destination(out, target, where="OUT", options_name="--out-storage-options", is_file=is_file)
-    with ShardStore.open(url, storage_options(options, option)) as store:
+    with (
+        ShardStore.open(url, storage_options(options, option)) as store,
+        Counter(
+            store.nbytes, "exporting", shown=False, unit="examples", unit_nbytes=store.layout.example_nbytes
+        ) as counter,
+    ):
         match format:
             case "tensorstore":
                 from saev_store.export import array_names
@@ -254,6 +263,8 @@ def export(
             case "kerchunk" | "kerchunk-parquet":
                 kind = "parquet" if format == "kerchunk-parquet" else "json"
                 store.to_kerchunk(out, format=kind, chunks=shape, base=template, storage_options=target)
+        counter.advance(store.nbytes)
+    say_done("exported", "exporting", at=out, as_json=as_json)
     emit_json({"out": out, "format": format}) if as_json else emit(out)
 
 
@@ -294,7 +305,9 @@ def clean(
         raise ArgumentError(f"{engine!r} is not an engine here", where="--engine", remedy="Use auto or fsspec.")
     older_than_s = parse_age(older_than)
     transport = open_transport(url, storage_options(options, option), engine="fsspec" if engine == "fsspec" else "auto")
-    cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
+    with Counter(0, "cleaning", shown=False, unit="leftovers") as counter:
+        cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
+        counter.advance(sum(not leftover.kept_because for leftover in cleaned.leftovers))
     if as_json:
         emit_json({
             "url": transport.url,
@@ -313,7 +326,12 @@ def clean(
         )
         for leftover in cleaned.leftovers
     ]
-    emit(table(("path", "what", "size", "state"), rows) if rows else "Nothing to clean.")
+    if rows:
+        emit_table(("path", "what", "size", "state"), rows, right="size")
+    else:
+        emit("Nothing to clean.")
+    if not dry_run:
+        say_done("removed", "cleaning", at=transport.url, as_json=as_json, nothing="nothing was left over")
     if not cleaned.uploads_listed:
         emit(_NOT_LISTED)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from saev_store._runtime.progress import human_seconds
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import RESID_POST
 from saev_store.core.token_arrays import LABELS
@@ -18,7 +19,6 @@ from saev_store.record._part import this_part
 from saev_store.record._pipeline import closing_in_thread, pipeline_nbytes
 from saev_store.record._ranks import n_left
 from saev_store.record._record import describe, prepare
-from saev_store.record._report import human_seconds
 from saev_store.store.card import human_bytes
 from saev_store.transport import open_transport
 from saev_store.writer import writing_requests

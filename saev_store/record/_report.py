@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from saev_store._runtime.progress import human_gb, human_rate, human_seconds
 from saev_store.errors import counted
-from saev_store.store.card import human_bytes
 
 if TYPE_CHECKING:
     from typing import Self
@@ -29,7 +29,7 @@ class RecordingReport:
     >>> report.examples_per_s, report.source_wait, report.writer_wait, report.left_s
     (10.0, 0.25, 0.01, 20.0)
     >>> print(report)
-    recorded 600 examples, 3.0 GiB in 60 s; the model waited 25 % of the time for the source and 1 % for the writer
+    recorded 600 examples (3.2 GB) in 60 s, 10 examples/s; the model waited 25 % of the time for the source and 1 % for the writer
     """
 
     n_examples: int
@@ -68,9 +68,8 @@ class RecordingReport:
 
     @property
     def brief(self) -> str:
-        """A few words for the end of a bar, which has bytes and the time left itself."""
-        waits = f"waited {self.source_wait:.0%} for source, {self.writer_wait:.0%} for writer"
-        return f"{self.examples_per_s:,.1f} examples/s, {waits}"
+        """A few words for the end of a bar, which has the rate and the time left itself."""
+        return f"waited {self.source_wait:.0%} for source, {self.writer_wait:.0%} for writer"
 
     def following(self, before: RecordingReport) -> RecordingReport:
         """This report and an earlier one of the same call as one."""
@@ -102,8 +101,9 @@ class RecordingReport:
         if not self.n_examples:
             return "recorded nothing: all examples were there"
         return (
-            f"recorded {counted(self.n_examples, 'example')}, {human_bytes(self.nbytes)} in {human_seconds(self.elapsed_s)}; the model "
-            f"waited {100 * self.source_wait:.0f} % of the time for the source and {100 * self.writer_wait:.0f} % for the writer"
+            f"recorded {counted(self.n_examples, 'example')} ({human_gb(self.nbytes)}) in {human_seconds(self.elapsed_s)}, "
+            f"{human_rate(self.n_examples, 'examples', self.elapsed_s)}; the model waited {100 * self.source_wait:.0f} % of the "
+            f"time for the source and {100 * self.writer_wait:.0f} % for the writer"
         )
 
     def _per_s(self, amount: float) -> float:
@@ -111,16 +111,3 @@ class RecordingReport:
 
 
 NOTHING_RECORDED = RecordingReport(0, 0, 0, 0.0, 0.0, 0.0)
-
-
-def human_seconds(seconds: float) -> str:
-    """A time as text.
-
-    >>> human_seconds(0.25), human_seconds(312.4), human_seconds(4000), human_seconds(200_000)
-    ('0.2 s', '312 s', '67 min', '55.6 h')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -218,7 +218,7 @@ def samples_to_documents(
         IndexedDatasetBuilder(
             output_path, dtype, overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport
         ) as builder,
-        Progress(len(source), "convert", shown=progress) as bar,
+        Progress(len(source), "converting", shown=progress, unit="samples") as bar,
     ):
         for first, end in steps(len(source), _BATCH):
             for sample in samples(slice(first, end)):

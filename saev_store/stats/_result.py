@@ -135,18 +135,23 @@ class Stats:
             "per_layer_and_token": {name: getattr(self, name).tolist() for name in STATISTICS},
         }
 
-    def __str__(self) -> str:
-        header = ("layer", *STATISTICS)
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row of text for each layer, for tables: its name, and the statistics over all tokens in their order."""
         columns = self.per_layer()
         labels = [layer_name(key) for key in self.layout.layer_keys]
-        rows = [(label, *(_short(columns[name][row]) for name in STATISTICS)) for row, label in enumerate(labels)]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-        ]
+        return [(label, *(_short(columns[name][row]) for name in STATISTICS)) for row, label in enumerate(labels)]
+
+    @property
+    def covers(self) -> str:
+        """How many examples and tokens it is over, in words."""
         of = f" (a sample of {self.layout.n_examples:,})" if self.is_sample else ""
-        lines.append(f"over {self.n_examples:,} examples{of} and {self.layout.tokens_per_example:,} tokens")
-        return "\n".join(lines)
+        return f"over {self.n_examples:,} examples{of} and {self.layout.tokens_per_example:,} tokens"
+
+    def __str__(self) -> str:
+        lines = [("layer", *STATISTICS), *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in lines]
+        return "\n".join([*aligned, self.covers])
 
     __repr__ = __str__
 

@@ -52,7 +52,12 @@ def _as_reference(metadata: Metadata) -> str:
 
 
 def card_rows(
-    metadata: Metadata, transport: Transport, problems: Sequence[Problem], *, token_arrays: TokenArrays
+    metadata: Metadata,
+    transport: Transport,
+    problems: Sequence[Problem],
+    *,
+    token_arrays: TokenArrays,
+    most_problems: int = _SHOWN_PROBLEMS,
 ) -> list[tuple[str, str]]:
     """The lines of the card as (name, text); nothing is requested for it."""
     layout = metadata.layout
@@ -79,9 +84,9 @@ def card_rows(
         rows.append(("", f"the reference project's code reads 2.1 only{_as_reference(metadata)}"))
     if metadata.dataset:
         rows.insert(2, ("dataset", metadata.dataset))
-    shown = [f"{problem.severity}: {problem.message}" for problem in problems[:_SHOWN_PROBLEMS]]
-    if len(problems) > _SHOWN_PROBLEMS:
-        shown.append(f"… and {len(problems) - _SHOWN_PROBLEMS} more in store.problems")
+    shown = [f"{problem.severity}: {problem.message}" for problem in problems[:most_problems]]
+    if len(problems) > most_problems:
+        shown.append(f"… and {len(problems) - most_problems} more in store.problems")
     rows += [("problems" if number == 0 else "", text) for number, text in enumerate(shown or ["none known"])]
     return rows
 

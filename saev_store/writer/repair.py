@@ -170,7 +170,11 @@ class RepairWriter:
         self._failed = False
         n_lost = self.n_missing
         self._progress = Progress(
-            n_lost * self._layout.example_nbytes, "repairing", shown=progress if n_lost else False
+            n_lost * self._layout.example_nbytes,
+            "repairing",
+            shown=progress if n_lost else False,
+            unit="examples",
+            unit_nbytes=self._layout.example_nbytes,
         )
 
     @property

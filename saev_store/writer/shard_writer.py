@@ -102,7 +102,9 @@ class ShardWriter:
             (end - start) * layout.example_nbytes,
             "writing",
             shown=False if complete else progress,
-            done_nbytes=(self.next_example - start) * layout.example_nbytes,
+            done=(self.next_example - start) * layout.example_nbytes,
+            unit="examples",
+            unit_nbytes=layout.example_nbytes,
         )
         self._background = Background(
             buffer_nbytes=min(plan.block_bytes, layout.shard_nbytes),

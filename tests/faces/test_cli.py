@@ -347,7 +347,9 @@ def test_ls_of_nothing(run, tmp_path, store):
 @pytest.mark.parametrize("deep", [[], ["--deep"]])
 def test_validate(run, store, deep):
     code, out, err = run("validate", store.path, *deep)
-    assert (code, err) == (0, "")
+    assert code == 0
+    done = rf"validated 3\.4 kB in [\d.]+ s, .+/s, at {re.escape(str(store.path))}\n"
+    assert re.fullmatch(done if deep else "", err)
     assert ": ok" in out
     store.shard(1).write_bytes(bytes(100))
     code, out, _ = run("validate", store.path, *deep, "--json")
@@ -388,7 +390,9 @@ def test_malformed_samples(run, case):
 
 def test_copy(run, store, tmp_path):
     code, out, err = run("copy", store.path, tmp_path / "to")
-    assert (code, out, err) == (0, f"{tmp_path / 'to' / store.path.name}\n", "")
+    url = str(tmp_path / "to" / store.path.name)
+    assert (code, out) == (0, f"{url}\n")
+    assert re.fullmatch(rf"copied 3\.4 kB in [\d.]+ s, .+/s, at {re.escape(url)}\n", err)
     code, out, _ = run("copy", store.path, tmp_path / "to", "--layers", "11,2", "--json")
     assert code == 0
     assert ShardStore.open(json.loads(out)["url"]).layers == (2, 11)
@@ -403,7 +407,8 @@ def test_copy(run, store, tmp_path):
 def test_copy_in_another_dtype(run, store, tmp_path):
     code, out, err = run("copy", store.path, tmp_path / "to", "--dtype", "bfloat16")
     url, report = out.splitlines()
-    assert (code, err, ShardStore.open(url).metadata.dtype) == (0, "", "bfloat16")
+    assert (code, ShardStore.open(url).metadata.dtype) == (0, "bfloat16")
+    assert re.fullmatch(rf"copied 7 examples \(1\.7 kB\) in [\d.]+ s, [\d,]+ examples/s, at {re.escape(url)}\n", err)
     assert re.fullmatch(r"float32 to bfloat16: .*% of 105 vectors changed, max absolute error \S+, mean .* \S+", report)
     code, out, _ = run("copy", url, tmp_path / "back", "--dtype", "float32", "--json")
     found = json.loads(out)

@@ -104,7 +104,7 @@ def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> 
 def test_the_last_line_says_for_whom_the_model_waited(run, folder: Path, tmp_path: Path) -> None:
     code, _, err = run(*flags(folder, tmp_path))
     assert code == 0
-    line = r"recorded 5 examples, 6.2 KiB in [\d.]+ s; the model waited \d+ % of the time for the source and \d+ % for the writer\n"
+    line = r"recorded 5 examples \(6.4 kB\) in [\d.]+ s, [\d,.]+ examples/s, at .+; the model waited \d+ % of the time for the source and \d+ % for the writer\n"
     assert re.fullmatch(line, err)
     assert run(*flags(folder, tmp_path))[2] == "recorded nothing: all examples were there\n"
 

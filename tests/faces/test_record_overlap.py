@@ -338,7 +338,7 @@ def test_a_report_as_text_and_json() -> None:
     assert (begun.left_s, begun.source_wait, begun.gb_per_s) == (None, 0.0, 0.0)
     report = RecordingReport(12_000, 3_000, 4 << 30, 312.0, 6.24, 3.12)
     assert str(report) == (
-        "recorded 12,000 examples, 4.0 GiB in 312 s; the model waited 2 % of the time for the source and 1 % for the writer"
+        "recorded 12,000 examples (4.3 GB) in 312 s, 38 examples/s; the model waited 2 % of the time for the source and 1 % for the writer"
     )
     assert report.to_dict() == {
         "n_examples": 12_000,

@@ -223,9 +223,9 @@ def test_progress_counts_each_byte_once(source, tmp_path, monkeypatch):
     bars: list[list[int]] = []
 
     class Bar(_whole.Progress):
-        def __init__(self, total_nbytes: int, title: str, *, shown: bool | None, done_nbytes: int = 0) -> None:
-            super().__init__(total_nbytes, title, shown=shown, done_nbytes=done_nbytes)
-            self.counts = [total_nbytes, 0]
+        def __init__(self, total: int, title: str, *, shown: bool | None) -> None:
+            super().__init__(total, title, shown=shown)
+            self.counts = [total, 0]
             bars.append(self.counts)
 
         def advance(self, nbytes: int) -> None:

@@ -145,7 +145,7 @@ def validate(dataset: EnergonDataset, *, deep: bool, progress: bool | None) -> R
         problems += _counts(dataset, index, whole=True)
     shards = sorted({int(shard) for shard in dataset.view.shard_ids})
     checked = 0
-    with Progress(len(shards), "check", shown=progress) as bar:
+    with Progress(len(shards), "checking", shown=progress, unit="tars") as bar:
         for shard in shards:
             found = _shard(dataset, shard, sizes=True, rows=True, tar_idx=True)
             problems += found

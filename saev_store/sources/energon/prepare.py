@@ -157,7 +157,7 @@ def prepare(
         before = {shard: file_identity(there, shard) for shard, _ in shards}
         facts = _Facts(there.url, len(shards))
         with (
-            Progress(sum(nbytes for _, nbytes in shards), "index", shown=progress) as bar,
+            Progress(sum(nbytes for _, nbytes in shards), "indexing", shown=progress) as bar,
             NewFile(there, INDEX_SQLITE, overwrite=True) as index,
         ):
             scanned = facts.checked(scan_all(there, list(before), num_workers=num_workers), bar)

@@ -227,7 +227,7 @@ class BatchFileReader(Source[TokenArray]):
                     f"the header was {self.header} when the file was opened, and is {now}", where=self.url
                 )
             if deep:
-                with Progress(self.header.file_nbytes, "check", shown=progress) as bar:
+                with Progress(self.header.file_nbytes, "checking", shown=progress) as bar:
                     problems += self._check_padding(bar)
                 checked = self.header.file_nbytes
         except SaevStoreError as error:

@@ -144,7 +144,7 @@ def _write(
     order, slot = RecordOrder(header.total_records, header.seed), header.padded_batch_nbytes
     n_group = max(1, _PIECE_BYTES // slot)
     with (
-        Progress(header.file_nbytes, "write", shown=progress) as bar,
+        Progress(header.file_nbytes, "writing", shown=progress) as bar,
         NewFile(transport, path, overwrite=overwrite) as file,
     ):
         file.write(header.to_bytes())
@@ -161,7 +161,7 @@ def _write(
 
 def _collect(groups: Iterator[TokenArray], spool: BinaryIO, header: Header, *, progress: bool | None) -> None:
     n, total = 0, header.total_records
-    with Progress(total * header.seq_len * ITEMSIZE, "collect", shown=progress) as bar:
+    with Progress(total * header.seq_len * ITEMSIZE, "collecting", shown=progress) as bar:
         for records in groups:
             n += len(records)
             if n > total:

@@ -283,7 +283,7 @@ class IndexedDataset(Source[TokenArray]):
                 problems.append(Problem("changed_size", message, where=where, lost=lost))
         if deep and not any(problem.severity == "error" for problem in problems):
             lowest = 0
-            with Progress(self.index.bin_nbytes, "check", shown=progress) as bar:
+            with Progress(self.index.bin_nbytes, "checking", shown=progress) as bar:
                 for part in chunks(self.transport, self.bin_path, self.index.bin_nbytes):
                     least = np.frombuffer(part, self.dtype).min()  # reads every page of a map
                     lowest = min(lowest, int(least) if self.dtype.kind == "i" else 0)

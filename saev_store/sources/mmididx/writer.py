@@ -156,7 +156,7 @@ class IndexedDatasetBuilder:
         if self._doc_idx[-1] != len(self._sizes):
             self.end_document()
         try:
-            with Progress(other.n_tokens, "merge", shown=progress) as bar:
+            with Progress(other.n_tokens, "merging", shown=progress, unit="tokens") as bar:
                 for tokens in other.pieces():
                     self._write(tokens)
                     bar.advance(len(tokens))

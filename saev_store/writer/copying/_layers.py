@@ -155,7 +155,9 @@ def copy_layers_on_cluster(
         write = partial(_write_part, store.unmapped(), metadata, root, tokens)
         with (
             closing(results(cluster, write, [(rank, world) for rank in range(world)])) as written,
-            Progress(layout.nbytes, "copying", shown=progress) as bar,
+            Progress(
+                layout.nbytes, "copying", shown=progress, unit="examples", unit_nbytes=layout.example_nbytes
+            ) as bar,
         ):
             for n_examples in written:
                 bar.advance(n_examples * layout.example_nbytes)

@@ -75,7 +75,9 @@ def import_on_cluster(
     with (
         connected(client) as cluster,
         closing(results(cluster, write, tasks)) as written,
-        Progress(layout.nbytes, "importing", shown=options.progress) as bar,
+        Progress(
+            layout.nbytes, "importing", shown=options.progress, unit="examples", unit_nbytes=layout.example_nbytes
+        ) as bar,
     ):
         for (first, end), _ in zip(parts, written, strict=True):
             bar.advance((end - first) * layout.example_nbytes)

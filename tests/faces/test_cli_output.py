@@ -1,0 +1,219 @@
+"""What a terminal shows and what a pipe gets: tables, cards, bars and the line at the end of long commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plain_stores import Plain, plain_store
+
+from saev_store._runtime.progress import Progress, counted_so_far, counting
+from saev_store.cli import _tables
+from saev_store.cli._ends import end_line
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = ("store", "size", "state")
+ROWS = [("1a2b", "49.0 GiB", "complete"), ("9f[red]", "2.1 TiB", "unfinished: 403,968 of 1,281,167 examples")]
+PLAIN = """\
+store    size      state
+1a2b     49.0 GiB  complete
+9f[red]  2.1 TiB   unfinished: 403,968 of 1,281,167 examples
+"""
+WIDE = """\
+store         size   state
+──────────────────────────────────────────────────────────────
+1a2b      49.0 GiB   complete
+9f[red]    2.1 TiB   unfinished: 403,968 of 1,281,167 examples
+"""
+FOLDED = """\
+store         size   state
+──────────────────────────────────────
+1a2b      49.0 GiB   complete
+9f[red]    2.1 TiB   unfinished:
+                     403,968 of
+                     1,281,167
+                     examples
+"""
+NARROW = """\
+store 1a2b
+  size   49.0 GiB
+  state  complete
+store 9f[red]
+  size   2.1 TiB
+  state  unfinished:
+         403,968 of
+         1,281,167
+         examples
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path / "root", labels=True)
+
+
+def without_styles(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def in_terminal(*arguments: object, columns: int, **variables: str) -> tuple[int, str]:
+    """A command in a terminal of a width of its own: its exit code and what it shows."""
+    command = [sys.executable, "-m", "saev_store", *map(str, arguments)]
+    unset = {"NO_COLOR", "FORCE_COLOR", "CI", "GITHUB_ACTIONS", "TTY_COMPATIBLE"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {
+        "TERM": "xterm-256color",
+        "LANG": "C.UTF-8",
+        "PYTHONUTF8": "1",
+        "COLUMNS": str(columns),
+        **variables,
+    }
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        except OSError:  # the other end is closed
+            pass
+        os.close(ours)
+    return process.returncode, shown.decode().replace("\r\n", "\n")
+
+
+# -- tables --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_in_a_pipe_is_aligned_text(capsys: pytest.CaptureFixture[str]):
+    _tables.emit_table(HEADER, ROWS, right="size")
+    assert capsys.readouterr().out == PLAIN
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(100, WIDE), (38, FOLDED), (20, NARROW)])
+def test_a_table_in_a_terminal_is_drawn_and_loses_nothing(monkeypatch, capsys, columns, shown):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(_tables, "is_drawn", lambda: True)
+    _tables.emit_table(HEADER, ROWS, right="size")
+    found = without_styles(capsys.readouterr().out)
+    assert [line.rstrip() for line in found.splitlines()] == shown.splitlines()
+
+
+@pytest.mark.parametrize("columns", [60, 140])
+@pytest.mark.parametrize("command", ["info", "ls", "stats", "validate", "clean"])
+def test_a_terminal_shows_every_word_that_a_pipe_gets(run, store, command, columns):
+    url = store.path.parent if command in {"ls", "clean"} else store.path
+    (store.path / "acts000000.bin.tmp").touch()
+    arguments = [
+        command,
+        url,
+        *(["--no-save"] if command == "stats" else []),
+        *(["--dry-run"] if command == "clean" else []),
+    ]
+    code, out, _ = run(*arguments)
+    found, shown = in_terminal(*arguments, columns=columns)
+    assert found == code == 0
+    shown = without_styles(shown)
+    joined, wanted = re.sub(r"\s|─", "", shown), re.findall(r"\S+", out)
+    missing = [word for word in wanted if word.rstrip(":") not in joined and "/" not in word]
+    assert not missing, shown
+    assert "…" not in shown
+
+
+def test_a_terminal_without_colours_or_lines_gets_none(store):
+    drawn = in_terminal("ls", store.path.parent, columns=140)[1]
+    assert "─" in drawn
+    assert "\x1b[" in drawn
+    assert not re.search(r"\x1b\[(?:3|4|9)\d", in_terminal("ls", store.path.parent, columns=140, NO_COLOR="1")[1])
+    dumb = in_terminal("ls", store.path.parent, columns=140, TERM="dumb")[1]
+    assert "─" not in dumb
+    assert "\x1b" not in dumb
+    assert dumb == subprocess.run(
+        [sys.executable, "-m", "saev_store", "ls", store.path.parent], cwd=ROOT, capture_output=True, text=True
+    ).stdout.replace("\r\n", "\n")
+
+
+def test_info_lists_all_problems(run, store):
+    for path in store.path.glob("acts*.bin"):
+        path.unlink()
+    code, out, _ = run("info", store.path)
+    problems = json.loads(run("info", store.path, "--json")[1])["problems"]
+    assert code == 0
+    assert len(problems) >= 1
+    assert all(problem["message"] in out for problem in problems)
+    assert "store.problems" not in out
+
+
+# -- bars and the line at the end --------------------------------------------------------------------------------------------
+
+
+def test_bars_count_examples_and_gigabytes(capsys: pytest.CaptureFixture[str]):
+    with Progress(4_000, "writing", shown=True, unit="examples", unit_nbytes=2, done=1_000) as bar:
+        bar.advance(999)
+        bar.advance(2_001)
+    assert re.search(
+        r"writing: 100%\|.*\| 2,000 of 2,000 examples \[\d\d:\d\d<00:00, .* examples/s\]\n$", capsys.readouterr().err
+    )
+    with Progress(3_000_000_000, "checking", shown=True) as bar:
+        bar.advance(1_500_000_000)
+    assert re.search(r"checking:  50%\|.*\| 1\.50GB of 3\.00GB \[.*B/s\]\n$", capsys.readouterr().err)
+
+
+def test_a_bar_ends_its_line_when_its_block_fails(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyboardInterrupt), Progress(10, "checking", shown=True):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.endswith("\n")
+
+
+def test_bars_are_counted_shown_or_not():
+    with counting():
+        with Progress(4_000, "writing", shown=False, unit="examples", unit_nbytes=2, done=1_000) as bar:
+            bar.advance(3_000)
+        bar.close()
+        (found,) = counted_so_far()
+        assert found[:4] == ("writing", "examples", 1_500, 3_000)
+        assert re.fullmatch(
+            r"recorded 1,500 examples \(3\.0 kB\) in 0\.0 s, .+ examples/s, at /x",
+            end_line("recorded", "writing", at="/x"),
+        )
+        assert end_line("copied", "copying", at="/x") == "copied nothing: all of it was there, at /x"
+    assert counted_so_far() == []
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["stats", "URL"], r"read 3\.4 kB in [\d.]+ s, .+B/s, at URL"),
+        (
+            ["copy", "URL", "TO", "--layers", "5"],
+            r"copied 7 examples \(1\.1 kB\) in [\d.]+ s, .+ examples/s, at TO/\w+",
+        ),
+        (
+            ["export", "URL", "TO/store.json"],
+            r"exported 7 examples \(3\.4 kB\) in [\d.]+ s, .+ examples/s, at TO/store\.json",
+        ),
+        (["clean", "URL"], r"removed nothing: nothing was left over, at URL"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_long_commands_end_with_a_line(run, store, tmp_path, command, line):
+    (tmp_path / "to").mkdir()
+    places = {"URL": str(store.path), "TO": str(tmp_path / "to")}
+    for name, place in places.items():
+        command, line = [word.replace(name, place) for word in command], line.replace(name, re.escape(place))
+    code, _, err = run(*command)
+    assert code == 0
+    assert re.fullmatch(f"{line}\n", err), err
+    assert run(*command, "--json")[2] == ""
+
+
+def test_what_was_done_before_is_said(run, store, tmp_path):
+    run("copy", store.path, tmp_path / "to")
+    assert run("copy", store.path, tmp_path / "to")[2].startswith("copied nothing: all of it was there, at ")
+    run("stats", store.path)
+    assert run("stats", store.path)[2].startswith("read nothing: stats.json has it, at ")
