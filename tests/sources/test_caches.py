@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,11 @@ from saev_store.errors import (
     SaevStoreError,
 )
 from saev_store.sources.caches import FORMATS, import_cache
+from saev_store.sources.caches._cache import Cache, Wanted, entries_of, layer_axis
+from saev_store.sources.caches._stream import check_starts
+from saev_store.sources.caches.hidden_states import HiddenStatesCache
+from saev_store.sources.caches.memmap import MemmapCache
+from saev_store.sources.caches.saelens import SaelensCache
 from saev_store.transport import open_transport
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -690,3 +695,99 @@ def test_caches_with_random_damage_are_refused_by_name_or_imported(tmp_path: Pat
             n_refused += 1
         path.write_bytes(kept)
     assert 100 < n_refused < 300
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------------
+
+
+def opened(kind: type[Cache], folder: Path, **wanted: object) -> Cache:
+    transport = open_transport(folder)
+    return kind(transport, entries_of(transport), Wanted(**wanted))
+
+
+def caches(folder: Path) -> Iterator[tuple[Cache, int]]:
+    """A cache of each format, and how many examples it has."""
+    requests(folder / "hs", [5, 0, 3, 9, 1, 2])
+    yield opened(HiddenStatesCache, folder / "hs", layers=[1, 2], context=3), 7
+    acts = RNG.standard_normal((22, 2, 8)).astype(BF16)
+    memmaps(folder / "memmap", [acts[:, 0], acts[:, 1]], [12, 3, 7])
+    saved(folder / "memmap" / "tokens.pt", list(range(22)))
+    saved(folder / "memmap" / "sequence_ranges.pt", [0, 5, 5, 22])
+    yield opened(MemmapCache, folder / "memmap", layers=[9, 10], context=4), 6
+    arrow(folder / "saelens", cached(11), [7, 4], rows_in_batch=3)
+    yield opened(SaelensCache, folder / "saelens"), 11
+
+
+def test_any_part_of_a_cache_is_that_part_of_the_whole(tmp_path: Path):
+    """What workers and resumed imports ask for: some examples, in blocks of any size, and no others."""
+    for cache, n in caches(tmp_path):
+        assert cache.arguments()["n_examples"] == n
+        (whole,) = joined(cache, 0, n, 1 << 30)
+        for first in range(n):
+            for end in range(first + 1, n + 1):
+                for max_block_bytes in (1, 300, 1 << 30):
+                    (part,) = joined(cache, first, end, max_block_bytes)
+                    assert [values.shape[0] for values in part] == [end - first] * len(part)
+                    for some, every in zip(part, whole, strict=True):
+                        assert some.tobytes() == every[first:end].tobytes()
+
+
+def joined(cache: Cache, first: int, end: int, max_block_bytes: int) -> Iterator[list[np.ndarray]]:
+    """The vectors and token arrays of some examples, whose blocks follow each other."""
+    at, pieces = first, []
+    for block in cache.blocks(first, end, max_block_bytes):
+        assert block.first == at
+        at += len(block.acts)
+        pieces.append([block.acts, *(block.token_arrays[name] for name in sorted(block.token_arrays))])
+    assert at == end
+    yield [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "n_tokens", "expected"),
+    [([0], 1, [0]), ([0, 3], 9, [0, 3]), ([0, 3, 3, 9], 9, [0, 3]), ([0, 0, 2], 4, [0, 2]), ([0, 5, 5, 5], 5, [0])],
+)
+def test_documents_without_tokens_are_left_out(starts: list[int], n_tokens: int, expected: list[int]):
+    assert check_starts(np.array(starts), n_tokens, where="x").tolist() == expected
+
+
+@pytest.mark.parametrize("starts", [[], [1], [0, 3, 2], [0, 10], [-1, 0]])
+def test_documents_that_do_not_cover_the_tokens(starts: list[int]):
+    with pytest.raises(ArgumentError, match="do not cover the 9 tokens in order"):
+        check_starts(np.array(starts, np.int64), 9, where="x")
+
+
+def test_ids_of_vllm_count_what_enters_a_layer():
+    found = layer_axis(Wanted(layer_ids=(0, 1, 2, 36)), 4, where="x")
+    assert found == {"layers": [0, 0, 1, 35], "hook_points": ["resid_pre", *["resid_post"] * 3]}
+    named = layer_axis(Wanted(layers=(4, (4, "mlp_out"))), 2, where="x")
+    assert named == {"layers": [4, 4], "hook_points": ["resid_post", "mlp_out"]}
+
+
+@pytest.mark.parametrize("ranges", [[[0, 5], [5, 21]], [[0, 5], [5, 23]], [[0, 22], [22, 23]], [[0, 9], [8, 22]]])
+def test_ranges_of_documents_end_with_the_tokens(ranges: list[list[int]], tmp_path: Path):
+    acts = RNG.standard_normal((22, 8)).astype(BF16)
+    memmaps(tmp_path, [acts], [22])
+    saved(tmp_path / "sequence_ranges.pt", ranges)
+    with pytest.raises(CorruptShardError, match="do not cover the 22 tokens"):
+        opened(MemmapCache, tmp_path, layers=[9], context=4)
+
+
+def test_the_digest_of_a_cache_is_of_all_its_files(tmp_path: Path):
+    """Of small files every byte counts; of many requests some bytes, and the names, sizes and headers of all."""
+    for number, (cache, _) in enumerate(caches(tmp_path / "whole")):
+        assert cache.digest() == cache.digest()
+        again = [found for found, _ in caches(tmp_path / f"again{number}")][number]
+        assert again.digest() != cache.digest()  # other random numbers
+    requests(tmp_path / "many", [2] * 40)
+    options = {"layers": [1, 2], "context": 2}
+    before = opened(HiddenStatesCache, tmp_path / "many", **options).digest()
+    for name in ("hs_0", "hs_39"):
+        path = tmp_path / "many" / f"{name}.safetensors"
+        raw = path.read_bytes()
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        assert opened(HiddenStatesCache, tmp_path / "many", **options).digest() != before
+        path.write_bytes(raw)
+    assert opened(HiddenStatesCache, tmp_path / "many", **options).digest() == before
+    (tmp_path / "many" / "hs_17.safetensors").rename(tmp_path / "many" / "hs_40.safetensors")
+    assert opened(HiddenStatesCache, tmp_path / "many", **options).digest() != before
