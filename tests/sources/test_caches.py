@@ -6,6 +6,7 @@ programs' own writers are in tests/peers/test_cache_peers.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
@@ -791,3 +792,29 @@ def test_the_digest_of_a_cache_is_of_all_its_files(tmp_path: Path):
     assert opened(HiddenStatesCache, tmp_path / "many", **options).digest() == before
     (tmp_path / "many" / "hs_17.safetensors").rename(tmp_path / "many" / "hs_40.safetensors")
     assert opened(HiddenStatesCache, tmp_path / "many", **options).digest() != before
+
+
+def test_every_file_of_a_small_cache_is_in_its_digest(tmp_path: Path):
+    """`state.json` and the documents of shards only name what is in the digest."""
+    kinds = {
+        "saelens": lambda folder: opened(SaelensCache, folder),
+        "memmap": lambda folder: opened(MemmapCache, folder, layers=[9, 10], context=4),
+        "hs": lambda folder: opened(HiddenStatesCache, folder, layers=[1, 2], context=3),
+    }
+    for _ in caches(tmp_path):
+        pass
+    for name, open_again in kinds.items():
+        before, n_files = open_again(tmp_path / name).digest(), 0
+        for path in sorted((tmp_path / name).rglob("*")):
+            if path.suffix not in {".arrow", ".memmap", ".safetensors", ".pt"} and path.name != "dataset_info.json":
+                continue
+            raw, n_files = path.read_bytes(), n_files + 1
+            # White space behind a document and a tensor of torch, else a number.
+            at = len(raw) // 2 if path.suffix == ".arrow" else len(raw) - 1
+            grows = path.suffix in {".json", ".pt"}
+            path.write_bytes(raw + b" " if grows else raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+            with contextlib.suppress(SaevStoreError):  # the byte may be one of a length
+                assert open_again(tmp_path / name).digest() != before, path
+            path.write_bytes(raw)
+        assert open_again(tmp_path / name).digest() == before
+        assert n_files == {"saelens": 3, "memmap": 8, "hs": 6}[name]

@@ -48,7 +48,7 @@ def recorded(
 
 def traced(root: Path, data: dict[str, object], arrays: dict[str, list]) -> ShardStore:
     """Two examples of three tokens with token arrays of what each token is."""
-    dtypes = {"document_ids": "int64", "positions": "int32"}
+    dtypes = {"document_ids": "int64", "positions": "int32", "token_ids": "int32"}
     metadata = new_metadata(
         family="gpt2", ckpt="tiny", layers=[0], content_tokens_per_example=3, cls_token=True, d_model=2, n_examples=2, data=data,
         dtype="bfloat16", token_arrays={name: dtypes[name] for name in arrays},
@@ -75,6 +75,24 @@ def test_tokens_are_traced_by_what_the_store_records_of_them(text: Path, tmp_pat
         store.origin(1, 1)
     with pytest.raises(DocumentError, match="example 1 is said to be sample 5, but the source has 3"):
         store.origin(1, 2)
+
+
+@pytest.mark.parametrize("wrong", [None, (0, 0), (0, 2), (1, 1)])
+def test_a_token_that_has_another_id_now_is_of_other_data(
+    text: Path, tmp_path: Path, wrong: tuple[int, int] | None
+) -> None:
+    source = open_source(text / "data.idx")
+    arrays = {"document_ids": [[1, 1, 0], [2, 2, 0]], "positions": [[2, 3, 0], [1, 0, 1]]}
+    ids = [[int(source[d][p]) for d, p in zip(*rows, strict=True)] for rows in zip(*arrays.values(), strict=True)]
+    if wrong is not None:
+        ids[wrong[0]][wrong[1]] += 1
+    store = traced(tmp_path, recorded_from(source, by_token=True), {**arrays, "token_ids": ids})
+    for example, token in ((e, t) for e in range(2) for t in range(3)):
+        if (example, token) == wrong:
+            with pytest.raises(CorruptShardError, match=f"but was {ids[example][token]} when the store was recorded"):
+                store.origin(example, token)
+        else:
+            assert store.origin(example, token).place.token_id == ids[example][token]
 
 
 def test_tokens_cannot_be_traced_by_arrays_that_are_not_there(text: Path, tmp_path: Path) -> None:

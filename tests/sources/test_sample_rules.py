@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from token_files import mmididx_bytes
 
-from saev_store.errors import ArgumentError, DocumentError, SelectionError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, TransportError
 from saev_store.sources import MapStyle, TextFile, recorded_from
 from saev_store.sources._files import digest_files, file_identity, sample_ranges
 from saev_store.sources._new_file import NewFile
 from saev_store.sources._source import check_index, check_positions, steps
+from saev_store.sources.convert import samples_to_documents
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.energon.tar_scan import scan_shard
 from saev_store.sources.mmididx import IndexedDataset
 from saev_store.sources.places import sample_of, token_place
 from saev_store.sources.texts import text_of
 from saev_store.transport import MemoryTransport, open_transport
 
 KIB = 1 << 10
+
+
+def write_energon(folder: Path, parts: list[tuple[str, bytes]]) -> Path:
+    """A prepared data set of one tar."""
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for name, data in parts:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    prepare(folder, split="1,0,0", progress=False)
+    return folder
 
 
 # -- positions ----------------------------------------------------------------------------------------------------------
@@ -287,3 +306,81 @@ def test_a_document_of_every_length_is_described_by_its_digest() -> None:
         source = IndexedDataset("x", transport=MemoryTransport({"x.idx": idx, "x.bin": bin_}))
         found.add(source.describe(digest="full")["digest"]["value"])
     assert len(found) == 4
+
+
+# -- samples of tars ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parts", "key", "found"),
+    [
+        (("txt",), "text", "txt"), (("text", "jpg"), "text", "text"), (("jpg", "transcript"), "text", "transcript"),
+        (("a.TXT", "json"), "text", "a.TXT"), (("txt", "text"), "text", "text"), (("txt", "transcript"), "transcript", "transcript"),
+        (("caption", "txt"), "caption", "caption"), (("caption",), "text", None), (("txt", "transcript"), "text", None),
+        (("txt.gz",), "text", None), (("mytxt",), "text", None),
+    ],
+)  # fmt: skip
+def test_the_part_of_a_sample_that_is_its_text(
+    tmp_path: Path, parts: tuple[str, ...], key: str, found: str | None
+) -> None:
+    folder = write_energon(tmp_path / "e", [(f"s.{part}", f"the {part}".encode()) for part in parts])
+    with EnergonDataset(folder) as source:
+        if found is None:
+            with pytest.raises(DocumentError, match="Name the part or the field with text_key="):
+                text_of(source, source[0], key, where="x")
+        else:
+            text = text_of(source, source[0], key, where="x")
+            assert (text.decode() if isinstance(text, bytes) else text) == f"the {found}"
+
+
+@pytest.mark.parametrize("said", ["b.jpg", "b.jpg\n", " b.jpg\r\n"])
+def test_the_name_of_a_file_in_a_text_is_that_without_white_space(tmp_path: Path, said: str) -> None:
+    folder = write_energon(tmp_path / "e", [("s.txt", said.encode())])
+    (tmp_path / "b.jpg").write_bytes(b"B")
+    with JoinedDataset(EnergonDataset(folder), {"images": FolderFiles(tmp_path)}, names={"images": "txt"}) as joined:
+        assert joined[0].media == {"images": {"b.jpg": b"B"}}
+
+
+BLOCK = 512
+
+
+@pytest.mark.parametrize(
+    ("tail", "oddity", "error"),
+    [
+        (bytes(2 * BLOCK), "", ""), (bytes(20 * BLOCK), "", ""), (bytes(BLOCK), "", ""), (b"", "no end marker", ""),
+        (bytes(BLOCK) + b"x" * BLOCK, "something follows its end marker", ""),
+        (bytes(9 * BLOCK) + b"x", "something follows its end marker", ""), (b"x" * 100, "", "cut inside the header"),
+        (b"x" * BLOCK + bytes(BLOCK), "", "its checksum is wrong"), (bytes(100), "", ""),
+    ],
+)  # fmt: skip
+def test_how_a_tar_ends(tail: bytes, oddity: str, error: str) -> None:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.size = 3
+        tar.addfile(info, io.BytesIO(b"abc"))
+    transport = MemoryTransport({"x.tar": file.getvalue()[: 2 * BLOCK] + tail})
+    if error:
+        with pytest.raises(CorruptShardError, match=error):
+            scan_shard(transport, "x.tar")
+        return
+    found = scan_shard(transport, "x.tar")
+    assert [*found.samples] == [("a", 0, 2 * BLOCK, [("txt", BLOCK, 3)])]
+    assert (found.end, found.nbytes) == (2 * BLOCK, 2 * BLOCK + len(tail))
+    assert len(found.oddities) == bool(oddity)
+    assert all(oddity in text for text in found.oddities)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "raw"), [("utf-8", "ü".encode()), ("latin-1", b"\xfc"), ("utf-16", "ü".encode("utf-16"))]
+)
+def test_texts_are_decoded_as_the_caller_says(tmp_path: Path, encoding: str, raw: bytes) -> None:
+    folder = write_energon(tmp_path / "e", [("s.txt", raw)])
+    with EnergonDataset(folder) as source:
+        samples_to_documents(
+            source, tmp_path / "x.idx", lambda text: [*map(ord, text)], encoding=encoding, progress=False
+        )
+        assert IndexedDataset(tmp_path / "x.idx")[0].tolist() == [0xFC]
+        if encoding != "latin-1":
+            with pytest.raises(DocumentError, match="no text in 'ascii'"):
+                samples_to_documents(source, tmp_path / "y.idx", lambda _: [0], encoding="ascii", progress=False)
