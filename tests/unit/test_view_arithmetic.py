@@ -85,6 +85,13 @@ def test_similarity_of_representations_is_that_of_its_definition():
     assert np.isnan(found[3])
 
 
+@pytest.mark.parametrize("odd", [[0, 0], [np.nan, 1], [np.inf, 1]])
+def test_a_vector_without_a_direction_has_no_cosine_on_either_side(odd):
+    odds, rows = np.array([odd, [3, 4]], np.float32), np.array([[3, 4], [3, 4]], np.float32)
+    np.testing.assert_allclose(cosine_rows(odds, rows), [np.nan, 1], atol=1e-6)
+    np.testing.assert_allclose(cosine_rows(rows, odds), [np.nan, 1], atol=1e-6)
+
+
 def test_cosines_of_rows():
     a, b = np.array([[1, 0], [1, 1], [0, 0]], np.float32), np.array([[0, 2], [3, 3], [1, 1]], np.float32)
     np.testing.assert_allclose(cosine_rows(a, b), [0, 1, np.nan], atol=1e-7)
