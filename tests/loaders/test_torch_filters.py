@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata, pair  # after the check that torch is there
 from saev_store.errors import ArgumentError, SelectionError  # after the check that torch is there
-from saev_store.loaders import filtered  # after the check that torch is there
+from saev_store.loaders import below_norms, filtered  # after the check that torch is there
 from saev_store.torch import (  # after the check that torch is there
     ConfigError,
     IndexedConfig,
@@ -253,3 +253,26 @@ def test_what_makes_no_sense_is_refused(plain: Path, tmp_path: Path):
             rows.only(tokens)
     with pytest.raises(SelectionError, match="it must be bool"):
         pair(store, store).sel(layer_a=5, layer_b=2).only(np.ones((TOKENS, N), bool))
+
+
+@pytest.mark.parametrize("cls", [False, True])
+def test_a_vector_stays_that_is_just_as_long_as_the_limit(cls: bool, tmp_path: Path) -> None:
+    """Vectors of norm 5 and of the next larger float32: the limit of each layer is its own."""
+    acts = np.zeros((2, len(LAYERS), TOKENS + cls, D_MODEL), np.float32)
+    acts[..., 0], acts[..., 1] = 3, 4
+    acts[0, 1, cls + 1, 0] = np.nextafter(np.float32(3), np.float32(4))
+    acts[1, 0, cls + 2, 2] = 1
+    store = ShardStore.open(write(tmp_path, acts, cls=cls))
+    truth = np.ones((2, TOKENS), bool)
+    truth[0, 1] = False
+    np.testing.assert_array_equal(below_norms(store.sel(layer=5, tokens="content"), [5.0]), truth)
+    truth[1, 2] = False
+    np.testing.assert_array_equal(below_norms(store.sel(layer="all", tokens="content"), [5.0, 5.0, 5.0]), truth)
+    np.testing.assert_array_equal(
+        below_norms(store.sel(layer=(5, 2), tokens="content"), [6.0, 5.0]), truth | (np.arange(2) == 0)[:, None]
+    )
+    assert not below_norms(store.sel(layer=9, tokens="content"), [np.nextafter(5.0, 0)]).any()
+    assert below_norms(store.sel(layer=9, tokens="content", examples=[1]), [4.0]).tolist() == [
+        [True] * TOKENS,
+        [False] * TOKENS,
+    ]

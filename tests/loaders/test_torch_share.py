@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from saev_store.torch import (  # after the check that torch is there
     ShuffledPairConfig,
     ShuffledPairDataLoader,
 )
+from saev_store.torch._sharing import Patience  # after the check that torch is there
 
 BATCH, N_BATCHES = 32, 11  # of 336 rows
 
@@ -397,3 +399,35 @@ def test_what_makes_no_sense_is_refused(store: Path):
 def test_a_loader_without_batches_ends_at_once(store: Path):
     with make(store, batch_size=1000, drop_last=True).share(2) as shared:
         assert in_threads(shared, taken) == [[], []]
+
+
+def test_patience_is_for_one_thing_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for somebody else, or for nobody, begins to count anew; time in which the process was stopped does not count."""
+    now = [100.0]
+    monkeypatch.setattr("saev_store.torch._sharing.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Condition:
+        jump = 0.0
+
+        def wait(self, seconds: float) -> None:
+            now[0] += seconds + self.jump
+
+    changed, patience = Condition(), Patience(1.0)
+
+    def slices(waited_for: list[object]) -> int:
+        """How many waits it takes until patience is over."""
+        for n in range(20):
+            if patience.is_over(waited_for):
+                return n
+            patience.wait(changed)
+        return 20
+
+    assert slices(["a"]) == 4
+    assert patience.is_over(["a"])
+    assert slices(["b"]) == 4
+    assert [patience.is_over(waited_for) for waited_for in (["b"], ["a", "b"], ["a", "b"])] == [True, False, False]
+    patience.wait(changed)
+    assert slices(["a", "b"]) == 3
+    assert slices([]) == 20
+    changed.jump = 50.0
+    assert slices(["a"]) == 4
