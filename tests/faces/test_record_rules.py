@@ -13,7 +13,10 @@ import pytest
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, ResumeError, SaevStoreWarning
+from saev_store.record import ImageBatches, TextAdapter, VisionAdapter
+from saev_store.record._documents import as_documents
 from saev_store.record._estimate import RecordingEstimate
+from saev_store.record._identity import config_digest
 from saev_store.record._in_memory import digest_of, digest_rows
 from saev_store.record._patch_labels import Masks, majority
 from saev_store.record._processing import check_range, framing_of, normalises
@@ -318,3 +321,128 @@ def test_what_a_disk_must_have_room_for(there: int, needed: int) -> None:
     assert RecordingEstimate(**values | {"free_nbytes": None}).fits is None
     if needed:
         assert RecordingEstimate(**values | {"free_nbytes": needed - 1}).fits is False
+
+
+# -- sources of examples ------------------------------------------------------------------------------------------------
+
+
+def batches_of(sizes: list[int], n_examples: int) -> ImageBatches:
+    pixels = np.zeros((sum(sizes), 1, 2, 2), np.float32)
+    return ImageBatches(np.split(pixels, np.cumsum(sizes)[:-1]), n_examples)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 2], [4, 1, 3], [1, 1, 1, 5]])
+def test_batches_that_have_some_examples(sizes: list[int]) -> None:
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    n = bounds[-1]
+    spans = list(zip(bounds[:-1], sizes, strict=True))
+    for start in range(n):
+        for end in range(start + 1, n + 1):
+            found = [(batch.first, len(batch.inputs[0])) for batch in batches_of(sizes, n).batches(start, end)]
+            assert found == [(first, size) for first, size in spans if first < end and first + size > start]
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [1, 1, 2]])
+def test_batches_have_as_many_examples_as_was_said(sizes: list[int]) -> None:
+    """Also where a whole batch is too much, which comes behind the last example."""
+    for n in (1, 2, 3):
+        with pytest.raises(ArgumentError, match=rf"there are at least \d examples, but n_examples is {n}"):
+            list(batches_of(sizes, n).batches(0, n))
+    for n in (5, 9):
+        with pytest.raises(ArgumentError, match=f"there are only 4 examples, but n_examples is {n}"):
+            list(batches_of(sizes, n).batches(0, n))
+        assert len(list(batches_of(sizes, n).batches(0, 4))) == len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([0], ""), ([2**31 - 1], ""), (np.array([5, 7], np.uint16), ""), ([-1], "from -1 to -1"), ([3, -1, 4], "from -1 to 4"),
+        ([2**31], "to 2147483648"), (np.array([2**63], np.uint64), "to 9223372036854775808"), ([0.5], "no array of token ids"),
+        ([[1]], "no array of token ids"), (["a"], "no text and no array"), ([True], "no text and no array"),
+    ],
+)  # fmt: skip
+def test_token_ids_are_integers_of_31_bits(ids: object, said: str) -> None:
+    for documents in ([[1, 2], ids], iter([[1, 2], ids])):
+        if said:
+            with pytest.raises(ArgumentError, match=said) as caught:
+                as_documents(documents, None, text_key="text")
+            assert caught.value.where == "documents[1]"
+            continue
+        found = as_documents(documents, None, text_key="text")
+        assert found.starts.tolist() == [0, 2, 2 + len(ids)]
+        assert found.tokens(0, found.n_tokens).tolist() == [1, 2, *np.asarray(ids).tolist()]
+        assert found.tokens(1, 3).tolist() == [2, np.asarray(ids).tolist()[0]]
+
+
+def test_documents_with_other_ids_or_bounds_have_another_digest() -> None:
+    different = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2], [4]], [[1, 2], [3], []], [[1, 2], [], [3]]]
+    found = [as_documents(ids, None, text_key="text").describe()["digest"]["digest"] for ids in map(iter, different)]
+    assert len({*found}) == len(found)
+
+
+@pytest.mark.parametrize("n_special", [-1, 0, 1, 2, 5])
+@pytest.mark.parametrize("cls_first", [False, True])
+def test_special_tokens_of_a_vision_model_count_its_cls_token(n_special: int, cls_first: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    arguments = {"model": model, "blocks": [model[0]], "d_model": 2, "patch_px": (2, 2), "cls_first": cls_first}
+    if n_special >= int(cls_first):
+        made = VisionAdapter(n_special=n_special, **arguments)
+        assert made.content_of(torch.zeros(1, 3, 4, 6)) == (n_special, 6)
+        assert (made.has_cls, made.keeps_cls(None), made.keeps_cls(False)) == (cls_first, cls_first, False)
+    else:
+        with pytest.raises(ArgumentError, match=f"n_special is {n_special}; it "):
+            VisionAdapter(n_special=n_special, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ([[1, 1, 0]], ""), ([[1, 0, 0], [1, 1, 1]], ""), ([[0, 0, 0]], ""), ([[0, 1, 1]], "row 0 has padding before"),
+        ([[1, 1, 1], [1, 0, 1]], "row 1 has padding before"), ([[2, 1, 0]], "other numbers than 0"), ([[1, -1, -1]], "other numbers than 0"),
+        ([[2, 2, 2]], "other numbers than 0"),
+    ],
+)  # fmt: skip
+def test_padding_is_on_the_right_and_masks_are_0_and_1(mask: list[list[int]], said: str) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.nn.Linear(2, 2)
+
+        def forward(self, ids: torch.Tensor) -> None:
+            seen.append(ids)
+
+    model = Model()
+    adapter = TextAdapter(model=model, blocks=[model.block], d_model=2, vocabulary_size=9)
+    ids = torch.full((len(mask), 3), 8)
+    if said:
+        with pytest.raises(ArgumentError, match=said):
+            adapter.forward(ids, torch.tensor(mask))
+    else:
+        adapter.forward(ids, torch.tensor(mask))
+        assert torch.equal(seen[0], ids)
+    with pytest.raises(ArgumentError, match="there is a token id 9; the model's embedding has those from 0 to 8"):
+        adapter.forward(ids + 1)
+
+
+#: Of the settings of GPT-2, Llama and DINOv2: those that no vector depends on, or that are said elsewhere.
+IDLE = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "output_attentions",
+    "output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["GPT2Config", "LlamaConfig", "Dinov2Config"])
+def test_every_setting_of_a_model_that_computes_is_in_the_identity(name: str) -> None:
+    said = getattr(pytest.importorskip("transformers"), name)().to_dict()
+
+    def digest(settings: dict[str, object]) -> str | None:
+        return config_digest(SimpleNamespace(to_dict=lambda: settings))
+
+    assert len(said) > 15
+    assert {key for key in said if digest({**said, key: "another"}) == digest(said)} == IDLE & {*said}
+    assert digest({**said, "new": 1}) != digest(said)
+    assert digest(dict(reversed(said.items()))) == digest(said)
+    assert config_digest(None) is config_digest(object()) is None
