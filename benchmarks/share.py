@@ -1,11 +1,11 @@
 """What sharing a loader saves: rows per second of several loops that share one, against as many loops with loaders of their own.
 
-    python benchmarks/share.py [--gib 8] [--consumers 4] [--rounds 5] [--folder DIR] [--json]
+    python benchmarks/share.py [--gib 8] [--consumers 4] [--rounds 5] [--one-order] [--folder DIR] [--json]
 
 One float32 store of one layer, written with NumPy alone. Each loop looks at one number of each batch, so reading decides. The kernel is
 asked to forget the files before each pass, and loaders drop the pages that they have read, as they do of stores much larger than
-memory: else the first of the loops would read for the others. Loops with loaders of their own have the same order, and the same memory for windows
-as all others together.
+memory: else the first of the loops would read for the others. For the same reason loops with loaders of their own have orders of their own, as
+jobs that begin at different times have; `--one-order` gives them the same. Together they have the same memory for windows as the one.
 
 Needs torch, and a folder on the disk that is measured.
 """
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from _common import Line, forget, make_store, report, seconds
@@ -30,8 +31,10 @@ BATCH = 16_384
 WINDOW_BYTES = 1 << 30
 
 
-def loader_of(folder: Path, window_bytes: int) -> ShuffledDataLoader:
-    cfg = ShuffledConfig(str(folder), layer=11, batch_size=BATCH, window_bytes=window_bytes, keep_pages=False)
+def loader_of(folder: Path, window_bytes: int, seed: int = 0) -> ShuffledDataLoader:
+    cfg = ShuffledConfig(
+        str(folder), layer=11, batch_size=BATCH, window_bytes=window_bytes, keep_pages=False, seed=seed
+    )
     return ShuffledDataLoader(cfg)
 
 
@@ -51,9 +54,9 @@ def shared(folder: Path, n: int) -> int:
         return sum(pool.map(loop, loops))
 
 
-def alone(folder: Path, n: int) -> int:
+def alone(folder: Path, n: int, *, one_order: bool) -> int:
     """Rows that all loops together get out of loaders of their own."""
-    loaders = [loader_of(folder, WINDOW_BYTES // n) for _ in range(n)]
+    loaders = [loader_of(folder, WINDOW_BYTES // n, 0 if one_order else number) for number in range(n)]
     with ThreadPoolExecutor(n) as pool:
         found = sum(pool.map(rows_of, loaders))
     for loader in loaders:
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=8.0, help="size of the store")
     parser.add_argument("--consumers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--one-order", action="store_true", help="the same order for loaders of their own")
     parser.add_argument(
         "--folder", default=None, help="where to make the store (default: the system's temporary folder)"
     )
@@ -76,7 +80,8 @@ def main() -> None:
         folder, _ = make_store(root, n_bytes=int(options.gib * 2**30), n_shards=4)
         rates: tuple[list[float], list[float]] = ([], [])
         for number in range(options.rounds):
-            for i, work in ((0, shared), (1, alone)) if number % 2 else ((1, alone), (0, shared)):
+            works = (0, shared), (1, partial(alone, one_order=options.one_order))
+            for i, work in works if number % 2 else reversed(works):
                 forget(folder)
                 found: list[int] = []
                 took = seconds(lambda work=work, found=found: found.append(work(folder, n)))
