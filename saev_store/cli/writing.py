@@ -137,6 +137,7 @@ def convert(
     split: Annotated[str, typer.Option(help="Convert the samples of this split.")] = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     verify: Annotated[bool, typer.Option(help="Read the result back and compare it.")] = True,
+    scheduler: Scheduler = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -161,14 +162,16 @@ def convert(
             )
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
-                overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+                overwrite=overwrite, storage_options=target, verify=verify, client=scheduler,
+                progress=progress,
             )  # fmt: skip
             done, titles = {"url": dst, "batches": n}, "writing"
         else:
             is_text = isinstance(source, EnergonDataset)
             n = samples_to_documents(
                 source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype,
-                end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, progress=progress,
+                end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, client=scheduler,
+                progress=progress,
             )  # fmt: skip
             done, titles = {"url": dst, "documents": n}, "converting"
     say_done("converted", titles, at=dst, as_json=as_json)

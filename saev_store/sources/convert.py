@@ -5,7 +5,7 @@ Documents (MMIDIDX) become pre-formed batches (LLMBATCH); samples of token ids, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -16,11 +16,12 @@ import xxhash
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_count
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
+from saev_store.errors import ArgumentError, CorruptShardError
+from saev_store.sources._convert_cluster import documents_on_cluster, samples_on_cluster
+from saev_store.sources._records import RecordsOf
 from saev_store.sources._source import Source, steps
+from saev_store.sources._token_ids import TokenIds, Tokenizer, add_document
 from saev_store.sources.address import Url
-from saev_store.sources.energon._fetch import RawSample
-from saev_store.sources.energon.field_map import FieldPath, resolve
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import BatchFileReader
@@ -29,12 +30,12 @@ from saev_store.sources.mmididx.reader import IndexedDataset
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from saev_store.transport import Engine, Transport
 
-#: Turns one text into token ids.
-Tokenizer = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 _PIECE_TOKENS = 1 << 20
-#: Samples that are read at a time.
+#: Documents that are read back at a time.
 _BATCH = 256
 _Records = npt.NDArray[np.uint32]
 _Tokens = npt.NDArray[np.generic]
@@ -54,6 +55,7 @@ def documents_to_batches(
     engine: Engine = "auto",
     transport: Transport | None = None,
     verify: bool = True,
+    client: Client | str | None = None,
     progress: bool | None = None,
 ) -> int:
     """Cut the documents of an MMIDIDX data set into records, shuffle those into batches and write them.
@@ -74,6 +76,8 @@ def documents_to_batches(
         engine: As in `open_source`.
         transport: As in `open_source`.
         verify: Read every record back and compare it with the source.
+        client: A `distributed.Client` or the address of a scheduler: its workers make the batches and read them back, at
+            addresses that mean the same to all. Called again, it continues where a call was interrupted.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
@@ -83,18 +87,25 @@ def documents_to_batches(
         ArgumentError: the tokens are no integers from 0 to 2^32 - 1, or a number is out of range.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
         CorruptShardError: the file that was read back differs from the source.
+        IncompleteStoreError: a cluster has begun another conversion to this file.
+        MissingDependencyError: `client` is an address, and distributed is not installed.
+        TransportError: no scheduler answers, or the workers that had a part died, one after the other.
     """
     seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
     if source.dtype.kind not in "iu":
         raise ArgumentError(f"the documents are of {source.dtype.name}; token ids are integers", where="source")
-    ends: list[_Records] = []
-    if end_token is not None:
-        ends = [np.array([check_count(end_token, name="end_token", least=0, most=MAX_U32)], np.uint32)]
+    end_token = None if end_token is None else check_count(end_token, name="end_token", least=0, most=MAX_U32)
+    pad_token = None if pad_token is None else check_count(pad_token, name="pad_token", least=0, most=MAX_U32)
+    if client is not None:
+        return documents_on_cluster(
+            client, RecordsOf(source, seq_len, end_token, pad_token), output_path, batch_size, seed, overwrite=overwrite,
+            storage_options=storage_options, engine=engine, transport=transport, verify=verify, progress=progress,
+        )  # fmt: skip
+    ends: list[_Records] = [] if end_token is None else [np.array([end_token], np.uint32)]
     if pad_token is None:
         total = n_joined_records(source, seq_len, with_end=bool(ends))
         records = partial(_joined, source, seq_len, ends)
     else:
-        check_count(pad_token, name="pad_token", least=0, most=MAX_U32)
         total = source.n_documents
         records = partial(_padded, source, seq_len, ends, pad_token)
     n_batches = write_batch_dataset(
@@ -180,6 +191,7 @@ def samples_to_documents(
     engine: Engine = "auto",
     transport: Transport | None = None,
     verify: bool = True,
+    client: Client | str | None = None,
     progress: bool | None = None,
 ) -> int:
     """Write every sample of a source as a document of an MMIDIDX data set, in the order of the source.
@@ -199,6 +211,8 @@ def samples_to_documents(
         engine: As in `IndexedDatasetBuilder`.
         transport: As in `IndexedDatasetBuilder`.
         verify: Read every document back and compare its digest.
+        client: A `distributed.Client` or the address of a scheduler: its workers make the documents and read them back, at
+            addresses that mean the same to all. Called again, it continues where a call was interrupted.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
@@ -210,81 +224,37 @@ def samples_to_documents(
         ArgumentError: a sample is not token ids, or not ones that `dtype` holds. Nothing is published in these cases.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
         CorruptShardError: the data set that was read back differs from the source.
+        IncompleteStoreError: a cluster has begun another conversion to this file.
+        MissingDependencyError: `client` is an address, and distributed is not installed.
+        TransportError: no scheduler answers, or the workers that had a part died, one after the other.
     """
-    ends = [] if end_token is None else [check_count(end_token, name="end_token", least=0)]
+    end_token = None if end_token is None else check_count(end_token, name="end_token", least=0)
+    ids = TokenIds(source, tokenizer, part, encoding, end_token)
+    if client is not None:
+        samples_on_cluster(
+            client, ids, output_path, dtype, overwrite=overwrite, storage_options=storage_options, engine=engine,
+            transport=transport, verify=verify, progress=progress,
+        )  # fmt: skip
+        return len(source)
     expected, found = xxhash.xxh3_128(), xxhash.xxh3_128()
-    samples = source.rows if tokenizer is None else partial(_tokenized, source, tokenizer, part, encoding)
     with (
         IndexedDatasetBuilder(
             output_path, dtype, overwrite=overwrite, storage_options=storage_options, engine=engine, transport=transport
         ) as builder,
         Progress(len(source), "converting", shown=progress, unit="samples") as bar,
     ):
-        for first, end in steps(len(source), _BATCH):
-            for sample in samples(slice(first, end)):
-                tokens = _as_ids(sample)
-                if ends:
-                    kind = np.uint64 if tokens.dtype == np.uint64 else np.int64
-                    tokens = np.concatenate((tokens.astype(kind), np.array(ends, kind)))
-                builder.add_document(tokens)
-                _digest(expected, tokens.astype(builder.dtype))
-                bar.advance(1)
+        for tokens in ids.of(0, len(source)):
+            builder.add_document(tokens)
+            add_document(expected, tokens.astype(builder.dtype))
+            bar.advance(1)
     if verify:
         with IndexedDataset(output_path, storage_options, engine=engine, transport=transport, dtype=dtype) as written:
             for first, end in steps(len(written), _BATCH):
                 for tokens in written.rows(slice(first, end)):
-                    _digest(found, tokens)
+                    add_document(found, tokens)
             if len(written) != len(source) or found.digest() != expected.digest():
                 raise _differs(written.url)
     return len(source)
-
-
-def _tokenized(
-    source: Source[object], tokenizer: Tokenizer, part: str, encoding: str, positions: slice
-) -> Iterator[object]:
-    """The token ids of samples' texts."""
-    for sample in source.rows(positions):
-        if not isinstance(sample, RawSample):
-            raise ArgumentError(
-                f"a tokenizer is for texts; samples of format {source.format} are not", where="tokenizer"
-            )
-        where = f"{source.url}/{sample.shard}/{sample.key}"
-        if {"[", ","} & set(part):
-            text = resolve(FieldPath.parse(part, where="part"), sample.parts, where=where, images="bytes")
-            if not isinstance(text, str):
-                raise DocumentError(f"{part!r} is {brief(text)}, which is no text", where=where)
-        else:
-            raw = sample[part]
-            try:
-                text = raw.decode(encoding)
-            except (UnicodeDecodeError, LookupError) as error:
-                raise DocumentError(f"part {part!r} is no text in {encoding!r} ({error})", where=where) from error
-        try:
-            yield tokenizer(text)
-        except (ValueError, TypeError) as error:
-            message = f"the tokenizer failed on a text of {len(text)} characters: {error}"
-            raise ArgumentError(message, where="tokenizer") from error
-
-
-def _as_ids(sample: object) -> npt.NDArray[np.integer]:
-    """The token ids of a sample as an array of integers."""
-    try:
-        ids = np.asarray(sample)
-    except ValueError:
-        ids = np.asarray(None)
-    if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
-        return ids.astype(ids.dtype if ids.size else np.int64, copy=False)
-    raise ArgumentError(
-        f"a sample is {ids.dtype} of shape {ids.shape}; token ids are a list of integers",
-        where="source",
-        remedy="Pass a tokenizer for texts.",
-    )
-
-
-def _digest(digest: xxhash.xxh3_128, tokens: _Tokens) -> None:
-    """Add a document to a digest: its length, so that tokens cannot move to the next document, and its tokens."""
-    digest.update(len(tokens).to_bytes(8, "little"))
-    digest.update(tokens.tobytes())
 
 
 def _differs(where: str) -> CorruptShardError:

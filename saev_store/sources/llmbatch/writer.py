@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_count
+from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
@@ -67,7 +68,7 @@ def write_batch_file(
     if seq_len is not None and seq_len != tokens.shape[1]:
         raise ArgumentError(f"seq_len is {brief(seq_len)}, but records have {tokens.shape[1]} tokens", where="seq_len")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
-    header = _checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
+    header = checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
     return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
@@ -111,7 +112,7 @@ def write_batch_dataset(
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
-    header = _checked_header(path, total_records, batch_size, seq_len, seed)
+    header = checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
     with tempfile.TemporaryFile() as spool:
@@ -121,7 +122,12 @@ def write_batch_dataset(
         return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
-def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
+def checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
+    """The header of a file of so many records.
+
+    Raises:
+        ArgumentError: the path does not end in `.batch`, or a number is out of range.
+    """
     if not path.endswith(".batch"):
         raise ArgumentError(f"{path!r} does not end in .batch", where="output_path")
     total_records = check_count(total_records, name="total_records", least=0, most=MAX_U32)
@@ -149,14 +155,28 @@ def _write(
     ):
         file.write(header.to_bytes())
         for first in range(0, header.num_batches, n_group):
-            n = min(n_group, header.num_batches - first)
-            places = np.arange(first * header.batch_size, (first + n) * header.batch_size, dtype=np.int64)
-            slots = np.zeros((n, slot), np.uint8)
-            slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = as_tokens(tokens[order.records(places)]).reshape(n, -1)
+            end = min(first + n_group, header.num_batches)
+            slots = slots_of(header, first, end, lambda places: as_tokens(tokens[order.records(places)]))
             file.write(slots.data)
             bar.advance(slots.nbytes)
         file.commit()
     return header.num_batches
+
+
+def slots_of(header: Header, first: int, end: int, records: Callable[[IntArray], TokenArray]) -> npt.NDArray[np.uint8]:
+    """The bytes of the batches of a range in the file, (batches, padded bytes of a batch).
+
+    Args:
+        header: Of the file.
+        first: The range's first batch.
+        end: The batch behind its last one.
+        records: The records at some places of the file, (n, seq_len).
+    """
+    n = end - first
+    places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
+    slots = np.zeros((n, header.padded_batch_nbytes), np.uint8)
+    slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records(places).reshape(n, -1)
+    return slots
 
 
 def _collect(groups: Iterator[TokenArray], spool: BinaryIO, header: Header, *, progress: bool | None) -> None:
