@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -16,7 +19,7 @@ from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, TransportError, brief
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Future
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,6 +27,9 @@ T = TypeVar("T")
 #: Upper bound on the tasks of one call: a scheduler spends about a millisecond on each.
 MAX_TASKS = 4096
 _CONNECT_TIMEOUT_S = 10
+#: How long tasks wait for a first worker, or for one after the last was lost, where dask's configuration does not say it.
+NO_WORKERS_TIMEOUT_S = 600.0
+_NO_WORKERS_KEY = "distributed.scheduler.no-workers-timeout"
 
 
 @contextmanager
@@ -83,14 +89,19 @@ def results(client: Client, call: Callable[[S], T], tasks: Iterable[S]) -> Gener
     scheduler gives to others.
 
     Raises:
-        TransportError: a task was lost with several workers, or the scheduler went away.
+        TransportError: a task was lost with several workers, the scheduler went away, or there was no worker for the time that
+            dask's configuration calls `distributed.scheduler.no-workers-timeout`; 10 minutes where it says nothing.
     """
     from distributed import KilledWorker, as_completed
+    from distributed.scheduler import NoValidWorkerError, NoWorkerError
 
     places = {client.submit(call, task, pure=False): place for place, task in enumerate(tasks)}
     waiting, place = dict[int, T](), 0
+    watch = _NoWorkers(places)
     try:
         for future, result in as_completed(list(places), client.loop, with_results=True):
+            if future.cancelled():  # its result is an error that nobody has raised
+                raise CancelledError(str(result))
             waiting[places.pop(future)] = result
             while place in waiting:
                 yield waiting.pop(place)
@@ -101,12 +112,71 @@ def results(client: Client, call: Callable[[S], T], tasks: Iterable[S]) -> Gener
             where="client",
             remedy="Look at their logs; give them more memory, or fewer threads.",
         ) from error
+    except (NoValidWorkerError, NoWorkerError) as error:
+        raise _no_workers() from error
     except CancelledError as error:
+        if watch.gave_up:
+            raise _no_workers() from error
         raise TransportError(f"the cluster gave up a task: {error}", where="client", remedy="Call again.") from error
     finally:
+        watch.close()
         for future in places:  # an error keeps them, so they are not released
             with suppress(Exception):  # the scheduler may be what is gone
                 future.cancel()
+
+
+class _NoWorkers:
+    """Cancels tasks when there was no worker for a while; a scheduler by itself would wait for ever.
+
+    Attributes:
+        gave_up: Whether it has cancelled them.
+    """
+
+    def __init__(self, futures: Mapping[Future[T], int]) -> None:
+        self.gave_up, self._closed = False, threading.Event()
+        if futures:
+            # The caller's client may be another object that submits.
+            client = cast("Client", next(iter(futures)).client)
+            watch = partial(self._watch, client, futures, _no_workers_timeout_s())
+            threading.Thread(target=watch, name="saev_store no workers", daemon=True).start()
+
+    def close(self) -> None:
+        """End watching."""
+        self._closed.set()
+
+    def _watch(self, client: Client, futures: Mapping[Future[T], int], timeout_s: float) -> None:
+        # A future that is kept here would keep its result on a worker, with which it is lost. Only the mapping is, from which the
+        # caller takes each that is done.
+        since = time.monotonic()
+        while not self._closed.wait(min(5.0, timeout_s / 4)):
+            n_workers = 1
+            with suppress(Exception):  # the scheduler may be what is gone, of which the tasks tell
+                n_workers = len(client.scheduler_info(n_workers=1)["workers"])
+            if n_workers:
+                since = time.monotonic()
+            elif time.monotonic() - since > timeout_s:
+                self.gave_up = True
+                with suppress(Exception):
+                    client.cancel(list(futures))
+                return
+
+
+def _no_workers_timeout_s() -> float:
+    """How long tasks wait for workers."""
+    import dask.config
+    from dask.utils import parse_timedelta
+
+    found = dask.config.get(_NO_WORKERS_KEY, None)
+    return NO_WORKERS_TIMEOUT_S if found is None else float(parse_timedelta(found))
+
+
+def _no_workers() -> TransportError:
+    return TransportError(
+        f"the cluster had no worker for {_no_workers_timeout_s():,g} s, so nothing was done",
+        where="client",
+        remedy="Start workers and call again; or let tasks wait longer: "
+        "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT='12 hours'.",
+    )
 
 
 def equal_parts(items: Sequence[T]) -> list[Sequence[T]]:

@@ -119,6 +119,48 @@ def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged:
         ShardStore.open(damaged.path).validate(deep=True, client=deadly)
 
 
+def test_a_cluster_without_workers_is_an_error_after_a_while(damaged: Plain):
+    import dask
+    import distributed
+
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        store = ShardStore.open(damaged.path)
+        with (
+            dask.config.set({"distributed.scheduler.no-workers-timeout": "200 ms"}),
+            pytest.raises(TransportError, match=r"no worker for 0\.2 s") as refused,
+        ):
+            store.validate(deep=True, client=client)
+        assert "NO_WORKERS_TIMEOUT" in str(refused.value)
+    # The scheduler may have the same rule, and be the first to say so.
+    with (
+        dask.config.set({"distributed.scheduler.no-workers-timeout": "100 ms"}),
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+        pytest.raises(TransportError, match=r"no worker for 0\.1 s"),
+    ):
+        store.stats(client=client, save=False)
+
+
+def test_workers_that_come_later_are_waited_for(damaged: Plain):
+    import distributed
+
+    def submit(call: object, task: object, **options: object) -> object:
+        future = client.submit(call, task, **options)
+        cluster.scale(1)  # the first task is there before the first worker
+        return future
+
+    with (
+        distributed.LocalCluster(n_workers=0, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        later = SimpleNamespace(asynchronous=False, submit=submit, loop=client.loop, scheduler=client.scheduler)
+        store = ShardStore.open(damaged.path)
+        assert found(store.validate(deep=True, client=later)) == found(store.validate(deep=True, progress=False))
+
+
 def test_an_error_of_a_worker_is_raised_here(client, tmp_path: Path):
     """A shard that is gone by the time that a worker reads it is a finding; statistics of it are an error."""
     plain = plain_store(tmp_path)

@@ -19,6 +19,7 @@ from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
     ResumeError,
+    SaevStoreWarning,
     StoreExistsError,
     TransportError,
 )
@@ -135,6 +136,73 @@ def test_layers_that_a_cluster_has_begun_are_continued_by_a_cluster(client, plai
     assert {name: contents(to)[name] for name in names} == {name: contents(alone)[name] for name in names}
 
 
+@pytest.mark.slow  # workers that were killed start again
+@pytest.mark.parametrize("killed", [(), (N_SHARDS + 1, N_SHARDS + 3)])
+def test_workers_round_as_one_process_does(killed: tuple[int, ...], client, plain: Plain, tmp_path: Path):
+    given = {"layers": [11, 2], "dtype": "bfloat16", "progress": False}
+    alone = copy_store(plain.path, tmp_path / "alone", **given)
+    assert alone.rounding is not None
+    assert 0 < alone.rounding.mean_rel_error < 2**-8
+    client.wait_for_workers(2)
+    noted = noting(client, tmp_path / "noted", killed=killed)
+    copied = copy_store(plain.path, tmp_path / "many", client=noted, **given)
+    assert contents(copied) == contents(alone)  # with the report in provenance.json
+    assert copied.rounding == alone.rounding
+    times = begun(tmp_path / "noted")
+    assert len(times) > N_SHARDS + 3
+    assert all(times[place] >= 2 for place in killed)
+    assert copy_store(plain.path, tmp_path / "many", client=client, **given).rounding == alone.rounding
+
+
+def test_rounding_that_was_interrupted_is_continued_with_the_same_report(client, plain: Plain, tmp_path: Path):
+    given = {"dtype": "float16", "progress": False}
+    plain.path.joinpath("digests.json").unlink()  # else the source is read first, by tasks too
+    alone = copy_store(plain.path, tmp_path / "alone", **given)
+    n_parts = len(list(Path(alone).glob("acts*.bin")))
+    assert n_parts > 1
+
+    def submit(call: object, task: object, **options: object) -> object:
+        """The last part fails when the others are done."""
+        if task != (n_parts - 1, n_parts):
+            future = client.submit(call, task, **options)
+            future.result()
+            return future
+        return client.submit(fail, task, **options)
+
+    with pytest.raises(TransportError, match="no route"):
+        losing = SimpleNamespace(asynchronous=False, submit=submit, loop=client.loop)
+        copy_store(plain.path, tmp_path / "to", client=losing, **given)
+    with pytest.raises(IncompleteStoreError):
+        copy_store(plain.path, tmp_path / "to", client=client, resume=False, **given)
+    copied = copy_store(plain.path, tmp_path / "to", client=client, **given)
+    assert contents(copied) == contents(alone)
+    assert copied.rounding == alone.rounding
+
+
+def test_numbers_that_are_too_large_for_a_dtype(client, plain: Plain, tmp_path: Path):
+    """As in one process they are refused, made infinite with a warning, or the largest number."""
+    raw = np.fromfile(plain.shard(3), "<f4")
+    raw[5] = 1e5
+    raw.tofile(plain.shard(3))
+    plain.path.joinpath("digests.json").unlink()
+    given = {"dtype": "float16", "progress": False}
+    with pytest.raises(ArgumentError, match="float16 cannot hold"):
+        copy_store(plain.path, tmp_path / "to", client=client, **given)
+    for policy in ("warn", "saturate"):
+        found = []
+        for more in ({}, {"client": client}):
+            to = tmp_path / f"{policy}{len(found)}"
+            if policy == "warn":
+                with pytest.warns(SaevStoreWarning, match="recorded as infinity"):
+                    found.append(copy_store(plain.path, to, on_overflow=policy, **given, **more))
+            else:
+                found.append(copy_store(plain.path, to, on_overflow=policy, **given, **more))
+        alone, many = found
+        assert contents(many) == contents(alone)
+        assert many.rounding == alone.rounding
+        assert many.rounding.n_became_infinite == (policy == "warn")
+
+
 def test_documents_of_another_version_come_with_files_of_the_workers(client, plain: Plain, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(_whole, "share", lambda *_: False)  # as across disks
     alone = copy_store(plain.path, tmp_path / "alone", protocol="2.1", progress=False)
@@ -185,7 +253,6 @@ def test_an_address_that_only_this_process_knows_is_found_out(client, plain: Pla
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"dtype": "bfloat16"}, "in their dtype"),
         ({"layers": [5], "client": 7}, "client is 7"),
         ({"max_mb_per_s": 5}, "a limit"),
         ({"client": 7}, "client is 7"),

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import ml_dtypes
@@ -143,6 +144,12 @@ def test_any_bits_in_any_batches_give_the_report_of_its_definition(data, source,
     report = measurement.report()
     assert report.to_dict() == expected_report(old, new)
     assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
+
+
+@given(hnp.arrays(np.float64, st.integers(0, 50), elements=st.floats(0, 1e6)), st.integers(0, 50))
+def test_sums_of_relative_errors_are_exact_in_any_parts(numbers, cut):
+    total = _rounding.exact_sum(numbers[:cut]) + _rounding.exact_sum(numbers[cut:])
+    assert Fraction(total, 2**1126) == sum(map(Fraction, numbers.tolist()), Fraction(0))
 
 
 def test_the_report_has_the_same_bits_with_any_number_of_threads(monkeypatch):

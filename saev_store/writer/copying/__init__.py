@@ -115,7 +115,7 @@ def copy_store(
         max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
         max_requests_per_s: No more requests than so many in a second, to both places together.
         client: A `distributed.Client` or the address of a scheduler: its workers copy the files, a file for each task, or write
-            the shards of a part. In the dtype of the source, without limits; both addresses must mean the same to all workers.
+            the shards of a part or of another dtype. Without limits; both addresses must mean the same to all workers.
         progress: A bar on standard error; None shows it on a terminal.
 
     Raises:
@@ -125,7 +125,7 @@ def copy_store(
             exists there.
         IncompleteStoreError: `resume` is False and there is an unfinished copy, or the folder holds files of another program.
         WriterConflictError: another process is copying to there.
-        ArgumentError: a limit is not positive, there is a client for a copy in another dtype or with a limit, the source's metadata cannot be written in that protocol, there is no such dtype, or
+        ArgumentError: a limit is not positive, there is a client and a limit, the source's metadata cannot be written in that protocol, there is no such dtype, or
             it cannot hold a number and `on_overflow` is "raise".
         MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: bytes could not be moved, or did not arrive as they were sent; no scheduler answers, or the workers that had a
@@ -156,28 +156,15 @@ def copy_store(
     with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it
         target = target_of(store, dst, layers, tokens, protocol, dtype)
-        if client is not None and target.metadata.dtype != store.metadata.dtype:
-            raise ArgumentError(
-                "a cluster copies stores in their dtype",
-                where="client",
-                remedy="Copy to another dtype without a client.",
-            )
         to = opened(target.root, dst_storage_options)
         if target.is_whole:
             copy_whole(store, to, target.metadata, resume=resume, progress=progress, replace=replace, client=client)
             rounding = None
         elif client is not None:
-            copy_layers_on_cluster(
-                client,
-                store,
-                target.metadata,
-                to,
-                tokens=target.tokens,
-                resume=resume,
-                progress=progress,
-                replace=replace,
-            )
-            rounding = None
+            rounding = copy_layers_on_cluster(
+                client, store, target.metadata, to, tokens=target.tokens, on_overflow=on_overflow, resume=resume,
+                progress=progress, replace=replace,
+            )  # fmt: skip
         else:
             rounding = copy_layers(
                 store, target.metadata, to, tokens=target.tokens, on_overflow=on_overflow, resume=resume, progress=progress,

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -19,7 +20,7 @@ from saev_store.core.indexing import Progression
 from saev_store.core.layout import RESID_POST, Layout, shard_name
 from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
-from saev_store.errors import IncompleteStoreError, NotFoundError, ResumeError, StoreExistsError
+from saev_store.errors import IncompleteStoreError, NotFoundError, ResumeError, SaevStoreWarning, StoreExistsError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.store.opening import open_documents
 from saev_store.store.reader import NumberArray
@@ -29,7 +30,7 @@ from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
 from saev_store.writer._publish import finalize_store, published_already
-from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
+from saev_store.writer.copying._rounding import Counts, Measurement, RoundingReport, parse_report
 from saev_store.writer.copying._whole import (
     PROVENANCE_NAME,
     check_space,
@@ -99,11 +100,7 @@ def copy_layers(
         provenance = _provenance(store, layout.layers, tokens)
         # What an earlier attempt has written is read again where it is to be measured: the report is about all of it.
         for start, stored in _batches(store, metadata, tokens, first=kept if measurement is None else 0):
-            acts = stored
-            if measurement is not None:
-                checked = check_overflow(stored, start, layout, on_overflow)
-                # Layer by layer, as it was read, each array is contiguous.
-                acts = measurement.rounded(stored.swapaxes(0, 1), checked.swapaxes(0, 1)).swapaxes(0, 1)
+            acts = _rounded(stored, start, layout, on_overflow, measurement)
             end, new = start + len(acts), max(start, kept)
             if new < end:
                 arrays = {name: values[new:end, :n_content] for name, values in store.token_arrays.items()}
@@ -124,26 +121,27 @@ def copy_layers_on_cluster(
     root: Transport,
     *,
     tokens: Progression,
+    on_overflow: OverflowPolicy = "raise",
     resume: bool,
     progress: bool | None,
     replace: bool = False,
-) -> None:
-    """What `copy_layers` does in the dtype of `store`, by the workers of a cluster: each part of the shards is a task.
+) -> RoundingReport | None:
+    """What `copy_layers` does, by the workers of a cluster: each part of the shards is a task.
 
     The parts follow from the store alone, so that another cluster can go on where one has stopped.
     """
-    layout, folder = metadata.layout, Folder(root, metadata.hash)
+    layout, folder, converts = metadata.layout, Folder(root, metadata.hash), metadata.dtype != store.metadata.dtype
     with connected(client) as cluster:
         if replace:
             _delete_other_recording(folder, store, layout)
-        _begin(folder, store, None, layout.nbytes)
+        _begin(folder, store, on_overflow if converts else None, layout.nbytes)
         if published_already(folder, metadata):
             if not resume:
                 raise StoreExistsError(
                     "the copy is there already", where=folder.url, remedy="Open it, or copy elsewhere."
                 )
             _check_published(folder, store, layout, progress=progress)
-            return
+            return _published_report(folder, store) if converts else None
         if not resume and folder.exists(CLAIM_PATH):
             raise IncompleteStoreError(
                 "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
@@ -151,32 +149,73 @@ def copy_layers_on_cluster(
         check_space(root.url, layout.nbytes)
         if load_digests(store.transport) is not None:
             store.validate(deep=True, client=cluster, progress=progress).raise_if_bad()
-        world = min(layout.n_shards, MAX_PARTS)
-        write = partial(_write_part, store.unmapped(), metadata, root, tokens)
+        world, found = min(layout.n_shards, MAX_PARTS), Counts()
+        write = partial(_write_part, store.unmapped(), metadata, root, tokens, on_overflow)
         with (
             closing(results(cluster, write, [(rank, world) for rank in range(world)])) as written,
             Progress(
                 layout.nbytes, "copying", shown=progress, unit="examples", unit_nbytes=layout.example_nbytes
             ) as bar,
         ):
-            for n_examples in written:
+            for n_examples, counts in written:
                 bar.advance(n_examples * layout.example_nbytes)
-        folder.put(PROVENANCE_NAME, _provenance_bytes(_provenance(store, layout.layers, tokens)))
+                found = found.with_(counts)
+        provenance, report = _provenance(store, layout.layers, tokens), None
+        if converts:
+            report = found.report(store.metadata.dtype, metadata.dtype)
+            provenance["conversion"] = report.to_dict()
+            if report.n_became_infinite:  # the warnings of workers are in their logs
+                message = (
+                    f"{report.n_became_infinite:,} numbers that {metadata.dtype} cannot hold recorded as infinity."
+                )
+                warnings.warn(message, SaevStoreWarning, stacklevel=3)
+        folder.put(PROVENANCE_NAME, _provenance_bytes(provenance))
         finalize_store(root, metadata, verify="digests", progress=progress)
     root.close()
+    return report
 
 
 def _write_part(
-    store: ShardStore, metadata: Metadata, root: Transport, tokens: Progression, part: tuple[int, int]
-) -> int:
-    """What a task does: the examples of a part, after those that an earlier attempt has written; how many it has."""
-    writer = create_store(root, metadata, resume="auto", part=part, on_nonfinite="allow", progress=False)
-    first, end = writer.example_range
+    store: ShardStore,
+    metadata: Metadata,
+    root: Transport,
+    tokens: Progression,
+    on_overflow: OverflowPolicy,
+    part: tuple[int, int],
+) -> tuple[int, Counts]:
+    """What a task does: the examples of a part, after those that an earlier attempt has written; how many it has, and what changed."""
+    layout, measurement = metadata.layout, None
+    writer = create_store(
+        root, metadata, resume="auto", part=part, on_nonfinite="allow", on_overflow=on_overflow, progress=False
+    )
+    (first, end), kept = writer.example_range, writer.next_example
+    if metadata.dtype != store.metadata.dtype:
+        measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
-        for start, acts in _batches(store, metadata, tokens, first=writer.next_example, end=end):
-            rows = slice(start, start + len(acts)), slice(metadata.layout.content_tokens_per_example)
-            writer.append(acts, **{name: values[rows] for name, values in store.token_arrays.items()})
-    return end - first
+        # As in one process, all of the part is measured.
+        for start, stored in _batches(store, metadata, tokens, first=kept if measurement is None else first, end=end):
+            acts = _rounded(stored, start, layout, on_overflow, measurement)
+            new, last = max(start, kept), start + len(acts)
+            if new < last:
+                rows = slice(new, last), slice(layout.content_tokens_per_example)
+                arrays = {name: values[rows] for name, values in store.token_arrays.items()}
+                writer.append(acts[new - start :], **arrays)
+    return end - first, Counts() if measurement is None else measurement.counts
+
+
+def _rounded(
+    stored: NumberArray,
+    first_example: int,
+    layout: Layout,
+    on_overflow: OverflowPolicy,
+    measurement: Measurement | None,
+) -> NumberArray:
+    """What the copy holds of some examples: the same numbers, or where they are measured those of its dtype."""
+    if measurement is None:
+        return stored
+    checked = check_overflow(stored, first_example, layout, on_overflow)
+    # Layer by layer, as it was read, each array is contiguous.
+    return measurement.rounded(stored.swapaxes(0, 1), checked.swapaxes(0, 1)).swapaxes(0, 1)
 
 
 def _batches(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store._runtime.threads import ahead, n_threads
 from saev_store.core.dtypes import FLOAT32, numpy_dtype, stored_as
@@ -103,19 +104,29 @@ def parse_report(value: object) -> RoundingReport | None:
     return report if report.n_vectors > 0 else None
 
 
-class _Counts(NamedTuple):
-    """What a piece of the vectors adds to the report."""
+#: A sum of float64 numbers is exact as an integer in units of the smallest of them, and of a mantissa's last bit.
+_UNIT_EXPONENT, _MANTISSA_BITS = -1126, 53
 
-    n_vectors: int
-    n_changed_vectors: int
-    n_became_infinite: int
-    n_relative: int
-    max_abs_error: float
-    rel_error_sum: float
 
-    def with_(self, other: _Counts) -> _Counts:
+class Counts(NamedTuple):
+    """What some of the vectors add to the report; exact, so that the order in which counts are put together has no effect.
+
+    Attributes:
+        n_vectors, n_changed_vectors, n_became_infinite, max_abs_error: See `RoundingReport`.
+        n_relative: Numbers whose relative error counts.
+        rel_error_sum: The sum of these errors over all vectors, in units of 2**-1126. That of one vector is a float64.
+    """
+
+    n_vectors: int = 0
+    n_changed_vectors: int = 0
+    n_became_infinite: int = 0
+    n_relative: int = 0
+    max_abs_error: float = 0.0
+    rel_error_sum: int = 0
+
+    def with_(self, other: Counts) -> Counts:
         """Both together."""
-        return _Counts(
+        return Counts(
             self.n_vectors + other.n_vectors,
             self.n_changed_vectors + other.n_changed_vectors,
             self.n_became_infinite + other.n_became_infinite,
@@ -124,16 +135,48 @@ class _Counts(NamedTuple):
             self.rel_error_sum + other.rel_error_sum,
         )
 
+    def report(self, source_dtype: str, dtype: str) -> RoundingReport:
+        """The report on vectors of these counts."""
+        return RoundingReport(
+            source_dtype,
+            dtype,
+            n_vectors=self.n_vectors,
+            n_changed_vectors=self.n_changed_vectors,
+            max_abs_error=self.max_abs_error,
+            mean_rel_error=self.rel_error_sum / (max(self.n_relative, 1) << -_UNIT_EXPONENT),
+            n_became_infinite=self.n_became_infinite,
+        )
+
+
+def exact_sum(numbers: npt.NDArray[np.float64]) -> int:
+    """The sum of finite numbers from 0 on, not rounded, in units of 2**-1126.
+
+    >>> exact_sum(np.array([1.0, 2.0**-1074])) == (1 << 1126) + (1 << 52)
+    True
+    """
+    mantissas, exponents = np.frexp(numbers)
+    whole = np.ldexp(mantissas, _MANTISSA_BITS).astype(np.int64)
+    total = 0
+    for exponent in np.unique(exponents).tolist():
+        some = whole[exponents == exponent]
+        # In halves, whose sums no int64 is too small for.
+        part = (int((some >> 27).sum()) << 27) + int((some & ((1 << 27) - 1)).sum())
+        total += part << (exponent - _MANTISSA_BITS - _UNIT_EXPONENT)
+    return total
+
 
 class Measurement:
     """Rounds numbers to another dtype, batch by batch, and compares before and after.
 
-    The same batches in the same order give the same report, bit for bit, with any number of threads.
+    The same vectors give the same counts, bit for bit, in any batches and in any order, with any number of threads.
+
+    Attributes:
+        counts: What was found so far.
     """
 
     def __init__(self, source_dtype: str, dtype: str) -> None:
         self._source_dtype, self._dtype = source_dtype, dtype
-        self._total = _Counts(0, 0, 0, 0, 0.0, 0.0)
+        self.counts = Counts()
 
     def rounded(self, before: NumberArray, checked: NumberArray) -> NumberArray:
         """The numbers in the other dtype as a fresh array, counted.
@@ -148,38 +191,30 @@ class Measurement:
 
         step = max(1, _PIECE_BYTES // (FLOAT32.itemsize * d_model))
 
-        def work(part: range) -> list[_Counts]:
-            found: list[_Counts] = []
+        def work(part: range) -> Counts:
+            found, errors = Counts(), list[npt.NDArray[np.float64]]()
             for at in part:
                 rows = slice(at, at + step)
                 new[rows] = stored_as(given[rows], new.dtype)
-                found.append(_compared(old[rows], new[rows]))
-            return found
+                counts, rel_errors = _compared(old[rows], new[rows])
+                found = found.with_(counts)
+                errors.append(rel_errors)
+            return found._replace(rel_error_sum=exact_sum(np.concatenate(errors)))
 
         pieces = range(0, len(old), step)
         n_together = max(1, _THREAD_BYTES // _PIECE_BYTES)
         parts = [pieces[at : at + n_together] for at in range(0, len(pieces), n_together)]
         for found in ahead(work, parts, n_threads(old.nbytes, part_bytes=_THREAD_BYTES)):
-            for counts in found:
-                self._total = self._total.with_(counts)
+            self.counts = self.counts.with_(found)
         return new.reshape(before.shape)
 
     def report(self) -> RoundingReport:
         """What was found so far."""
-        total = self._total
-        return RoundingReport(
-            self._source_dtype,
-            self._dtype,
-            n_vectors=total.n_vectors,
-            n_changed_vectors=total.n_changed_vectors,
-            max_abs_error=total.max_abs_error,
-            mean_rel_error=total.rel_error_sum / max(total.n_relative, 1),
-            n_became_infinite=total.n_became_infinite,
-        )
+        return self.counts.report(self._source_dtype, self._dtype)
 
 
-def _compared(before: NumberArray, after: NumberArray) -> _Counts:
-    """The counts of some rows, (n, d_model)."""
+def _compared(before: NumberArray, after: NumberArray) -> tuple[Counts, npt.NDArray[np.float64]]:
+    """The counts of some rows, (n, d_model), without the sum of relative errors; and those of each row, (n,)."""
     old, new = (cast("FloatArray", np.ascontiguousarray(stored_as(rows, FLOAT32))) for rows in (before, after))
     changed = (old.view(np.uint32) != new.view(np.uint32)).any(axis=1)
     n_changed = int(np.count_nonzero(changed))
@@ -191,9 +226,9 @@ def _compared(before: NumberArray, after: NumberArray) -> _Counts:
             n_became_infinite = 0
         else:
             n_became_infinite = int(np.count_nonzero(np.isfinite(old) & np.isinf(new)))
-            both = np.isfinite(old) & np.isfinite(new)
-            error, wide = error[both], wide[both]
-            worst = float(error.max(initial=0.0))
+            is_other = ~(np.isfinite(old) & np.isfinite(new))
+            error[is_other], wide[is_other] = 0.0, 0.0
+            worst = float(error.max())
     n_relative = int(np.count_nonzero(wide))
     size = np.maximum(np.abs(wide), _SMALLEST)  # a zero has no error
-    return _Counts(len(old), n_changed, n_became_infinite, n_relative, worst, float((error / size).sum()))
+    return Counts(len(old), n_changed, n_became_infinite, n_relative, worst), (error / size).sum(axis=1)
