@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from page_blocks import page_block, smaller
 
 from saev_store.torch import ShuffledConfig, ShuffledDataLoader
 
@@ -100,30 +101,27 @@ def saelens(store: str, folder: Path) -> dict[str, object]:
 
 
 def saelens_hooks(store: str, folder: Path) -> list[dict[str, object]]:
-    """The same of `MultiSAETrainer`, for two hooks."""
-    from sae_lens.training.multi_sae_trainer import MultiSAETrainer
-
-    from saev_store.integrations.saelens import multi_hook_data_provider
-
-    hooks = {"early": "blocks.5.hook_resid_post", "late": "blocks.11.hook_resid_post"}
+    """The same of `MultiSAETrainer`, for two hooks, by the block of docs/integrations.md; its end goes on from a checkpoint."""
+    block = smaller(
+        page_block("integrations.md", "SAELens", "MultiSAETrainer"),
+        {"/data/shards/941cc259": store, "batch_size=4096": f"batch_size={BATCH}"},
+    )
+    begin, mark, _ = block.partition("trainer.load_checkpoint")
+    assert mark
     runs = []
     for name, stop in (("whole", None), ("stopped", STOP), ("continued", None)):
-        provider = multi_hook_data_provider(loader(store, layer=(5, 11), stack_layers=True))
-        trainer = MultiSAETrainer(
-            sae_config(None if name == "whole" else folder / "hooks"),
-            {"early": new_sae("topk"), "late": new_sae("batchtopk")},
-            hooks,
-            provider,
-            save_checkpoint_fn=provider.save_to_checkpoint,
-        )
+        names: dict[str, object] = {
+            "trainer_cfg": sae_config(None if name == "whole" else folder / "hooks"),
+            "saes": {"early": new_sae("topk"), "late": new_sae("batchtopk")},
+        }
         if name == "continued":
-            (checkpoint,) = (folder / "hooks").iterdir()
-            trainer.load_checkpoint(checkpoint)
-            provider.load_from_checkpoint(checkpoint)
+            (names["checkpoint"],) = (folder / "hooks").iterdir()
+        exec(block if name == "continued" else begin, names)
+        trainer = names["trainer"]
         seen = {key: watched(one, stop) for key, one in trainer.trainers.items()}
         with contextlib.suppress(Stopped):
             trainer.fit()
-        provider.close()
+        names["provider"].close()
         runs.append(seen)
     return runs
 
@@ -202,8 +200,7 @@ def transfer(store: str, folder: Path) -> dict[str, object]:
     from safetensors.torch import save_file
     from torch.utils.data import DataLoader
 
-    from saev_store.integrations.hs_connectors import register
-    from saev_store.sources.caches import import_cache
+    from saev_store.cli import main
 
     del store
     states = folder / "hidden_states"
@@ -215,10 +212,11 @@ def transfer(store: str, folder: Path) -> dict[str, object]:
             "token_ids": torch.randint(0, 50_000, (n_tokens,)),
         }
         save_file(sample, str(states / f"hs_{number}.safetensors"))
-    imported = import_cache(
-        str(states), str(folder / "stores"), family="qwen", ckpt="random", layer_ids=[2, 5, 8], context=11
-    ).url
-    register()
+    command = page_block("integrations.md", "hs-connectors", "saev-store import", language="console").strip()
+    places = {"/data/hidden_states": str(states), "/data/shards": str(folder / "stores")}
+    assert main(smaller(command, places).removeprefix("$ saev-store ").split()) == 0
+    (imported,) = (folder / "stores").iterdir()
+    exec(page_block("integrations.md", "hs-connectors", "register()"), {})
     parser, samples = argparse.ArgumentParser(), {}
     for name in ("file", "saev_store"):
         HiddenStatesBackend.registry[name].add_train_args(parser)
@@ -252,7 +250,6 @@ def cached(store: str, folder: Path) -> dict[str, object]:
     from sae_lens.training.activations_store import ActivationsStore
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    from saev_store.integrations.saelens import use_store
     from saev_store.sources.caches import import_cache
 
     del store
@@ -280,7 +277,8 @@ def cached(store: str, folder: Path) -> dict[str, object]:
         path = str(folder / "cache") if name == "cache" else None
         activations = ActivationsStore(dataset=None if path else texts, cached_activations_path=path, **shared)
         if name == "store":
-            use_store(activations, imported)
+            block = page_block("integrations.md", "SAELens", "use_store(activations_store")
+            exec(smaller(block, {"/data/shards/941cc259": imported.url}), {"activations_store": activations})
         batches = []
         for _ in range(6):  # of 24 contexts, five at a time: more than an epoch
             acts, ids = activations.get_raw_llm_batch()

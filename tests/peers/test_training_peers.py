@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from page_blocks import page_block, smaller
 from row_stores import row_store, rows_of
 from sparse_stores import sparse_store
 
@@ -145,19 +145,16 @@ def test_an_activations_store_of_saelens_reads_a_store_as_its_own_cache(store: P
     assert found == {"same": True, "raw": [40] * 6}
 
 
-def script(heading: str, store: Path) -> str:
-    """The first whole script below a heading of docs/integrations.md, with this store and smaller sizes."""
-    page = (ROOT / "docs/integrations.md").read_text("utf-8")
-    (section,) = [text for text in re.split(r"^## ", page, flags=re.MULTILINE) if text.startswith(heading + "\n")]
-    blocks = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    text = next(block for block in blocks if "941cc259" in block)
+def script(heading: str, containing: str, store: Path) -> str:
+    """A script of docs/integrations.md, with this store and smaller sizes."""
+    text = page_block("integrations.md", heading, containing)
     for old, new in SMALLER.items():
         text = text.replace(old, new)
-    return text.replace("/data/shards/941cc259", str(store))
+    return smaller(text, {"/data/shards/941cc259": str(store)})
 
 
 def test_the_page_s_script_for_saelens_goes_on(store: Path, tmp_path: Path):
-    (tmp_path / "train.py").write_text(script("SAELens", store))
+    (tmp_path / "train.py").write_text(script("SAELens", "BatchTopKTrainingSAE(", store))
     run(["train.py"], tmp_path)
     last = tmp_path / f"checkpoints/final_{STEPS * BATCH}"
     weights = (last / "sae_weights.safetensors").read_bytes()
@@ -169,13 +166,13 @@ def test_the_page_s_script_for_saelens_goes_on(store: Path, tmp_path: Path):
 
 
 def test_the_page_s_script_for_dictionary_learning_runs(store: Path, tmp_path: Path):
-    (tmp_path / "train.py").write_text(script("dictionary_learning", store))
+    (tmp_path / "train.py").write_text(script("dictionary_learning", "trainSAE(", store))
     assert -1 < float(run(["train.py"], tmp_path).split()[-1]) <= 1
     assert json.loads((tmp_path / "dictionaries/trainer_1/config.json").read_text())["buffer"]["layers"] == ["11"]
 
 
 def test_the_page_s_script_for_llamascopium_goes_on_until_it_is_done(store: Path, tmp_path: Path):
-    (tmp_path / "train.py").write_text(script("Llamascopium", store))
+    (tmp_path / "train.py").write_text(script("Llamascopium", "activation_stream(", store))
     for n_steps in (100, 200):
         run(["train.py"], tmp_path)
         assert (tmp_path / f"results/checkpoints/step_{n_steps}/stream.json").exists()
