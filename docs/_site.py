@@ -161,6 +161,8 @@ def _commands() -> Iterator[str]:
         yield "| argument or option | meaning |"
         yield "|---|---|"
         for parameter in command.params:
+            if getattr(parameter, "hidden", False):
+                continue
             is_option = parameter.param_type_name == "option"
             names = ", ".join(f"`{one}`" for one in [*parameter.opts, *parameter.secondary_opts]) if is_option else ""
             value = parameter.metavar or "" if is_option else parameter.metavar or parameter.name.upper()

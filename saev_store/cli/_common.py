@@ -22,31 +22,52 @@ if TYPE_CHECKING:
     from saev_store.problems import Problem
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 StorageOptions = Annotated[
     str | None,
-    typer.Option("--storage-options", metavar="JSON", help="""Options of the file system: '{"anon": true}'."""),
+    typer.Option(
+        "--storage-options",
+        metavar="JSON",
+        help="""Options of the file system, as one JSON object, such as '{"anon": true}'.""",
+    ),
 ]
 Pairs = Annotated[
-    list[str] | None, typer.Option("-o", "--option", metavar="KEY=VALUE", help="One storage option; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "-o", "--option", metavar="KEY=VALUE", help="One option of the file system, such as anon=true; may be repeated."
+    ),
 ]
 DstOptions = Annotated[
-    str | None, typer.Option("--dst-storage-options", metavar="JSON", help="Options of the destination's file system.")
+    str | None,
+    typer.Option(
+        "--dst-storage-options", metavar="JSON", help="Options of the destination's file system, as one JSON object."
+    ),
 ]
 DstPairs = Annotated[
     list[str] | None,
-    typer.Option("--dst-option", metavar="KEY=VALUE", help="One option of the destination; may be repeated."),
+    typer.Option(
+        "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
+    ),
 ]
 Chunks = Annotated[
-    str | None, typer.Option(metavar="1,1,197,768", help="Shape of a chunk [default: suits remote readers].")
+    str | None,
+    typer.Option(
+        metavar="1,1,197,768",
+        help="Shape of a chunk: examples, layers, tokens, d_model [default: suits remote readers].",
+    ),
 ]
 Progress = Annotated[
-    bool | None, typer.Option("--progress/--no-progress", help="Show a bar on standard error [default: on a terminal].")
+    bool | None,
+    typer.Option(
+        "--progress/--no-progress", help="Show a bar on standard error, or none [default: a bar in a terminal]."
+    ),
 ]
 
 Scheduler = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers do the work."),
+    typer.Option(
+        metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers do the work [default: none]."
+    ),
 ]
 
 

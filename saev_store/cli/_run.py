@@ -14,6 +14,8 @@ import typer
 from saev_store._runtime.progress import counting
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
+from saev_store.cli._help import Explained, explain
+from saev_store.cli._tables import is_drawn
 from saev_store.cli._wording import SubCommand, Wording, as_commands
 from saev_store.cli.documentation import docs
 from saev_store.cli.finishing import finalize
@@ -49,7 +51,7 @@ def app() -> Command:
         help=_HELP,
         add_completion=False,
         no_args_is_help=False,
-        rich_markup_mode=None,
+        rich_markup_mode="rich" if is_drawn() else None,
         pretty_exceptions_enable=False,
         context_settings=_HELP_NAMES,
     )
@@ -78,7 +80,9 @@ def app() -> Command:
         # Without a short help of its own a command's description is cut in the list of commands.
         first = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
         typed.command(command.__name__.rstrip("_"), short_help=first, context_settings=_HELP_NAMES)(command)
-    return cast("Command", typer.main.get_command(typed))
+    group = typer.main.get_command(typed)
+    explain(cast("Mapping[str, Explained]", cast("Command", group).commands), is_drawn=is_drawn())
+    return cast("Command", group)
 
 
 def _top(

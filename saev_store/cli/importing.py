@@ -29,8 +29,10 @@ def import_(
         str, typer.Argument(metavar="URL", help="The folder of a cache, or a .npy file: a path, or any fsspec URL.")
     ],
     to: Annotated[str, typer.Option(metavar="ROOT", help="The folder in which the store's folder is created.")],
-    family: Annotated[str, typer.Option(help="The family of models, such as gpt2.")],
-    ckpt: Annotated[str | None, typer.Option(help="The model [default: as the cache names it].")] = None,
+    family: Annotated[str, typer.Option(help="The family of models, such as gpt2; it is part of the metadata.")],
+    ckpt: Annotated[
+        str | None, typer.Option(help="The checkpoint, such as gpt2-small [default: as the cache names it].")
+    ] = None,
     format: Annotated[
         Literal["saelens", "hidden-states", "memmap", "npy"] | None,
         typer.Option("--format", help="Format of the cache [default: by the names of its files]."),
@@ -43,7 +45,9 @@ def import_(
         str | None,
         typer.Option(metavar="3,18,36", help="Layers of hidden states, as ids of vLLM: id i is layer i - 1."),
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of an example, where documents lie end to end.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of an example, such as 512, where documents lie end to end.")
+    ] = None,
     bos_token: Annotated[int | None, typer.Option(help="Memmaps: the token id with which documents begin.")] = None,
     cls_token: Annotated[
         bool | None, typer.Option("--cls-token/--no-cls-token", help="Token 0 of each context is a CLS or BOS token.")
@@ -56,10 +60,20 @@ def import_(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Round the numbers to this dtype [default: as in the cache]."),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="Where the data set is.")] = None,
-    max_tokens_per_shard: Annotated[int, typer.Option(help="Budget of vectors per shard.")] = 2_400_000,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import.")] = True,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the store with the cache.")] = True,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Where the data set is that the model has seen: a path or URL, kept in the metadata."),
+    ] = None,
+    max_tokens_per_shard: Annotated[int, typer.Option(help="The most vectors of a shard.")] = 2_400_000,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import, or refuse to.")
+    ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Compare the store with the cache before it is published, or do not."
+        ),
+    ] = True,
     on_nonfinite: Annotated[
         Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
     ] = "raise",

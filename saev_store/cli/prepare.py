@@ -24,32 +24,49 @@ def prepare(
     path: Annotated[str, typer.Argument(metavar="PATH", help="The folder of tars: a path, or any fsspec URL.")],
     split: Annotated[
         str | None,
-        typer.Option("--split", "--split-ratio", metavar="N,N,N", help="Ratio of train, val and test: 8,1,1."),
+        typer.Option(
+            "--split",
+            "--split-ratio",
+            metavar="N,N,N",
+            help="Ratio of train, val and test, such as 8,1,1. Needed, or --split-parts.",
+        ),
     ] = None,
     split_parts: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:REGEX", help="Instead of --split: 'train:shards/train_.*'; may be repeated."),
+        typer.Option(
+            metavar="NAME:REGEX",
+            help="Instead of --split: tars of a split, such as 'train:shards/train_.*'; may be repeated.",
+        ),
     ] = None,
     exclude: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Exclude tars whose path contains a match.")
     ] = None,
     sample_type: Annotated[
-        str | None, typer.Option(help="CaptioningSample, VQASample, …; CrudeWebdataset for raw parts.")
+        str | None,
+        typer.Option(help="Class of a sample, such as CaptioningSample or VQASample; CrudeWebdataset has raw parts."),
     ] = None,
     field: Annotated[
         list[str] | None,
-        typer.Option("--field", metavar="FIELD=PART", help="image=jpg, caption=json[caption]; may be repeated."),
+        typer.Option(
+            "--field",
+            metavar="FIELD=PART",
+            help="The part that is a field, such as image=jpg or caption=json[caption]; may be repeated.",
+        ),
     ] = None,
-    field_map: Annotated[str | None, typer.Option(metavar="JSON", help="The fields as one JSON object.")] = None,
+    field_map: Annotated[
+        str | None, typer.Option(metavar="JSON", help='The fields as one JSON object, such as \'{"image": "jpg"}\'.')
+    ] = None,
     num_workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes [default: depends on the tars].")
+        int | None, typer.Option(min=1, help="Number of processes that read tars [default: depends on the tars].")
     ] = None,
-    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for missing options.")] = False,
+    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for options that are missing.")] = False,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite", "--force-overwrite", help="Prepare the data set again; without a split, split.yaml is kept."
-        ),
+        typer.Option("--overwrite", help="Prepare the data set again; without a split, split.yaml is kept."),
+    ] = False,
+    force_overwrite: Annotated[
+        bool,
+        typer.Option("--force-overwrite", hidden=True, help="The name that Energon's own command has for --overwrite."),
     ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
@@ -78,7 +95,7 @@ def prepare(
         sample_type=sample_type,
         field_map=fields,
         num_workers=num_workers,
-        overwrite=overwrite,
+        overwrite=overwrite or force_overwrite,
         progress=progress,
     )
     say_done("indexed", "indexing", at=made.url, as_json=as_json)

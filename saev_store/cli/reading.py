@@ -116,7 +116,8 @@ def describe(store: ShardStore) -> dict[str, object]:
 def estimate(
     url: Url,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of this dtype only [default: of each].")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Tell of this dtype only [default: of each]."),
     ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
@@ -184,14 +185,17 @@ def source_info(found: Found, *, as_json: bool) -> None:
 
 def head(
     url: Url,
-    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="Number of vectors.")] = 5,
+    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="How many vectors to show.")] = 5,
     layer: Annotated[
         str | None,
         typer.Option(
             metavar="5:attn_out", help="Label of a layer, or with its hook point [default: the first recorded]."
         ),
     ] = None,
-    tokens: Annotated[Literal["all", "content", "special"], typer.Option(help="Which tokens.")] = "all",
+    tokens: Annotated[
+        Literal["all", "content", "special"],
+        typer.Option(help="Which tokens to show: all, those of the input, or CLS and BOS."),
+    ] = "all",
     token_array: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Show this token array too, such as token_ids; may be repeated."),
@@ -322,7 +326,9 @@ def source_report(found: Found, *, deep: bool, progress: bool | None) -> Report:
 
 def stats(
     url: Url,
-    sample: Annotated[int | None, typer.Option(metavar="N", help="Read only N examples.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(metavar="N", help="Read only N examples, chosen at random [default: all].")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed that chooses the examples of a sample.")] = 0,
     scheduler: Scheduler = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Compute again what stats.json holds.")] = False,
@@ -354,9 +360,11 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; only this machine reaches the default.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on, 0 to 65535; 0 takes any free one.")] = 8000,
     chunks: Chunks = None,
-    sharded: Annotated[bool, typer.Option("--sharded", help="One key per shard, read by ranges.")] = False,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="Serve one key per shard, which clients read by ranges of bytes.")
+    ] = False,
     origins: Annotated[
         list[str] | None,
         typer.Option(

@@ -47,9 +47,11 @@ _RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True,
 
 def record(
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with options as keys; flags take precedence.")
+        Path | None, typer.Option(help="A TOML file with these options as keys; flags take precedence.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The model: a folder, or a name on the hub.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model: a folder, or a name on the hub, such as gpt2. Needed.")
+    ] = None,
     text: Annotated[
         str | None, typer.Option(metavar="URL", help="A text file, or a JSONL file with a text in each line.")
     ] = None,
@@ -60,9 +62,13 @@ def record(
         str | None, typer.Option(metavar="URL", help="Instead, of a vision model: a folder of images, or Energon.")
     ] = None,
     processor: Annotated[
-        str | None, typer.Option(help="Of images: folder or name [default: that of the model].")
+        str | None,
+        typer.Option(help="Processor of the images: a folder, or a name on the hub [default: that of the model]."),
     ] = None,
-    image_key: Annotated[str | None, typer.Option(help="The part of an Energon sample that is its image.")] = None,
+    image_key: Annotated[
+        str | None,
+        typer.Option(help="The part of an Energon sample that is its image, such as jpg [default: the only one]."),
+    ] = None,
     masks: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of segmentation masks with the names of the images.")
     ] = None,
@@ -70,36 +76,72 @@ def record(
         OnBadImage | None, typer.Option(help="What to do with images that do not decode [default: raise].")
     ] = None,
     to: Annotated[
-        str | None, typer.Option(metavar="URL", help="Folder in which the store's folder is created.")
+        str | None,
+        typer.Option(metavar="URL", help="Folder in which the store's folder is created: a path or URL. Needed."),
     ] = None,
-    layers: Annotated[str | None, typer.Option(metavar="3,6,-1", help="Numbers of blocks; -1 is the last one.")] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="3,6,-1", help="Numbers of the blocks to record, from 0; -1 is the last one. Needed."),
+    ] = None,
     hook_points: Annotated[
-        str | None, typer.Option(metavar="resid_post,mlp_out", help="Where in each block [default: resid_post].")
+        str | None,
+        typer.Option(
+            metavar="resid_post,mlp_out",
+            help="Where in each block to record, such as resid_post,mlp_out [default: resid_post].",
+        ),
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Most tokens that the model sees at once.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of a row that the model sees at once, such as 128. Needed for texts."),
+    ] = None,
     layout: Annotated[Layout | None, typer.Option(help="How texts become examples [default: window].")] = None,
-    pack: Annotated[bool | None, typer.Option("--pack/--no-pack", help="Windows across documents.")] = None,
+    pack: Annotated[
+        bool | None,
+        typer.Option(
+            "--pack/--no-pack",
+            help="Fill windows across the ends of documents, or begin each document anew [default: --no-pack].",
+        ),
+    ] = None,
     bos: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Token in front of each row: an id, tokenizer or none [default: tokenizer]."),
     ] = None,
-    example_tokens: Annotated[int | None, typer.Option(help="Tokens of an example of a stream.")] = None,
+    example_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an example of --layout stream [default: that of --context].")
+    ] = None,
     text_key: Annotated[
         str | None, typer.Option(help="Key of the text in a JSONL file or an Energon sample [default: text].")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or name [default: that of the model].")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows that run at once [default: 8; of images 32].")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the store [default: that of the computation].")] = None,
-    compute_dtype: Annotated[Dtype | None, typer.Option(help="Of the model [default: that of its file].")] = None,
-    attention: Annotated[str | None, typer.Option(metavar="eager", help="Implementation of attention.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer of the texts: a folder, or a name on the hub [default: that of the model]."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows that run through the model at once [default: 8; of images 32].")
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the store [default: that of the computation].")] = None,
+    compute_dtype: Annotated[
+        Dtype | None, typer.Option(help="Dtype in which the model computes [default: that of its file].")
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="eager",
+            help="Implementation of attention in transformers, such as eager or sdpa [default: the library's choice].",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
-    max_tokens_per_shard: Annotated[int | None, typer.Option(help="Vectors of a shard [default: 2400000].")] = None,
+    max_tokens_per_shard: Annotated[
+        int | None, typer.Option(help="The most vectors of a shard [default: 2400000].")
+    ] = None,
     on_nonfinite: Annotated[
         OnNonfinite | None, typer.Option(help="What to do with NaN and infinity [default: raise].")
     ] = None,
     resume: Annotated[
         Resume | None,
-        typer.Option(help="strict: never beside unfinished stores of other options [default: auto]."),
+        typer.Option(
+            help="Continue an unfinished recording; strict: refuse unfinished ones of other options; never: do not continue one [default: auto]."
+        ),
     ] = None,
     part: Annotated[
         str | None,

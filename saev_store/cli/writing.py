@@ -51,29 +51,43 @@ def copy(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy: a path, or any fsspec URL.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The folder in which the copy's folder is created.")],
     layers: Annotated[
-        str | None, typer.Option(metavar="2,5:attn_out", help="Copy only these layers, as a new store.")
+        str | None,
+        typer.Option(metavar="2,5:attn_out", help="Copy only these layers, by label, as a new store [default: all]."),
     ] = None,
     tokens: Annotated[
         Literal["all", "content", "special"], typer.Option(help="Copy only these tokens, as a new store.")
     ] = "all",
     protocol: Annotated[
-        str | None, typer.Option(metavar="2.1", help="Rewrite the documents in this protocol version, not the shards.")
+        str | None,
+        typer.Option(
+            metavar="2.1",
+            help="Rewrite the documents in this protocol version, 1.0.0, 2.0, 2.1 or 3.0; the shards stay [default: the source's].",
+        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Round the numbers to this dtype, as a new store, and say what that changed."),
+        typer.Option(
+            help="Round the numbers to this dtype, as a new store, and say what that changed [default: the source's]."
+        ),
     ] = None,
     on_overflow: Annotated[
         Literal["raise", "warn", "saturate"],
         typer.Option(help="With --dtype: what to do with numbers that would become infinite."),
     ] = "raise",
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy, or refuse to.")
+    ] = True,
     max_mb_per_s: Annotated[
-        float | None, typer.Option(metavar="MB", help="Limit of MB per second, reads and writes together.")
+        float | None,
+        typer.Option(
+            metavar="MB", help="Limit of MB (10^6 bytes) per second, reads and writes together [default: none]."
+        ),
     ] = None,
     max_requests_per_s: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Limit of requests per second, to source and destination together."),
+        typer.Option(
+            metavar="N", help="Limit of requests per second, to source and destination together [default: none]."
+        ),
     ] = None,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
@@ -121,22 +135,33 @@ def convert(
     dst: Annotated[
         str, typer.Argument(metavar="DST", help="A .batch file for documents, a .idx file for batches and texts.")
     ],
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a record. Needed for batches.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Records of a batch. Needed for batches.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order of records.")] = 0,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a record, such as 2048. Needed to write batches.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Records of a batch, such as 8. Needed to write batches.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Integer that decides the order of records in batches.")] = 0,
     pad_token: Annotated[
         int | None,
-        typer.Option(help="Write one record per document, padded with this token, instead of joining documents."),
+        typer.Option(help="Write one record per document, padded with this token id, instead of joining documents."),
     ] = None,
-    end_token: Annotated[int | None, typer.Option(help="Token to append to every document.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of tokens in the written documents.")] = "int32",
+    end_token: Annotated[int | None, typer.Option(help="Token id to append to every document [default: none].")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Integer dtype of the tokens in written documents, such as uint16.")
+    ] = "int32",
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes.")
     ] = None,
     part: Annotated[str, typer.Option(help="Part of a sample that holds its text: txt, or json[caption].")] = "txt",
-    split: Annotated[str, typer.Option(help="Convert the samples of this split.")] = "all",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
-    verify: Annotated[bool, typer.Option(help="Read the result back and compare it.")] = True,
+    split: Annotated[
+        str, typer.Option(help="Convert the samples of this split, such as train; all converts every one.")
+    ] = "all",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist at DST.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Read the result back and compare it with the source, or do not."),
+    ] = True,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
@@ -213,10 +238,12 @@ def _tokenizer(name: str | None) -> Tokenizer:
 
 def export(
     url: Url,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The file or folder to write; a file for kerchunk and tensorstore.")
+    ],
     format: Annotated[
         Literal["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"],
-        typer.Option("--format", help="Format of the references."),
+        typer.Option("--format", help="Format of the references; each is for the readers of that name."),
     ] = "kerchunk",
     chunks: Chunks = None,
     template: Annotated[
@@ -352,8 +379,10 @@ def parse_age(text: str) -> float:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the stores and the picture.")] = Path("saev-demo"),
-    device: Annotated[str | None, typer.Option(help="Device of the models, such as cuda [default: cpu].")] = None,
+    out: Annotated[Path, typer.Option(help="Folder in which the stores and the picture are made.")] = Path("saev-demo"),
+    device: Annotated[
+        str | None, typer.Option(help="Device on which the models run, such as cuda [default: cpu].")
+    ] = None,
     as_json: AsJson = False,
     progress: Progress = None,
 ) -> None:

@@ -80,14 +80,14 @@ def samples_on_cluster(
         "parts": ranges,
     }
     with connected(client) as cluster, parts.begun(place, conversion):
-        with Progress(n, "convert", shown=progress) as bar:
+        with Progress(n, "converting", shown=progress, unit="samples") as bar:
             receipts = parts.written_parts(cluster, place, partial(_write_documents, ids, kind.name), ranges, bar)
         with IndexedDatasetBuilder(path, dtype, overwrite=overwrite, transport=there) as builder:
             for receipt in receipts:
                 with IndexedDataset(place.part_path(receipt), transport=there, dtype=dtype) as part:
                     builder.merge(part, progress=False)
         if verify:
-            with Progress(n, "verify", shown=progress) as bar:
+            with Progress(n, "verifying", shown=progress, unit="samples") as bar:
                 read = partial(_digest_of_documents, there, path, kind.name)
                 where = full_url(there, file_names(path)[0])
                 parts.check_read_back(cluster, read, ranges, receipts, where=where, bar=bar)
@@ -126,7 +126,7 @@ def documents_on_cluster(
         "parts": ranges,
     }
     with connected(client) as cluster, parts.begun(place, conversion):
-        with Progress(header.num_batches, "convert", shown=progress) as bar:
+        with Progress(header.num_batches, "converting", shown=progress, unit="batches") as bar:
             receipts = parts.written_parts(cluster, place, partial(_write_batches, records, header), ranges, bar)
         with NewFile(there, path, overwrite=overwrite) as file:
             file.write(header.to_bytes())
@@ -135,7 +135,7 @@ def documents_on_cluster(
                     file.write(chunk)
             file.commit()
         if verify:
-            with Progress(header.num_batches, "verify", shown=progress) as bar:
+            with Progress(header.num_batches, "verifying", shown=progress, unit="batches") as bar:
                 read = partial(_digest_of_batches, there, path, header)
                 parts.check_read_back(cluster, read, ranges, receipts, where=full_url(there, path), bar=bar)
     return header.num_batches

@@ -98,6 +98,7 @@ def test_a_table_in_a_pipe_is_aligned_text(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(("columns", "shown"), [(100, WIDE), (38, FOLDED), (20, NARROW)])
 def test_a_table_in_a_terminal_is_drawn_and_loses_nothing(monkeypatch, capsys, columns, shown):
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(_tables, "is_drawn", lambda: True)
     _tables.emit_table(HEADER, ROWS, right="size")
     found = without_styles(capsys.readouterr().out)

@@ -1,0 +1,99 @@
+"""Help: every command has examples that parse, every option a whole description, in a pipe and in a terminal."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from saev_store.cli import _run, _tables
+from saev_store.cli._run import app
+
+COMMANDS = tuple(app().commands)
+OPTIONS = [
+    (name, parameter.opts[-1], parameter)
+    for name, command in app().commands.items()
+    for parameter in command.params
+    if parameter.name != "help"
+]
+#: What typer makes of the wide help of `drawn` is compared without lines and spaces.
+_LINES = re.compile(r"[\s│╭╮╰╯─]|\x1b\[[\d;]*m")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch):
+    """Help as a terminal has it, of any width."""
+    monkeypatch.setattr(_run, "is_drawn", lambda: True)
+    monkeypatch.setattr(_tables, "is_drawn", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    return lambda columns: monkeypatch.setenv("COLUMNS", str(columns))
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "parameter"), OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_option_has_a_whole_description(command, option, parameter):
+    text = parameter.help
+    assert re.match(r"[A-Z0-9\"-]", text), text
+    assert text.endswith("."), text
+    assert len(text.split()) >= 4, text
+    assert "=True" not in text
+    assert "=False" not in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_are_commands_with_options_that_there_are(command):
+    found = app().commands[command]
+    lines = [line.strip() for line in found.epilog.splitlines()[2:]]
+    assert lines
+    options = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for line in lines:
+        words = shlex.split(line)
+        assert words[:2] == ["saev-store", command]
+        assert {word for word in words if re.match(r"--?[a-z]", word)} <= options
+        assert len(line) <= 76
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_both_options_of_help_are_there(run, command):
+    arguments = [] if command is None else [command]
+    code, out, err = run(*arguments, "-h")
+    assert (code, err) == (0, "")
+    assert run(*arguments, "--help") == (0, out, "")
+    assert "\x1b" not in out
+    assert "│" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_terminal_shows_all_of_it(run, drawn, command, columns):
+    drawn(columns)
+    described = [parameter.help for parameter in app().commands[command].params if parameter.name != "help"]
+    code, out, err = run(command, "-h")
+    assert (code, err) == (0, "")
+    shown = _LINES.sub("", out)
+    assert "╭" in out
+    assert "…" not in out
+    for name, option, parameter in OPTIONS:
+        if name == command and option.startswith("-"):
+            assert option in shown or parameter.hidden
+    if columns == 140:  # in a row of its own where it fits
+        plain = [
+            _LINES.sub("", text.replace("\\[", "[")) for text in described if len(text) < 40 and "Energon's" not in text
+        ]
+        assert [text for text in plain if text not in shown] == []
+
+
+def test_choices_are_listed(run):
+    out = run("export", "-h")[1]
+    assert "kerchunk|kerchunk-parquet|icechunk|tensorstore" in out
+    assert "float32|bfloat16|float16" in run("copy", "-h")[1]
+
+
+def test_commands_and_options_are_in_groups(run, drawn):
+    drawn(120)
+    out = run("-h")[1]
+    assert all(f"─ {title} ─" in out for title in ("Look at stores", "Record and import", "Copy and clean"))
+    assert all(f"─ {title} ─" in run("record", "-h")[1] for title in ("Model", "Source", "Rows of texts", "Result"))
