@@ -190,7 +190,7 @@ def convert(
                 overwrite=overwrite, storage_options=target, verify=verify, client=scheduler,
                 progress=progress,
             )  # fmt: skip
-            done, titles = {"url": dst, "batches": n}, "writing"
+            done, titles = {"url": dst, "batches": n}, "writing converting"
         else:
             is_text = isinstance(source, EnergonDataset)
             n = samples_to_documents(
