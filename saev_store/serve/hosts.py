@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
+
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")
 
 
 def is_known_host(header: str, names: Collection[str] = ()) -> bool:
@@ -19,7 +22,8 @@ def is_known_host(header: str, names: Collection[str] = ()) -> bool:
     >>> is_known_host("127.0.0.1:8000"), is_known_host("[::1]"), is_known_host("evil.example:8000")
     (True, True, False)
     """
-    name = (header[1 : header.find("]")] if header.startswith("[") else header.partition(":")[0]).lower()
+    found = _HOST.fullmatch(header)
+    name = "" if found is None else (found[1] or found[2] or "").lower()
     if "*" in names or name == "localhost" or name in names:
         return True
     try:

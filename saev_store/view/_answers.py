@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
@@ -14,7 +13,7 @@ from saev_store.errors import SaevStoreError
 from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem
 from saev_store.store.card import card_rows
-from saev_store.view._places import plain, without_places
+from saev_store.view._places import described_data, plain, without_places
 
 if TYPE_CHECKING:
     from saev_store.view._viewed import Viewed
@@ -145,13 +144,3 @@ def _provenance(viewed: Viewed) -> Answer:
             if isinstance(value, (str, int, float, bool))
         }
     return found
-
-
-def described_data(data: object) -> dict[str, object]:
-    """`metadata.data` as a mapping; empty where it is something else, such as a pickle, which is not loaded."""
-    if isinstance(data, str):
-        try:
-            data = cast("object", json.loads(data))
-        except (ValueError, RecursionError):
-            return {}
-    return dict(cast("Mapping[str, object]", data)) if isinstance(data, Mapping) else {}

@@ -142,7 +142,8 @@ def _leading(eigenvalues: Floats) -> Ints:
 def centred_gram(vectors: Singles) -> Floats:
     """The inner products of vectors (n, d_model) after their mean is subtracted, (n, n)."""
     rows = vectors.astype(np.float64)
-    rows -= rows.mean(axis=0)
+    if len(rows):
+        rows -= rows.mean(axis=0)
     return rows @ rows.T
 
 

@@ -26,12 +26,11 @@ def layers_answer(viewed: Viewed, layer: str | None) -> dict[str, object]:
     The statistics are those that are kept beside the store, else those of some whole examples.
     """
     layer_idx = viewed.layer_at(layer)
-    stats = viewed.once("stats", lambda: _stats(viewed))
     answer: dict[str, object] = {
         "layers": viewed.layer_names,
         "layer": viewed.layer_names[layer_idx],
         "n_special": viewed.layout.n_special_tokens,
-        "stats": None if stats is None else _table(stats),
+        "stats": viewed.once("stats", lambda: _table(_stats(viewed))),
         "dimensions": viewed.once(f"dimensions {layer_idx}", lambda: _dimensions(viewed.sample(layer_idx))),
         "similarity": viewed.once("similarity", lambda: _similarity(viewed)),
     }
@@ -47,7 +46,9 @@ def _stats(viewed: Viewed) -> Stats | None:
     return None if found is None else stats_of(viewed.layout, found[1])
 
 
-def _table(stats: Stats) -> dict[str, object]:
+def _table(stats: Stats | None) -> dict[str, object] | None:
+    if stats is None:
+        return None
     per_layer = stats.per_layer()
     tokens = np.arange(stats.layout.tokens_per_example)
     step = -(-len(tokens) // _MOST_TOKENS)

@@ -71,9 +71,7 @@ class Pages:
     ) -> None:
         self._viewed, self._other, self._name = viewed, other, name
         self._error = error or SelectionError("there is no store", where="view")
-        for one in (viewed, other):
-            places = places if one is None else (*places, *one.places)
-        self.places = places
+        self._places = places
         #: By name: what answers a request for a view.
         self.views: Mapping[str, Callable[[Query], Answer]] = {
             "store": self._store,
@@ -92,6 +90,12 @@ class Pages:
             "feature": lambda query: feature_answer(self._opened, query.integer("feature"), query.text("layer")),
             "compare": self._compare,
         }
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Addresses that no answer may have."""
+        opened = (one for one in (self._viewed, self._other) if one is not None)
+        return (*self._places, *(place for one in opened for place in one.places))
 
     @property
     def _opened(self) -> Viewed:

@@ -11,8 +11,7 @@ from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
 from saev_store.sources.pictures import is_pillow, picture_of
 from saev_store.sources.pixels import decode_rgb, to_rgb
 from saev_store.sources.places import Content, Patches
-from saev_store.view._answers import described_data
-from saev_store.view._places import without_places
+from saev_store.view._places import described_data, without_places
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage

@@ -1,17 +1,51 @@
-"""Removes places from what the page shows: addresses and absolute paths, but for their last component."""
+"""What the metadata say of the data set; and what the page shows without places: without addresses and absolute paths."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import cast
 
 import numpy as np
 
 #: A URL, a chain of them, or an absolute path; up to what cannot be part of one in a sentence.
-_PLACE = re.compile(r"""(?:[A-Za-z][\w+.-]*::)*(?:[A-Za-z][\w+.-]*://|(?<![\w./:])~?/)[^\s'"`,;()\[\]{}<>|]*""")
+_PLACE = re.compile(
+    r"""(?:[A-Za-z][\w+.-]*::)*(?:[A-Za-z][\w+.-]*://|(?<![\w./:])~?/|(?<![\w./:])[A-Za-z]:\\|\\\\)[^\s'"`,;()\[\]{}<>|]*"""
+)
 _MOST_DEPTH = 20
+#: Places of the metadata that are looked for, with blanks, in what is shown.
+_MOST_PLACES = 64
+
+
+def described_data(data: object) -> dict[str, object]:
+    """`metadata.data` as a mapping; empty where it is something else, such as a pickle, which is not loaded."""
+    if isinstance(data, str):
+        try:
+            data = cast("object", json.loads(data))
+        except (ValueError, RecursionError):
+            return {}
+    return dict(cast("Mapping[str, object]", data)) if isinstance(data, Mapping) else {}
+
+
+def places_in(value: object) -> tuple[str, ...]:
+    """The texts in a document that are a URL or an absolute path as a whole, at most some dozen. They may have blanks.
+
+    >>> places_in({"url": "/data/my pictures", "names": ["train", "s3://bucket/b c"]})
+    ('/data/my pictures', 's3://bucket/b c')
+    """
+    return tuple(islice((text for text in _texts_in(value, 0) if _PLACE.match(text)), _MOST_PLACES))
+
+
+def _texts_in(value: object, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth < _MOST_DEPTH and isinstance(value, (Mapping, list, tuple)):
+        found = cast("Mapping[object, object] | Sequence[object]", value)
+        for item in found.values() if isinstance(found, Mapping) else found:
+            yield from _texts_in(item, depth + 1)
 
 
 def without_places(text: str, places: Iterable[str] = ()) -> str:
@@ -23,6 +57,8 @@ def without_places(text: str, places: Iterable[str] = ()) -> str:
 
     >>> without_places("s3://user:pw@bucket/a/acts0.bin is short; see /home/me/notes.")
     'acts0.bin is short; see notes.'
+    >>> without_places("no /data/my pictures/a.png", ["/data/my pictures"])
+    'no my pictures/a.png'
     """
     known = {place.rstrip("/") for place in places}
     for place in sorted(filter(None, known), key=len, reverse=True):
@@ -34,7 +70,7 @@ def _last(place: str) -> str:
     """The last component of a path or URL, without a query."""
     path = re.split(r"[?#]", place)[0]
     ending = path[len(path.rstrip(".:!")) :]
-    name = path.rstrip(".:!/").rpartition("/")[2]
+    name = re.split(r"[/\\]", path.rstrip(".:!/\\"))[-1]
     return f"{name.rpartition('@')[2]}{ending}"
 
 

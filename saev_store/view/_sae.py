@@ -33,6 +33,7 @@ _SPELLINGS = {
     "k": (("k", False),),
 }
 _ARCHITECTURES = ("standard", "jumprelu", "topk", "gated")
+_FUNCTIONS = ("relu", "topk")
 _NORMALIZATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
 #: What SAELens adds to a standard deviation.
 _EPSILON = 1e-5
@@ -184,7 +185,11 @@ def _tensor(
         if tensor.dtype not in DTYPES:
             raise DocumentError(f"{name!r} is {tensor.dtype}; of an SAE {', '.join(DTYPES)} are read", where=where)
         (raw,) = transport.get_ranges(path, starts=[tensor.start], ends=[tensor.end])
-        values = np.frombuffer(raw, numpy_dtype(DTYPES[tensor.dtype])).reshape(tensor.shape).astype(np.float32)
+        stored = np.frombuffer(raw, numpy_dtype(DTYPES[tensor.dtype])).reshape(tensor.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = stored.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise DocumentError(f"{name!r} has numbers that are not finite in float32", where=where)
         return np.ascontiguousarray(values.T) if is_transposed else values
     return None
 
@@ -238,9 +243,12 @@ def _checked(
     if architecture == "gated":
         if gate is None or found["log_scale"] is None or found["magnitude_bias"] is None:
             raise DocumentError("a gated SAE needs the tensors b_gate, r_mag and b_mag", where=where)
-        magnitude = np.stack([np.exp(found["log_scale"]), found["magnitude_bias"]])
+        with np.errstate(over="ignore"):
+            magnitude = np.stack([np.exp(found["log_scale"]), found["magnitude_bias"]])
+        if not np.isfinite(magnitude).all():
+            raise DocumentError("the exponential of 'r_mag' is not finite in float32", where=where)
     scale = np.ones(1, np.float32)
-    if config.get("rescale_acts_by_decoder_norm") is True:
+    if _flag(config, "rescale_acts_by_decoder_norm", where):
         scale = np.linalg.norm(decoder, axis=1).astype(np.float32)
         scale[scale == 0] = 1
     return Sae(
@@ -254,15 +262,18 @@ def _checked(
 
 
 def _architecture(found: Mapping[str, object], config: Mapping[str, object], where: str) -> str:
-    named = config.get("architecture")
+    named, function = config.get("architecture"), config.get("activation_fn_str", config.get("activation_fn"))
+    if function not in (None, *_FUNCTIONS):
+        raise DocumentError(
+            f"{_CONFIG} names the activation function {brief(function)}; {', '.join(_FUNCTIONS)} are read", where=where
+        )
     if named is not None:
         if named not in _ARCHITECTURES:
             raise DocumentError(
                 f"{_CONFIG} names the architecture {brief(named)}; {', '.join(_ARCHITECTURES)} are read", where=where
             )
         # Early versions of SAELens wrote "standard" with another activation function.
-        is_topk = config.get("activation_fn_str", config.get("activation_fn")) == "topk"
-        return "topk" if is_topk else cast("str", named)
+        return "topk" if function == "topk" else cast("str", named)
     if found["gate_bias"] is not None:
         return "gated"
     has_k, has_threshold = found["k"] is not None or "k" in config, found["threshold"] is not None
@@ -275,12 +286,18 @@ def _architecture(found: Mapping[str, object], config: Mapping[str, object], whe
     return "topk" if has_k else "jumprelu" if has_threshold else "standard"
 
 
+def _flag(config: Mapping[str, object], name: str, where: str) -> bool | None:
+    """A setting that is true or false; None where it is not given."""
+    named = config.get(name)
+    if named is not None and not isinstance(named, bool):
+        raise DocumentError(f"{_CONFIG}: {name} is {brief(named)}, no boolean", where=where)
+    return named
+
+
 def _is_centred(config: Mapping[str, object], decoder_bias: Singles, where: str) -> bool:
-    named = config.get("apply_b_dec_to_input")
-    if isinstance(named, bool):
-        return named
+    named = _flag(config, "apply_b_dec_to_input", where)
     if named is not None:
-        raise DocumentError(f"{_CONFIG}: apply_b_dec_to_input is {brief(named)}, no boolean", where=where)
+        return named
     if not decoder_bias.any():
         return False
     raise DocumentError(
@@ -305,7 +322,8 @@ def _k(found: Mapping[str, Singles | None], config: Mapping[str, object], n_feat
     if named is None and isinstance(arguments, Mapping):
         named = cast("Mapping[str, object]", arguments).get("k")
     if named is None and stored is not None and stored.size == 1:
-        named = int(stored.reshape(())) if np.isfinite(stored).all() else None
+        number = float(stored.reshape(()))
+        named = int(number) if number.is_integer() else number
     if not isinstance(named, int) or isinstance(named, bool) or not 1 <= named <= n_features:
         raise DocumentError(f"k is {brief(named)}; it must be an integer from 1 to {n_features}", where=where)
     return named

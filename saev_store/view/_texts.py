@@ -9,7 +9,8 @@ import numpy as np
 from saev_store.errors import SaevStoreError
 from saev_store.sources.places import ids_of
 from saev_store.store.text import TOKEN_IDS
-from saev_store.view._answers import Answer, described_data
+from saev_store.view._answers import Answer
+from saev_store.view._places import described_data
 
 if TYPE_CHECKING:
     from saev_store.view._viewed import Viewed

@@ -25,6 +25,7 @@ from saev_store.view._arithmetic import (
     principal_components,
     unit_vectors,
 )
+from saev_store.view._places import described_data, places_in
 
 if TYPE_CHECKING:
     from saev_store.sources import Source
@@ -119,14 +120,16 @@ class Viewed:
         self.budget = budget or (LOCAL if self.is_local else REMOTE)
         self.decode, self.sae = tokenizer, sae
         self._source, self._source_error = source, ""
+        metadata = store.metadata
+        self._named = (store.url, *places_in([metadata.dataset, described_data(metadata.data)]))
         self._lock = threading.RLock()
         self._samples: OrderedDict[int, Sample] = OrderedDict()
         self._kept: dict[str, object] = {}
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Addresses that no answer may have."""
-        return (self.store.url,) if self._source is None else (self.store.url, self._source.url)
+        """Addresses that no answer may have: of the store, and of data sets that its metadata or its caller name."""
+        return (*self._named, *(() if self._source is None else (self._source.url,)))
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """What `compute` returns, computed once."""

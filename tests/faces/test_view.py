@@ -25,6 +25,7 @@ from waiting import HANG_S
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import SaevStoreError
+from saev_store.stats import Stats
 from saev_store.transport import MemoryTransport, ReadCost
 
 pytest.importorskip("starlette")
@@ -200,6 +201,23 @@ def test_random_bits_are_shown(tmp_path):
             ask(pages, "token", example=example, token=token)
 
 
+def test_a_store_without_a_finite_number_is_shown(tmp_path):
+    folder = plain_store(Layout(4, (2, 5), 3, True, 8, 2)).write(tmp_path)
+    for shard in folder.glob("acts*.bin"):
+        np.full(shard.stat().st_size // 4, np.nan, np.float32).tofile(shard)
+    pages = open_pages(folder)
+    assert ask(pages, "layers")["similarity"] == {"matrix": None, "why_not": "too few vectors are finite"}
+    assert ask(pages, "example", example=1)["norms"] == [None] * 4
+    assert ask(pages, "token", example=1, token=2)["neighbours"]["found"] == []
+
+
+def test_statistics_are_put_together_once(texts, monkeypatch):
+    pages = open_pages(texts)
+    first = ask(pages, "layers", layer="0")
+    monkeypatch.setattr(Stats, "per_layer", None)
+    assert ask(pages, "layers", layer="3")["stats"] == first["stats"]
+
+
 def test_an_example_that_is_larger_than_a_page_is_shown_in_parts(texts):
     viewed = Viewed(ShardStore.open(texts), budget=Budget(4, 4, 16 * 4 * 12, 1 << 20))  # twelve vectors
     answer = ask(Pages(viewed), "example", example=1, first=20)
@@ -296,6 +314,10 @@ def test_without_the_token_there_is_nothing(url):
         ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}, 200),
         ({"Sec_Fetch_Site": "same-origin", "Sec_Fetch_Mode": "cors"}, 200),
         ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "[::1].evil.example"}, 421),
+        ({"Host": "[::1]evil.example:80"}, 421),
+        ({"Host": "127.0.0.1:evil.example"}, 421),
     ],
 )
 def test_foreign_hosts_and_origins_are_refused(url, headers, status):
@@ -389,6 +411,22 @@ def test_no_answer_names_a_place(images, tmp_path):
     (folder / "acts000001.bin").unlink()
     said = every_answer(open_pages(folder))
     for word in ("se cret", "cret/", "somebody", str(tmp_path)):
+        assert word not in said
+
+
+@pytest.mark.parametrize(
+    "place", ["/home/zoe kay/hidden data/train set", "C:\\Users\\zoe kay\\train set", "s3://hidden bucket/train set"]
+)
+def test_no_answer_names_the_place_of_a_data_set_with_blanks(tmp_path, place):
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=(2,), content_tokens_per_example=4, cls_token=False, d_model=4, n_examples=3,
+        dataset=place, data={"source": {"kind": "image_folder", "url": place, "note": f"from {place}/a.png"}},
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.ones((3, 1, 4, 4), np.float32))
+    said = every_answer(open_pages(tmp_path / metadata.hash))
+    assert "train set" in said
+    for word in ("zoe", "kay", "hidden", "Users", "bucket"):
         assert word not in said
 
 

@@ -210,6 +210,16 @@ def without(name):
         (weights(), {"architecture": "gated", "apply_b_dec_to_input": True}, "b_gate, r_mag and b_mag"),
         ({**weights(), "W_enc": np.zeros((2, 2), np.uint8)}, {}, "is U8"),
         (weights(), [1], "no JSON object"),
+        (weights(W_enc=np.full((D_MODEL, N_FEATURES), np.nan)), {}, "'W_enc' has numbers that are not finite"),
+        ({**weights(), "b_enc": np.full(N_FEATURES, 1e300)}, {}, "'b_enc' has numbers that are not finite"),
+        (weights(k=np.float32(2.5)), {"apply_b_dec_to_input": True}, "k is 2.5"),
+        (weights(), {"apply_b_dec_to_input": True, "rescale_acts_by_decoder_norm": "yes"}, "no boolean"),
+        (weights(), {"architecture": "standard", "activation_fn_str": "tanh-relu"}, "activation function 'tanh-relu'"),
+        (
+            weights(b_gate=np.zeros(N_FEATURES), b_mag=np.zeros(N_FEATURES), r_mag=np.full(N_FEATURES, 100)),
+            {"apply_b_dec_to_input": True},
+            "exponential of 'r_mag'",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_sae_is_refused(tmp_path, tensors, config, said):
