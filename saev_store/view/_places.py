@@ -61,6 +61,7 @@ def without_places(text: str, places: Iterable[str] = ()) -> str:
     'no my pictures/a.png'
     """
     known = {place.rstrip("/") for place in places}
+    known |= {repr(place)[1:-1] for place in known}  # as messages quote them
     for place in sorted(filter(None, known), key=len, reverse=True):
         text = text.replace(place, _last(place))
     return _PLACE.sub(lambda match: _last(match.group()), text)
