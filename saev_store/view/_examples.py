@@ -25,7 +25,7 @@ _N_DIMENSIONS = 8
 
 
 def example_answer(
-    viewed: Viewed, example: int, layer: str | None, first: int = 0, feature: int | None = None
+    viewed: Viewed, example: int, layer: str | None, first: int | None = None, feature: int | None = None, token: int = 0
 ) -> Answer:
     """The tokens of one example: norms, colours, and what was recorded for each; its image or text.
 
@@ -33,17 +33,19 @@ def example_answer(
         viewed: The store.
         example: Its position.
         layer: The name of a layer.
-        first: The first token that is shown, of an example with more tokens than one page has.
+        first: The first token that is shown, of an example with more tokens than one page has; default: the page of `token`.
         feature: A feature of the SAE, for its activation on each token.
+        token: A token that is shown.
 
     Raises:
         SelectionError, LayerNotFoundError: there is no such example, token, layer or feature.
         CorruptShardError: the example is lost.
     """
     layout, layer_idx = viewed.layout, viewed.layer_at(layer)
-    example, first = viewed.check_example(example), viewed.check_token(first)
-    fits = max(1, viewed.budget.nbytes // layout.vector_nbytes)
-    last = min(layout.tokens_per_example, first + min(MOST_TOKENS, fits))
+    n_page = min(MOST_TOKENS, max(1, viewed.budget.nbytes // layout.vector_nbytes))
+    example, token = viewed.check_example(example), viewed.check_token(token)
+    first = token // n_page * n_page if first is None else viewed.check_token(first)
+    last = min(layout.tokens_per_example, first + n_page)
     acts = viewed.store.read((example, layer_idx, slice(first, last)))
     norms = norms_of(acts)
     colours, shares = _colours(viewed, layer_idx, acts)
@@ -54,6 +56,7 @@ def example_answer(
         "example": example,
         "layer": viewed.layer_names[layer_idx],
         "first": first,
+        "n_page": n_page,
         "n_tokens": layout.tokens_per_example,
         "n_special": layout.n_special_tokens,
         "norms": plain(norms),
@@ -87,7 +90,8 @@ def token_answer(viewed: Viewed, example: int, token: int, layer: str | None) ->
     norm = float(norms_of(vector)[0])
     arrays, _ = viewed.arrays()
     content = token - layout.n_special_tokens
-    magnitudes = np.abs(vector[0].astype(np.float64))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        magnitudes = np.abs(vector[0].astype(np.float64))
     strongest = largest(np.nan_to_num(magnitudes, nan=-1.0, posinf=np.inf), _N_DIMENSIONS)
     return {
         "example": example,

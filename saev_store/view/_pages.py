@@ -80,8 +80,9 @@ class Pages:
                 self._opened,
                 query.integer("example"),
                 query.text("layer"),
-                query.integer("first", 0),
+                query.integer_or_none("first"),
                 query.integer_or_none("feature"),
+                query.integer("token", 0),
             ),
             "token": lambda query: token_answer(
                 self._opened, query.integer("example"), query.integer("token"), query.text("layer")

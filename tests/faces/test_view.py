@@ -225,6 +225,10 @@ def test_an_example_that_is_larger_than_a_page_is_shown_in_parts(texts):
     np.testing.assert_allclose(answer["norms"], np.linalg.norm(acts, axis=1)[20:30], rtol=1e-12)
     assert len(answer["token_arrays"]["mask"]) == len(answer["texts"]) == 10
     assert len(ask(Pages(viewed), "example", example=1)["norms"]) == 12
+    asked = {token: ask(Pages(viewed), "example", example=1, token=token) for token in (11, 12, 29)}
+    assert {token: (found["first"], found["n_page"]) for token, found in asked.items()} == {
+        11: (0, 12), 12: (12, 12), 29: (24, 12),
+    }  # fmt: skip
     assert ask(Pages(viewed), "token", example=1, token=29)["neighbours"]["n_compared"] == 12
     assert ask(Pages(viewed), "layers")["stats"] is None
 

@@ -16,17 +16,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dense_stores import plain_store
 from safetensors_files import safetensors
 from viewed_stores import image_store, text_store
 
 pytest.importorskip("starlette")
 
+from saev_store.core.layout import Layout
 from saev_store.serve import listen, serve_in_thread
 from saev_store.view import application, open_pages
 from saev_store.view._arithmetic import principal_components
 
 MODULES = os.environ.get("SAEV_STORE_VIEW_TESTS", "")
 CHECK = Path(__file__).parents[1] / "browser/view/check.js"
+
+#: Texts of tokens that one does not see, that change the direction of a line, that are markup, or longer than a line.
+ODD = [
+    "\n", "\t", " ", "", "\u202eevil", "e\u0301", "\U0001f469\u200d\U0001f467", "<b>x</b>", "\u200b", "\0", "\x1b[31m",
+    "A" * 400, "\ud800", "\u0645\u0631\u062d\u0628\u0627", "\r\n", "constructor", "&amp;", "\u2028", " word", "W" * 40,
+]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     not MODULES, reason="SAEV_STORE_VIEW_TESTS is not set: needs Chromium, Node and npm packages"
@@ -42,6 +50,12 @@ def test_the_page_in_a_browser(tmp_path):
         shutil.copytree(images, copy)
     (damaged / "acts000001.bin").unlink()
     (broken / "metadata.json").write_text("{}")
+    lost = plain_store(Layout(3, (2, 5), 4, True, 8, 2)).write(tmp_path / "lost")
+    for shard in lost.glob("acts*.bin"):
+        np.full(shard.stat().st_size // 4, np.nan, np.float32).tofile(shard)
+    # Longer than a page, than what a function of JavaScript takes as arguments, and than a line.
+    long = plain_store(Layout(2, (2,), 2500, False, 4, 2)).write(tmp_path / "long")
+    wide = plain_store(Layout(2, (2,), 3, False, 200_000, 2)).write(tmp_path / "wide")
     sae = tmp_path / "sae.safetensors"
     rng = np.random.default_rng(6)
     encoder = rng.normal(size=(16, 48)).astype(np.float32)
@@ -50,7 +64,11 @@ def test_the_page_in_a_browser(tmp_path):
     folder = Path(os.environ.get("SAEV_STORE_VIEW_PICTURES") or tmp_path).resolve()
     with ExitStack() as stack:
         urls = {}
-        for name, store in (("images", images), ("texts", texts), ("damaged", damaged), ("broken", broken)):
+        stores = {
+            "images": images, "texts": texts, "odd": texts, "damaged": damaged, "broken": broken, "lost": lost, "long": long,
+            "wide": wide,
+        }  # fmt: skip
+        for name, store in stores.items():
             listening, address = listen("127.0.0.1", 0)
             stack.callback(
                 serve_in_thread(
@@ -59,6 +77,7 @@ def test_the_page_in_a_browser(tmp_path):
                             store,
                             other=str(store) if name == "images" else None,
                             sae_url=sae if name in {"images", "texts"} else None,
+                            tokenizer=(lambda i: ODD[i % len(ODD)]) if name == "odd" else None,
                         ),
                         token=name,
                     ),
@@ -72,7 +91,7 @@ def test_the_page_in_a_browser(tmp_path):
             "example": f"{urls['images']}#/example/3?layer=5&token=7",
             "token": f"{urls['images']}#/token/3/6?layer=5",
             "compare": f"{urls['images']}#/compare/3?layer=5&layer_b=11",
-            "text": f"{urls['texts']}#/example/2",
+            "text": f"{urls['texts']}#/example/2?colour=norm",
             "features": f"{urls['images']}#/features?layer=5",
             "feature": f"{urls['images']}#/feature/14?layer=5",
             "activations": f"{urls['images']}#/example/3?layer=5&feature=14&colour=feature",
@@ -84,9 +103,13 @@ def test_the_page_in_a_browser(tmp_path):
             f"{urls['damaged']}#/example/5",
             urls["broken"],
         ]
+        # Pages on which every number and text is there, and as narrow as the window.
+        sound = [f"{urls['odd']}#/{view}" for view in ("example/2", "token/2/7")]
+        sound += [f"{urls['lost']}#/{view}" for view in ("store", "layers", "example/1?colour=norm", "token/1/0")]
+        sound += [f"{urls['wide']}#/{view}" for view in ("layers", "token/1/0")]
         told = {
-            "modules": str(Path(MODULES).resolve()), "chromium": chromium, "images": urls["images"], "folder": str(folder),
-            "pages": [*shown.values(), *others], "pictures": shown,
+            "modules": str(Path(MODULES).resolve()), "chromium": chromium, "images": urls["images"], "long": urls["long"],
+            "folder": str(folder), "sound": sound, "pages": [*shown.values(), *others, *sound[:3]], "pictures": shown,
         }  # fmt: skip
         (tmp_path / "told.json").write_text(json.dumps(told))
         done = subprocess.run(

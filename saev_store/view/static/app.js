@@ -4,7 +4,7 @@ import { element } from "./dom.js";
 import { exampleKeys, exampleView } from "./example_view.js";
 import { featureKeys, featuresView, featureView } from "./features_view.js";
 import { layersView } from "./layers_view.js";
-import { address, ask, go, read } from "./state.js";
+import { address, ask, go, kept, read } from "./state.js";
 import { storeView } from "./store_view.js";
 import { tokenKeys, tokenView } from "./token_view.js";
 
@@ -30,6 +30,7 @@ const KEYS = [
 ];
 const find = (id) => document.getElementById(id);
 let store = null;
+let shown = null;
 
 async function draw() {
   const state = read();
@@ -41,7 +42,11 @@ async function draw() {
     header(state);
     const parts = await view.draw(state, store);
     const hadFocus = main.contains(document.activeElement);
+    // A link in the middle of a page leads to the top of the next one.
+    const isOther = state.view !== shown || (hadFocus && document.activeElement.tagName === "A");
     main.replaceChildren(...parts.filter(Boolean));
+    if (isOther) scrollTo(0, 0);
+    shown = state.view;
     if (hadFocus) (main.querySelector(".token.chosen") || main).focus({ preventScroll: true });
   } catch (error) {
     if (error.name === "AbortError") return;
@@ -69,7 +74,7 @@ function header(state) {
   find("nav").replaceChildren(
     ...links.map(([name, view]) => {
       const isCurrent = name === state.view || (name === "example" && state.view === "token") || (name === "features" && state.view === "feature");
-      const to = name === "example" && state.view === "token" ? address("example", [state.parts[0]], { layer, token: state.parts[1] }) : address(name, [], { layer });
+      const to = name === "example" && state.view === "token" ? address("example", [state.parts[0]], { ...kept(state.query), token: state.parts[1] }) : address(name, [], { layer });
       return element("a", { href: to, "aria-current": isCurrent ? "page" : null }, view.title);
     }),
   );
@@ -135,8 +140,7 @@ find("jump").addEventListener("submit", (event) => {
     return;
   }
   find("main").focus();
-  const { layer, colour, overlay, feature } = Object.fromEntries(read().query);
-  go("example", [example], { layer, colour, overlay, feature });
+  go("example", [example], kept(read().query));
 });
 addEventListener("keydown", onKey);
 addEventListener("hashchange", draw);

@@ -1,5 +1,5 @@
 // The view of two stores: one example in both, and the similarity of their layers.
-import { element, section, table } from "./dom.js";
+import { element, section } from "./dom.js";
 import { heat } from "./layers_view.js";
 import { plot } from "./plots.js";
 import { address, ask, go } from "./state.js";
@@ -7,7 +7,7 @@ import { address, ask, go } from "./state.js";
 export async function compareView({ parts, query }, store) {
   const example = Number(parts[0] || 0);
   const answer = await ask("compare", { example, layer: query.get("layer"), layer_b: query.get("layer_b") });
-  const title = element("h1", {}, `Compared with ${answer.names[1]}`);
+  const title = element("h1", {}, `Compared with ${answer.names[1].slice(0, 12)}`);
   if (answer.why_not) return [title, element("p", { class: "warning" }, answer.why_not)];
   const [a, b] = answer.layers;
   const choose = element("select", { id: "other-layer", on: { change: (event) => go("compare", [example], { layer: a, layer_b: event.target.value }) } },
@@ -23,7 +23,7 @@ export async function compareView({ parts, query }, store) {
 
 function norms({ norms: [first, second] }) {
   return plot({
-    title: "Norms by content token; the strong line is the first store",
+    title: "L2 norms by content token; the solid line is the first store",
     x: first.map((_, at) => at), xLabel: "content token", yLabel: "norm",
     lines: [{ label: "other", values: second }, { label: "first", values: first, strong: true }],
   });

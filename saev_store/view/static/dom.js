@@ -44,6 +44,27 @@ export function short(value) {
   return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
+// The smallest and the largest of some numbers without null; null where there are none. Lists may be long.
+export function extent(values) {
+  let found = null;
+  for (const value of values) {
+    if (value === null || value === undefined) continue;
+    if (found === null) found = [value, value];
+    else if (value < found[0]) found[0] = value;
+    else if (value > found[1]) found[1] = value;
+  }
+  return found;
+}
+
+// A text of a token as one can see it: without line breaks, controls, and marks that change the direction; not too long.
+const ESCAPES = { "\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣", "": "(empty)" };
+export function visible(text, most = 48) {
+  if (Object.hasOwn(ESCAPES, text)) return ESCAPES[text];
+  const shown = text.replace(/[\p{Cc}\p{Cs}\p{Zl}\p{Zp}\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/gu, (mark) => ESCAPES[mark] ?? `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  const marks = [...shown];
+  return marks.length > most ? `${marks.slice(0, most).join("")}…` : shown;
+}
+
 // Black or white, whichever is easier to read on a colour "#rrggbb".
 export function readableOn(colour) {
   const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16) / 255);
@@ -64,6 +85,17 @@ export function scaled(share) {
   const at = Math.min(0.9999, Math.max(0, share)) * (SCALE.length - 1);
   const [low, high] = [SCALE[Math.floor(at)], SCALE[Math.floor(at) + 1]];
   return hex(...low.map((c, i) => c + (high[i] - c) * (at % 1)));
+}
+
+// A bar of the colours of `scaled`, between two numbers.
+export function colourBar(least, most) {
+  const colours = [0, 0.25, 0.5, 0.75, 1].map(scaled).join(", ");
+  return [short(least), element("span", { class: "bar", "aria-hidden": "true", style: { background: `linear-gradient(to right, ${colours})` } }), short(most)];
+}
+
+// A small square of one colour before its meaning.
+export function swatch(colour, text) {
+  return element("span", { class: "swatch" }, element("span", { "aria-hidden": "true", style: { background: colour } }), text);
 }
 
 // Colours of small integers such as labels: neighbours differ.

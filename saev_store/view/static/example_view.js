@@ -1,18 +1,21 @@
 // The view of one example: its tokens in a grid over its image, as a text, or as a list; with norms, components and labels.
-import { categorical, element, readableOn, scaled, section, short } from "./dom.js";
-import { address, amend, ask, go } from "./state.js";
+import { categorical, colourBar, element, extent, readableOn, scaled, section, short, swatch, visible } from "./dom.js";
+import { address, amend, ask, go, kept } from "./state.js";
 
 const GREY = "#808080";
+const [YES, NO] = ["#f0e442", "#333333"];
+// Different values of a token array that are named beside their colours.
+const MOST_NAMED = 12;
 
 export async function exampleView({ parts, query }, store) {
   const example = Number(parts[0] || 0);
   const layer = query.get("layer");
-  const answer = await ask("example", { example, layer, first: query.get("first"), feature: query.get("feature") });
+  const answer = await ask("example", { example, layer, first: query.get("first"), token: query.get("token"), feature: query.get("feature") });
   const shown = new Tokens(answer, store, query);
   const last = answer.first + answer.norms.length;
   const pages = [];
-  if (answer.first > 0) pages.push(element("a", { href: address("example", [example], { layer, first: Math.max(0, answer.first - answer.norms.length) }) }, "Tokens before"));
-  if (last < answer.n_tokens) pages.push(element("a", { href: address("example", [example], { layer, first: last }) }, "Tokens after"));
+  if (answer.first > 0) pages.push(element("a", { href: address("example", [example], { ...kept(query), first: Math.max(0, answer.first - answer.n_page) }) }, "Tokens before"));
+  if (last < answer.n_tokens) pages.push(element("a", { href: address("example", [example], { ...kept(query), first: last }) }, "Tokens after"));
   return [
     element("h1", {}, `Example ${example}, layer ${answer.layer}`),
     ...answer.notes.map((note) => element("p", { class: "warning" }, note)),
@@ -22,20 +25,21 @@ export async function exampleView({ parts, query }, store) {
 
 export class Tokens {
   constructor(answer, store, query) {
-    Object.assign(this, { answer, store });
+    Object.assign(this, { answer, store, query });
     this.columns = answer.picture ? answer.picture.grid[1] : null;
     this.mode = query.get("colour") || (answer.colours.length ? "components" : "norm");
     this.details = element("div", { class: "details", "aria-live": "polite" });
-    this.overlay = Number(query.get("overlay") ?? 60);
-    const finite = answer.norms.filter((norm) => norm !== null);
-    this.least = Math.min(...finite);
-    this.most = Math.max(...finite);
+    const overlay = Number(query.get("overlay") ?? 60);
+    this.overlay = overlay >= 0 && overlay <= 100 ? overlay : 60;
+    [this.least, this.most] = extent(answer.norms) ?? [null, null];
     this.activations = answer.feature?.activations ?? [];
-    this.strongest = Math.max(0, ...this.activations);
+    this.strongest = extent([0, ...this.activations])[1];
+    this.legend = element("p", { class: "hint" });
     this.cells = answer.norms.map((_, at) => this.cell(at));
     this.grid = this.arranged();
     this.paint();
-    this.select(Math.max(0, Math.min(this.cells.length - 1, Number(query.get("token") || answer.first) - answer.first)), false);
+    const token = Number(query.get("token"));
+    this.select(Math.max(0, Math.min(this.cells.length - 1, (Number.isInteger(token) ? token : 0) - answer.first)), false);
   }
 
   name(at) {
@@ -52,10 +56,10 @@ export class Tokens {
         type: "button",
         class: `token${isHidden ? " masked" : ""}`,
         tabindex: -1,
-        "aria-label": `token ${this.name(at)}${text === null ? "" : `, ${text}`}, norm ${short(this.answer.norms[at])}`,
+        "aria-label": `token ${this.name(at)}${text === null ? "" : `, ${visible(text)}`}, norm ${short(this.answer.norms[at])}`,
         on: { click: () => this.open(at), focus: () => this.select(at, false) },
       },
-      text ?? (this.columns && this.answer.picture.src && this.answer.picture.is_framed && this.name(at) !== "CLS" ? "" : this.name(at)),
+      text === null ? (this.columns && this.answer.picture.src && this.answer.picture.is_framed && this.name(at) !== "CLS" ? "" : this.name(at)) : visible(text),
     );
   }
 
@@ -101,19 +105,44 @@ export class Tokens {
       modes.map(([value, text]) => element("option", { value, selected: value === this.mode }, text)));
     const parts = [element("label", { for: "colour" }, "Colour by "), select];
     if (this.answer.picture?.src && this.answer.picture.is_framed) {
-      const range = element("input", { id: "overlay", type: "range", min: 0, max: 100, value: this.overlay, on: { input: (event) => { this.overlay = Number(event.target.value); amend({ overlay: this.overlay }); this.paint(); } } });
+      const range = element("input", { id: "overlay", type: "range", min: 0, max: 100, value: this.overlay, on: { input: (event) => { this.overlay = Number(event.target.value); this.choose({ overlay: this.overlay }); } } });
       parts.push(element("label", { for: "overlay" }, " Overlay "), range);
     }
-    const shares = this.answer.variance_shares.map((share) => `${Math.round(share * 100)} %`).join(", ");
-    const feature = this.answer.feature ? `Feature ${this.answer.feature.feature}: up to ${short(this.strongest)} here. ` : "";
-    this.legend = element("p", { class: "hint" }, `${feature}Norms from ${short(this.least)} to ${short(this.most)}. ${shares ? `Components hold ${shares} of the variance of the sample.` : ""}`);
     return element("div", { class: "controls" }, parts, this.legend);
+  }
+
+  // What the colours mean.
+  meaning() {
+    const { feature, variance_shares: shares, norms } = this.answer;
+    const lost = norms.filter((norm) => norm === null).length;
+    const grey = lost ? swatch(GREY, `${short(lost)} of ${short(norms.length)} tokens are not finite`) : null;
+    if (this.mode === "none") return [];
+    if (this.mode === "norm") return this.least === null ? [grey] : ["L2 norm: ", colourBar(this.least, this.most), grey];
+    if (this.mode === "feature" && feature) return [`Activation of feature ${feature.feature}: `, colourBar(0, this.strongest)];
+    if (this.mode === "components") {
+      const percent = (at) => (at < shares.length ? `${Math.round(shares[at] * 100)} %` : "none");
+      return ["Principal components, by their share of the variance of the sample: ",
+        ["#e00000", "#00a000", "#3050ff"].map((colour, at) => swatch(colour, `${at + 1}: ${percent(at)}`)), grey];
+    }
+    const values = [...new Set(this.cells.map((_, at) => this.value(this.mode, at)).filter((value) => value !== undefined))];
+    if (!values.length) return [];
+    if (typeof values[0] === "boolean") return [swatch(YES, `${this.mode} true`), swatch(NO, `${this.mode} false`)];
+    values.sort((one, other) => one - other);
+    if (values.length > MOST_NAMED) return [`${this.mode}: ${short(values.length)} values from ${short(values[0])} to ${short(values.at(-1))}; neighbouring values differ in colour.`];
+    return [`${this.mode}: `, values.map((value) => swatch(this.colourOf(value), short(value)))];
   }
 
   recolour(mode) {
     this.mode = mode;
-    amend({ colour: mode });
+    this.choose({ colour: mode });
+  }
+
+  // Draws again with another choice, and keeps it in the address and on the way to a token.
+  choose(choice) {
+    this.chosen = { ...this.chosen, ...choice };
+    amend(choice);
     this.paint();
+    this.select(this.at, false);
   }
 
   colour(at) {
@@ -122,11 +151,16 @@ export class Tokens {
     if (this.mode === "components") return this.answer.colours[at] ?? GREY;
     if (this.mode === "feature" && this.answer.feature) return scaled(this.strongest > 0 ? this.activations[at] / this.strongest : 0);
     if (this.mode === "norm") return norm === null ? GREY : scaled(this.most > this.least ? (norm - this.least) / (this.most - this.least) : 0.5);
-    const value = this.value(this.mode, at);
-    return typeof value === "number" ? categorical(Math.abs(Math.round(value))) : value === undefined || value === null ? GREY : value ? "#f0e442" : "#333333";
+    return this.colourOf(this.value(this.mode, at));
+  }
+
+  colourOf(value) {
+    if (typeof value === "number") return categorical(Math.abs(Math.round(value)));
+    return value === undefined || value === null ? GREY : value ? YES : NO;
   }
 
   paint() {
+    this.legend.replaceChildren(...this.meaning().flat().filter(Boolean));
     const isOver = this.answer.picture?.src && this.answer.picture.is_framed;
     this.cells.forEach((cell, at) => {
       const colour = this.colour(at);
@@ -153,7 +187,7 @@ export class Tokens {
     const text = this.text(at);
     this.details.replaceChildren(
       element("p", {},
-        element("strong", {}, `Token ${this.name(at)}`), text === null ? "" : ` “${text}”`, `: norm ${short(this.answer.norms[at])}`,
+        element("strong", {}, `Token ${this.name(at)}`), text === null ? "" : element("span", { class: "context" }, ` “${visible(text, 400)}”`), `: norm ${short(this.answer.norms[at])}`,
         this.answer.feature ? `, feature ${this.answer.feature.feature} ${short(this.activations[at])}` : "",
         ...arrays.map(([name, value]) => `, ${name} ${value}`), ". ",
         element("a", { href: this.addressOf(at) }, "Vector and neighbours")),
@@ -161,7 +195,7 @@ export class Tokens {
   }
 
   addressOf(at) {
-    return address("token", [this.answer.example, this.answer.first + at], { layer: this.answer.layer });
+    return address("token", [this.answer.example, this.answer.first + at], { ...kept(this.query), ...this.chosen, layer: this.answer.layer });
   }
 
   open(at) {
@@ -190,8 +224,7 @@ export function exampleKeys(event, state, store) {
   const step = { n: 1, p: -1 }[event.key];
   if (step !== undefined) {
     const to = example + step;
-    const { layer, colour, overlay, feature } = Object.fromEntries(state.query);
-    if (to >= 0 && to < store.n_examples) go("example", [to], { layer, colour, overlay, feature });
+    if (to >= 0 && to < store.n_examples) go("example", [to], kept(state.query));
     return true;
   }
   if (event.key.startsWith("Arrow")) {

@@ -50,9 +50,12 @@ function jump({ n_features: n, layer }) {
   return element("form", { on: { submit } }, element("label", { for: "feature" }, "Go to feature "), input, element("span", { id: "of-features" }, ` of ${short(n)}`));
 }
 
+let nFeatures = 0;
+
 export async function featureView({ parts, query }) {
   const feature = Number(parts[0] || 0);
   const answer = await ask("feature", { feature, layer: query.get("layer") });
+  nFeatures = answer.n_features;
   const hasPlaces = answer.picture || answer.found.some((one) => one.context);
   const rows = answer.found.map((one) => [
     element("a", { href: address("token", [one.example, one.token], { layer: answer.layer }) }, `example ${one.example}, token ${tokenName(answer, one.token)}`),
@@ -74,7 +77,7 @@ export function featureKeys(event, state) {
   else if (step === undefined) return false;
   else {
     const to = Number(state.parts[0] || 0) + step;
-    if (to >= 0) go("feature", [to], { layer: state.query.get("layer") });
+    if (to >= 0 && to < nFeatures) go("feature", [to], { layer: state.query.get("layer") });
   }
   return true;
 }

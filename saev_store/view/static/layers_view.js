@@ -26,7 +26,7 @@ function norms({ stats, layers, layer, n_special: special }) {
   return section(
     "Norms",
     plot({
-      title: `Mean L2 norm by token, ${over}; layer ${layer} is the strong line`,
+      title: `Mean L2 norm by token, ${over}; layer ${layer} is the solid line`,
       x: stats.tokens.map((token) => token - special),
       xLabel: special ? "content token (-1 is CLS)" : "content token",
       yLabel: "mean norm",

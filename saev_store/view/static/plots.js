@@ -1,8 +1,11 @@
 // Line plots with axes, in the colours of the page.
 import uPlot from "./vendor/uPlot.esm.js";
-import { element } from "./dom.js";
+import { element, extent, short } from "./dom.js";
 
 const drawn = new Set();
+// Lines that are named below a plot, with their values under the pointer.
+const MOST_NAMED = 6;
+const STEPS = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -11,13 +14,13 @@ function colour(name) {
 // One or several lines over x; `lines` is a list of { label, values, strong }.
 export function plot({ title, x, xLabel, yLabel, lines, height = 220 }) {
   const box = element("div", { class: "plot" });
-  const values = lines.flatMap((line) => line.values.filter((value) => value !== null));
+  const ends = extent([].concat(...lines.map((line) => extent(line.values) ?? [])));
   const figure = element(
     "figure",
     {},
     element("figcaption", {}, title),
     box,
-    element("p", { class: "hint" }, describe(values, yLabel)),
+    element("p", { class: "hint" }, describe(ends, yLabel)),
   );
   const draw = () => {
     if (!figure.isConnected) return drawn.delete(draw);
@@ -27,6 +30,7 @@ export function plot({ title, x, xLabel, yLabel, lines, height = 220 }) {
       label: line.label,
       stroke: colour(line.strong ? "--accent" : "--faint"),
       width: line.strong ? 2 : 1,
+      dash: line.strong ? undefined : [5, 4],
       points: { show: x.length < 3 },
     }));
     new uPlot(
@@ -34,15 +38,16 @@ export function plot({ title, x, xLabel, yLabel, lines, height = 220 }) {
         width: Math.max(240, box.clientWidth),
         height,
         scales: { x: { time: false }, y: { range: (_, low, high) => spread(low, high) } },
-        axes: [axis(xLabel), { ...axis(yLabel), size: 64 }],
-        legend: { show: lines.length === 1 },
+        // Positions are whole numbers.
+        axes: [{ ...axis(xLabel), incrs: STEPS }, { ...axis(yLabel), size: 64, values: (_, ticks) => ticks.map(short) }],
+        legend: { show: lines.length <= MOST_NAMED },
         series: [{ label: xLabel }, ...series],
       },
       [x, ...lines.map((line) => line.values)],
       box,
     );
     box.firstChild?.setAttribute("role", "img");
-    box.firstChild?.setAttribute("aria-label", `${title}. ${describe(values, yLabel)}`);
+    box.firstChild?.setAttribute("aria-label", `${title}. ${describe(ends, yLabel)}`);
   };
   drawn.add(draw);
   requestAnimationFrame(draw);
@@ -57,10 +62,8 @@ function spread(low, high) {
   return [middle - half, middle + half];
 }
 
-function describe(values, what) {
-  if (!values.length) return "No finite values.";
-  const show = (value) => Number(value.toPrecision(4));
-  return `${what}: from ${show(Math.min(...values))} to ${show(Math.max(...values))}.`;
+function describe(ends, what) {
+  return ends ? `${what}: from ${short(ends[0])} to ${short(ends[1])}.` : "No finite values.";
 }
 
 const again = () => [...drawn].forEach((draw) => draw());

@@ -23,6 +23,11 @@ export function amend(query) {
   history.replaceState(null, "", address(now.view, now.parts, Object.fromEntries(now.query)));
 }
 
+// What stays the same on the way between an example and its tokens.
+export function kept(query) {
+  return Object.fromEntries(["layer", "colour", "overlay", "feature"].map((name) => [name, query.get(name)]));
+}
+
 let running = null;
 
 // The answer of the server. An earlier request that is still under way is given up.

@@ -1,7 +1,7 @@
 // The view of one vector: its numbers, its nearest neighbours, and the same token in the other layers.
-import { element, section, short, table } from "./dom.js";
+import { element, section, short, table, visible } from "./dom.js";
 import { plot } from "./plots.js";
-import { address, ask, go } from "./state.js";
+import { address, ask, go, kept } from "./state.js";
 
 export async function tokenView({ parts, query }) {
   const [example, token] = parts.map(Number);
@@ -10,7 +10,7 @@ export async function tokenView({ parts, query }) {
   columns = answer.picture?.grid[1] ?? 1;
   return [
     element("h1", {}, `Token ${tokenName(answer, token)} of example ${example}, layer ${answer.layer}`),
-    element("p", {}, element("a", { href: address("example", [example], { layer: answer.layer, token }) }, `Example ${example}`),
+    element("p", {}, element("a", { href: address("example", [example], { ...kept(query), layer: answer.layer, token }) }, `Example ${example}`),
       `. Norm ${short(answer.norm)}`, Object.entries(answer.token_arrays).map(([array, value]) => `, ${array} ${value}`).join(""), "."),
     place(answer, example, token),
     neighbours(answer),
@@ -28,7 +28,8 @@ export function tokenName({ n_special: special }, token) {
 
 export function words(context) {
   if (!context) return null;
-  return element("span", { class: "context" }, context.before.join(" "), " ", element("mark", {}, context.token), " ", context.after.join(" "));
+  const shown = (tokens) => tokens.map((token) => visible(token, 24)).join(" ");
+  return element("span", { class: "context" }, shown(context.before), " ", element("mark", {}, visible(context.token)), " ", shown(context.after));
 }
 
 // The image of an example with a frame around one patch; without the image the place in the grid.
@@ -108,12 +109,12 @@ export function tokenKeys(event, state, store) {
   const [example, token] = state.parts.map(Number);
   const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [0, -columns], ArrowDown: [0, columns], n: [1, 0], p: [-1, 0] };
   if (event.key === "Escape") {
-    go("example", [example], { layer: state.query.get("layer"), token });
+    go("example", [example], { ...kept(state.query), token });
     return true;
   }
   const step = steps[event.key];
   if (!step) return false;
   const [to, at] = [example + step[0], token + step[1]];
-  if (to >= 0 && to < store.n_examples && at >= 0 && at < store.n_tokens) go("token", [to, at], { layer: state.query.get("layer") });
+  if (to >= 0 && to < store.n_examples && at >= 0 && at < store.n_tokens) go("token", [to, at], kept(state.query));
   return true;
 }
