@@ -25,7 +25,12 @@ _N_DIMENSIONS = 8
 
 
 def example_answer(
-    viewed: Viewed, example: int, layer: str | None, first: int | None = None, feature: int | None = None, token: int = 0
+    viewed: Viewed,
+    example: int,
+    layer: str | None,
+    first: int | None = None,
+    feature: int | None = None,
+    token: int = 0,
 ) -> Answer:
     """The tokens of one example: norms, colours, and what was recorded for each; its image or text.
 
