@@ -169,16 +169,17 @@ def _activity(viewed: Viewed, layer_idx: int) -> Activity:
 
 
 def activity_of(sae: Sae, sample: Sample) -> Activity:
-    """What the features of an SAE do over a sample; over evenly spread examples of it, where all would take too long."""
+    """What the features of an SAE do over a sample; over evenly spread examples, or tokens of one, where all would take too long."""
     finite = np.isfinite(sample.norms)
     examples = np.unique(sample.example)
     work = -(-len(sample) // max(1, len(examples))) * sae.n_features * sae.d_model
     examples = evenly(examples, max(1, _MOST_WORK // work))
+    most_rows = max(1, _MOST_WORK // (len(examples) * sae.n_features * sae.d_model))
     n_active, total = np.zeros(sae.n_features, np.int64), np.zeros(sae.n_features)
     best = _Best.none(sae.n_features)
     n_vectors = 0
     for example in examples.tolist():
-        rows = np.flatnonzero((sample.example == example) & finite)
+        rows = evenly(np.flatnonzero((sample.example == example) & finite), most_rows)
         n_vectors += len(rows)
         own = _Best.none(sae.n_features, 1)
         for first in range(0, len(rows), _rows_at_once(sae)):

@@ -122,4 +122,7 @@ def test_links_between_pages_of_the_repository_lead_to_pages_of_the_site(site):
 def test_what_a_reader_looks_for_is_two_clicks_away(site):
     """Buckets, resuming, SAELens and errors are in the navigation of the first page."""
     pages, folder = site
-    assert {"cloud.html", "writing.html", "integrations.html", "errors.html"} <= set(pages[folder / "index.html"].links)
+    home = pages[folder / "index.html"].links
+    assert {"cloud.html", "writing.html", "integrations.html", "errors.html"} <= set(home)
+    # One click, also on a telephone, which shows no navigation until it is opened.
+    assert {"writing.html#after-a-crash", "integrations.html#saelens"} <= set(home)

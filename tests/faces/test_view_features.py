@@ -327,6 +327,13 @@ def test_a_sample_that_takes_too_long_is_thinned(shown, monkeypatch):
     assert [one["example"] for one in answer["found"]] == order
 
 
+def test_one_example_that_takes_too_long_is_thinned(shown, monkeypatch):
+    _, _, folder, path = shown
+    monkeypatch.setattr("saev_store.view._features._MOST_WORK", 7 * N_FEATURES * D_MODEL)
+    answer = ask(open_pages(folder, sae_url=path), "features", layer="3")
+    assert (answer["n_examples"], answer["n_vectors"]) == (1, 7)
+
+
 def test_random_bits_have_features(tmp_path):
     """NaN, infinities and numbers near the largest one: no warning, no error, and no answer that JSON cannot have."""
     folder = plain_store(Layout(7, (2, 5), 4, True, 8, 3)).write(tmp_path)
