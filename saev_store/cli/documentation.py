@@ -22,7 +22,7 @@ def docs(
         raise NotFoundError(
             "the documentation was not built for this installation",
             where="docs",
-            remedy="In a clone of the repository: pip install '.[docs]' && mkdocs build --strict",
+            remedy="In a clone of the repository: pip install '.[docs]' && mkdocs build --strict && pip install .",
         )
     address = page.resolve().as_uri()
     emit_json({"url": address}, indent=None) if as_json else emit(address)
