@@ -49,6 +49,7 @@ def test_the_page_in_a_browser(tmp_path):
     for copy in (damaged, broken):
         shutil.copytree(images, copy)
     (damaged / "acts000001.bin").unlink()
+    (damaged / "acts000002.bin").unlink()
     (broken / "metadata.json").write_text("{}")
     lost = plain_store(Layout(3, (2, 5), 4, True, 8, 2)).write(tmp_path / "lost")
     for shard in lost.glob("acts*.bin"):

@@ -9,7 +9,7 @@ export async function storeView() {
   if (answer.card.length) parts.push(card(answer.card));
   parts.push(section("Problems", problemList(answer.problems)));
   if (answer.n_problems > answer.problems.length) parts.push(element("p", {}, `… and ${answer.n_problems - answer.problems.length} more.`));
-  if (answer.is_open) parts.push(strip(answer.shards), provenance(answer.provenance), reading(answer.reading));
+  if (answer.is_open) parts.push(strip(answer.shards, answer.n_examples), provenance(answer.provenance), reading(answer.reading));
   return parts;
 }
 
@@ -23,7 +23,7 @@ function card(rows) {
 
 const MARKS = { whole: "·", short: "◐", missing: "✕" };
 
-function strip({ n, examples_per_shard: size, cells, n_damaged: damaged }) {
+function strip({ n, examples_per_shard: size, cells, n_damaged: damaged }, nExamples) {
   const range = ({ first, last }) => (first === last ? `shard ${first}` : `shards ${first} to ${last}`);
   const marks = cells.map((cell) =>
     element("span", { class: `shard ${cell.state}`, title: `${range(cell)}: ${cell.state}`, "aria-hidden": true }, MARKS[cell.state]),
@@ -35,7 +35,7 @@ function strip({ n, examples_per_shard: size, cells, n_damaged: damaged }) {
     element("div", { class: "strip", role: "img", "aria-label": `${n} shards, ${damaged} damaged` }, marks),
     element("p", { class: "hint" }, "· whole, ◐ short, ✕ missing or lost"),
     wrong.length
-      ? table("Damaged shards", ["shards", "state", "examples"], wrong.map((cell) => [range(cell), cell.state, `${cell.first * size} to ${(cell.last + 1) * size - 1}`]))
+      ? table("Damaged shards", ["shards", "state", "examples"], wrong.map((cell) => [range(cell), cell.state, `${cell.first * size} to ${Math.min((cell.last + 1) * size, nExamples) - 1}`]))
       : null,
   );
 }
@@ -47,7 +47,7 @@ function provenance({ dataset, source }) {
 }
 
 function reading(how) {
-  const digests = how.has_digests === null ? "not known" : how.has_digests ? "yes" : "no";
+  const digests = how.has_digests === null ? "not known" : how.has_digests ? "there; saev-store validate --deep compares them" : "none";
   return section(
     "How it is read",
     table("Reading", ["what", "value"], [

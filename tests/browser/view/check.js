@@ -93,6 +93,9 @@ async function keyboard() {
 
 async function sound() {
   const context = await browser.newContext({ viewport: { width: 400, height: 760 } });
+  const store = await opened(context, told.pictures.store);
+  const lost = await store.locator("table", { hasText: "Damaged shards" }).innerText();
+  if (!/4 to 7/.test(lost) || !/8 to 9/.test(lost)) problems.push(`the damaged shards are ${lost}`);
   for (const url of told.sound) {
     const page = await opened(context, url);
     const text = await page.innerText("main");
