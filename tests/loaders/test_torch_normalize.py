@@ -24,6 +24,7 @@ from saev_store.torch import (  # after the check that torch is there
     ShuffledPairConfig,
     ShuffledPairDataLoader,
 )
+from saev_store.torch.normalize import Normalization  # after the check that torch is there
 
 N, LAYERS, TOKENS, D_MODEL = 40, (9, 2, 5), 6, 8
 KINDS = ("scale_norm_per_layer", "center", "center_and_scale_norm")
@@ -256,3 +257,25 @@ def test_a_layer_without_a_mean_norm_is_refused(tmp_path: Path, store: Path):
         _ = make("ordered", store, layer=2, examples=(), normalize="center").normalization
     with pytest.raises(ConfigError, match="normalize"):
         OrderedConfig(shards=store, normalize="layer_norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["one layer", "rows of two", "stacked"])
+def test_numbers_are_computed_in_their_own_precision_or_in_float32(dtype: torch.dtype, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    mean, scale = torch.tensor([[1 / 3, -2.0], [5.0, 1e-3]]), torch.tensor([1 / 7, 3.0])
+    shape = (5, 2, 2) if kind == "stacked" else (5, 2)
+    act = torch.as_tensor(rng.standard_normal(shape)).to(dtype)
+    layer_idx = torch.tensor([0, 1, 1, 0, 1]) if kind == "rows of two" else None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    means, scales = mean.to(wide).numpy(), scale.to(wide).numpy()
+    rows = act.to(wide).numpy()
+    if kind == "stacked":
+        truth = (rows - means) * scales[:, None]
+    elif kind == "one layer":
+        truth = (rows - means[0]) * scales[0]
+    else:
+        truth = (rows - means[layer_idx.numpy()]) * scales[layer_idx.numpy()][:, None]
+    Normalization(((2, "a"), (5, "b")), mean, scale).apply_(act, layer_idx)
+    assert act.dtype == dtype
+    assert torch.equal(act, torch.from_numpy(truth).to(dtype))

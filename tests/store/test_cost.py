@@ -6,6 +6,7 @@ import math
 import tracemalloc
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
 from saev_store.errors import ArgumentError, CorruptShardError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.store.estimate import PRICES, Price, price_of
+from saev_store.store.estimate import PRICES, Price, estimate, price_of
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
 from saev_store.writer.copying import copy_store
 
@@ -356,3 +357,26 @@ def test_of_a_long_epoch_some_is_planned():
         found = shuffled.explain().cost
         assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.05)
         assert found.requests == pytest.approx(100_000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schemes", "price"),
+    [
+        (("s3", "s3a", "S3"), "s3"),
+        (("gs", "gcs"), "gs"),
+        (("az", "abfs", "abfss", "adl"), "az"),
+        (("file", "http", "hdfs", ""), None),
+    ],
+)
+def test_every_name_of_a_service_has_its_price(schemes: tuple[str, ...], price: str | None):
+    for scheme in schemes:
+        for url in (f"{scheme}://lab/x", f"simplecache::{scheme}://lab/x"):
+            assert price_of(SimpleNamespace(url=url)) == (PRICES[price] if price else Price())
+    assert price_of(SimpleNamespace(url="/data/x")) == Price()
+
+
+def test_dollars_are_for_the_bytes_that_travel():
+    found = estimate(Price(0.5, 2.0), requests=3_000, bytes_read=4 * 10**9, bytes_wanted=10**9)
+    assert (found.request_dollars, found.transfer_dollars) == (1.5, 8.0)
+    assert str(found) == "3,000 requests, 4,000.000 MB for 1,000.000 MB: $1.5000, and $8.0000 if they leave the region"
+    assert str(estimate(Price(), requests=1, bytes_read=5, bytes_wanted=5)) == "1 requests, 0.000 MB"

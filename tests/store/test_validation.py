@@ -14,7 +14,7 @@ from plain_stores import Plain, plain_store, spans
 
 from saev_store import ShardStore
 from saev_store.documents import parse_metadata, parse_shards
-from saev_store.errors import CorruptShardError, MissingShardError
+from saev_store.errors import AccessError, CorruptShardError, MissingShardError, NotFoundError, TransportError
 from saev_store.problems import Problem
 from saev_store.transport import FREE, Entry, MemoryTransport, open_transport
 from saev_store.validation import Report, merge_ranges, problem_to_dict, quick_checks, validate
@@ -337,3 +337,34 @@ def test_problem_to_dict_is_json():
 def test_merge_ranges_against_a_set():
     ranges = [(3, 3), (10, 12), (0, 2), (1, 4), (12, 13), (20, 21)]
     assert merge_ranges(ranges) == spans(sorted({i for start, end in ranges for i in range(start, end)}))
+
+
+class Answering:
+    """A storage without lists, on which asking for a size gives one, or an error."""
+
+    name, url, local_path = "answering", "x://store", None
+
+    def __init__(self, sizes: dict[str, int | Exception]) -> None:
+        self.sizes = sizes
+
+    def size(self, path: str) -> int:
+        found = self.sizes[path]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_what_a_server_does_not_answer_is_not_missing(store):
+    """Lost is what is known to be away; a file that may not be read, or that no server answers for, is told as such."""
+    metadata, index = documents(store.path)
+    sizes = {store.shard(i).name: store.shard(i).stat().st_size for i in range(store.n_shards)}
+    sizes |= {array.file_name: array.nbytes(metadata.layout) for array in metadata.recordable}
+    assert quick_checks(Answering(sizes), metadata, index) == []
+    for error, kind in (
+        (NotFoundError("away"), "missing_shard"),
+        (AccessError("forbidden"), "unreadable_shard"),
+        (TransportError("no answer"), "unreadable_shard"),
+    ):
+        (problem,) = quick_checks(Answering(sizes | {store.shard(1).name: error}), metadata, index)
+        assert (problem.kind, problem.where, problem.lost) == (kind, store.shard(1).name, (store.span(1),))
+        assert (str(error.message) in problem.message) is (kind == "unreadable_shard")
