@@ -144,7 +144,7 @@ def stage(
         DeadlineError: another process did not finish its copy in time.
         LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.writer.copying.copy_store`.
     """
-    from saev_store.writer.copying import copy_store, target_of
+    from saev_store.writer.copying import check_bytes, copy_store, target_of
 
     timeout_s = check_number(timeout_s, name="timeout_s", zero_ok=True)
     wanted: list[LayerKey] | None = None
@@ -154,27 +154,35 @@ def stage(
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()
-    root = open_transport(target.root)
+    root, copied = open_transport(target.root), recording + b" copied"
     lease, mark = Lease(root, f"{TEMPORARY}stage-{target.name}"), f"{TEMPORARY}staged-{target.name}"
     deadline = time.monotonic() + timeout_s
     while True:
         there = Folder(root, "")
         found = there.read(mark) if _is_published(root, target.name) else b""
         # A published copy is checked by all at once. A copy on a disk is made under a lock that ends with its process.
-        free = found in {recording, None} or (found == b"" and root.is_local)
+        free = found in {recording, copied, None} or (found == b"" and root.is_local)
         with suppress(WriterConflictError), nullcontext(True) if free else lease as ours:
             if ours:
-                if found and found != recording:
+                if found and found not in {recording, copied}:
                     # Another process may have replaced it since the mark was read.
                     if there.read(mark) == found:
                         _remove(root, target.name)
                         there.delete(mark)
                 elif found == b"":
                     there.put(mark, recording)
+                if found == copied:  # after a comparison with the source
+                    with ShardStore.open(root.at(target.name)) as near:
+                        near.validate().raise_if_bad()
+                    check_bytes(Folder(root, target.name), progress=False)
+                    return near.url
                 if found in {recording, None, b""}:
-                    return copy_store(
+                    made = copy_store(
                         url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
                     )
+                    if found is not None:
+                        there.put(mark, copied)
+                    return made
                 continue
         if time.monotonic() > deadline:
             raise DeadlineError(f"another process has been copying the store for {timeout_s:g} s", where=folder)

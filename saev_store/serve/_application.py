@@ -146,7 +146,7 @@ class _Answers:
         return StreamingResponse(self._pieces(key, start, end), status_code=status, headers=headers)
 
     def _etag(self, value: bytes | Extent) -> str:
-        """The tag of a value: of a local file's size and modification time; of this run where the store is remote."""
+        """The tag of a value: of a local file's size and times; of this run where the store is remote."""
         if isinstance(value, bytes):
             version = value
         elif self._is_local:

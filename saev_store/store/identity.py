@@ -8,12 +8,12 @@ The identity is taken from the first of these that is available:
 1. `contents`: a digest of the bytes, for a store in memory.
 2. `digests`: the block digests in `digests.json`, when they cover all files. Copies of a recording have the same identity,
    wherever they are.
-3. `versions`: the size and modification time (ns) of each local file, or its size and version (ETag, generation) where the
-   transport reports one. Copies have different identities; so has a file that was only touched.
-4. `sizes`: the sizes alone. A file that is replaced by one of the same size is not noticed.
+3. `versions`: the size, modification time and change time (ns) of each local file, or its size and version (ETag, generation)
+   where the transport reports one. Copies have different identities; so has a file that was only touched or linked.
+4. `sizes`: the size of each file, and 4 KiB at its start, middle and end. A file that differs elsewhere only is not noticed.
 
 Digests describe what was *written*. Pass `prefer="versions"` for values derived from bytes that were not compared with the
-digests: a damaged file has the same digests after its repair, but another modification time.
+digests: a damaged file has the same digests after its repair, but another change time.
 
 >>> from saev_store import ShardStore
 >>> store = ShardStore.open(SAMPLE)
@@ -40,6 +40,8 @@ from saev_store.transport.checks import os_errors
 
 IdentityKind = Literal["digests", "versions", "contents", "sizes"]
 _DIGEST_BYTES = 20
+#: What is read in three places of a file that has no version.
+_SAMPLE_BYTES = 4096
 #: Far files that are looked at side by side.
 _N_THREADS = 16
 
@@ -84,7 +86,8 @@ def recording_identity(
 ) -> RecordingIdentity:
     """The identity of a store's files, as they are now. A file that is missing is part of the identity.
 
-    Reads `digests.json`, or the size of each file. File contents are read only where they are in memory.
+    Reads `digests.json`, or the size of each file. File contents are read only where they are in memory, and in three places where a
+    file has no version.
 
     Args:
         transport: Rooted at the store's folder.
@@ -102,9 +105,9 @@ def recording_identity(
     if by_digests is not None:
         return by_digests
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="saev-identity") as pool:
-        found = list(pool.map(partial(_size_and_version, transport), names))
+        found = list(pool.map(partial(_facts, transport), names))
     facts = [(name, *fact) for name, fact in zip(names, found, strict=True)]
-    if all(version is not None for _, _, version in facts):
+    if all(version is not None for _, _, version, _ in facts):
         return _identity("versions", layout, facts)
     by_digests = _by_digests(transport, layout, names) if prefer == "versions" else None
     return by_digests or _identity("sizes", layout, facts)
@@ -150,8 +153,8 @@ def _content(transport: Transport, name: str) -> str:
         return ""
 
 
-def _size_and_version(transport: Transport, name: str) -> tuple[int, str | None]:
-    """Size and version of a file; (-1, "missing") where there is none."""
+def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
+    """Size and version of a file, and a digest of some of its bytes where it has no version; (-1, "missing", "") where there is none."""
     from saev_store.validation import local_folder
 
     folder, where = local_folder(transport), f"{transport.url}/{name}"
@@ -159,10 +162,22 @@ def _size_and_version(transport: Transport, name: str) -> tuple[int, str | None]
         with os_errors(where, "look at it"):
             if folder is not None:
                 status = os.stat(os.path.join(folder, name))
-                return status.st_size, str(status.st_mtime_ns)
+                # A backup comes back with the old time of its content, but not with the old time of its entry.
+                return status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}", ""
             size = transport.size(name)
-            if size and transport.version(name) is None:
-                transport.get_ranges(name, starts=[0], ends=[1])  # the version comes with the first range
-            return size, transport.version(name) or None
+            if not size or transport.version(name) is not None:
+                return size, transport.version(name) or None, ""
+            starts = [0, max(0, size // 2 - _SAMPLE_BYTES // 2), max(0, size - _SAMPLE_BYTES)]
+            # The version comes with the first range. Where there is none, what is there tells most recordings apart.
+            first = transport.get_ranges(name, starts=starts[:1], ends=[min(size, _SAMPLE_BYTES)])
+            if (version := transport.version(name)) is not None:
+                return size, version, ""
+            rest = transport.get_ranges(
+                name, starts=starts[1:], ends=[min(size, at + _SAMPLE_BYTES) for at in starts[1:]]
+            )
+            sample = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+            for piece in [*first, *rest]:
+                sample.update(piece)
+            return size, None, sample.hexdigest()
     except NotFoundError:
-        return -1, "missing"
+        return -1, "missing", ""

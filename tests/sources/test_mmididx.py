@@ -396,12 +396,14 @@ def _replaced(place, token):
             builder.add_document([token + i] * (4 - i if token else i + 2))
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "memory://"])
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_old_index_never_meets_new_tokens(tmp_path, engine, closed):
     """Both files are replaced after opening: what was opened is read, or reading is an error."""
     writing = reading = MemoryTransport()
-    if engine != "memory":
+    if engine == "memory://":
+        writing, reading = (open_transport(f"memory://pairs-{tmp_path.name}") for _ in range(2))
+    elif engine != "memory":
         writing, reading = open_transport(tmp_path), open_transport(tmp_path, engine=engine)
     _replaced(writing, 0)
     dataset = IndexedDataset("x", transport=reading)
@@ -412,8 +414,9 @@ def test_an_old_index_never_meets_new_tokens(tmp_path, engine, closed):
     for read in (lambda: dataset.rows(slice(None)), lambda: [dataset[i] for i in range(3)]):
         try:
             found = [tokens.tolist() for tokens in read()]
-        except CorruptShardError:
-            assert engine == "pread" or closed
+        except (CorruptShardError, TransportError) as error:
+            assert engine in {"pread", "memory://"} or closed
+            assert "replaced" in str(error) or "taken the place" in str(error)
             continue
         assert found == wanted
     if closed:

@@ -6,15 +6,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dense_stores import plain_store as random_bits
-from plain_stores import plain_store
+from plain_stores import Plain, plain_store
 from transports import CountingTransport
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.store.identity import RecordingIdentity, recording_identity
-from saev_store.transport import Buffer, MemoryTransport
+from saev_store.transport import Buffer, MemoryTransport, open_transport
+from saev_store.transport.fsspec import _transport
 
 
 def identity(path: Path, **options) -> RecordingIdentity:
@@ -38,6 +40,54 @@ def test_versions_of_local_files(tmp_path: Path):
     plain.shard(1).unlink()
     seen.append(identity(plain.path))
     assert len(set(seen)) == 4
+
+
+def rot(plain: Plain, shard_idx: int) -> bytes:
+    """Change all numbers of a shard without a trace in its time; what was there before."""
+    shard = plain.shard(shard_idx)
+    status, before = shard.stat(), shard.read_bytes()
+    shard.write_bytes((np.frombuffer(before, "<f4") * 1e30).tobytes())
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return before
+
+
+def restored(plain: Plain, shard_idx: int, content: bytes) -> None:
+    """Put a shard back as `cp -p` and `rsync -a` do: with the time that it had."""
+    shard = plain.shard(shard_idx)
+    status, new = shard.stat(), shard.with_suffix(".new")
+    new.write_bytes(content)
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(new, shard)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_what_was_derived_from_rotten_bytes_goes_when_a_backup_comes_back(tmp_path: Path, digests: bool):
+    plain = plain_store(tmp_path, padded=False)
+    if digests:
+        plain.write_digests(block_bytes=64)
+    before = rot(plain, 0)
+    with ShardStore.open(plain.path) as store:
+        rotten, name = store.stats(sample=5, progress=False), store.as_dask().name
+    restored(plain, 0, before)
+    with ShardStore.open(plain.path) as store:
+        found, truth = store.stats(sample=5, progress=False), store.stats(sample=5, refresh=True, progress=False)
+        assert store.as_dask().name != name
+    np.testing.assert_array_equal(found.mean, truth.mean)
+    assert np.abs(rotten.mean).max() > 1e20 > np.abs(found.mean).max()
+
+
+def test_files_without_versions_are_told_apart_by_some_of_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_transport, "_version", lambda info: None)
+    plain, seen = plain_store(tmp_path, padded=False), []
+    for factor in (1, 2):
+        files, transport = [], open_transport(f"memory://identity-{tmp_path.name}")
+        for shard_idx in range(plain.n_shards):
+            files.append(plain.shard(shard_idx).name)
+            transport.put(files[-1], (plain.truth(shard_idx) * factor).tobytes())
+        with ShardStore.open(plain.path) as store:
+            seen.append(recording_identity(open_transport(transport.url), store.layout, files=files))
+    assert [found.kind for found in seen] == ["sizes", "sizes"]
+    assert seen[0] != seen[1]
 
 
 def test_digests_do_not_depend_on_the_place(tmp_path: Path):

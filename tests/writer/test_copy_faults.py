@@ -7,17 +7,27 @@ import os
 import shutil
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from servers import s3_bucket  # noqa: F401  # a fixture
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
 from saev_store.documents import Metadata
-from saev_store.errors import IncompleteStoreError, SaevStoreError, SaevStoreWarning, StoreExistsError
+from saev_store.errors import (
+    CorruptShardError,
+    IncompleteStoreError,
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.loaders.staging import stage
 from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
@@ -366,3 +376,106 @@ def test_a_copy_that_is_replaced_opens_no_more_before_its_shards_go(source, tmp_
     copy_store(source.path, tmp_path / "to", replace=True)
     assert {source.shard(i).name for i in range(source.n_shards)} <= set(deleted)
     check(url, source)
+
+
+def rotten(url: str) -> Path:
+    """Flip a bit of the first shard of a store, as a disk does: nothing else tells of it."""
+    shard = Path(url) / "acts000000.bin"
+    status, raw = shard.stat(), bytearray(shard.read_bytes())
+    raw[7] ^= 64
+    shard.write_bytes(raw)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return shard
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("layers", [None, "one"])
+def test_a_finished_copy_that_has_rotted_is_not_returned(source, tmp_path, digests, layers):
+    options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[1]]}
+    if digests:
+        source.write_digests(256)
+    url = copy_store(source.path, tmp_path / "to", **options)
+    rotten(url)
+    for copied in (copy_store, stage):
+        if copied is copy_store:
+            with pytest.raises(CorruptShardError, match=r"acts000000\.bin.*damaged since"):
+                copy_store(source.path, tmp_path / "to", **options)
+        else:
+            with pytest.raises(CorruptShardError, match="damaged since"):
+                stage(source.path, tmp_path / "to", layers=options["layers"] if options else "all")
+    assert copy_store(source.path, tmp_path / "to", **options, replace=True) == url
+    check(url, source, slice(1, 2) if options else slice(None))
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 1}, {"tokens": "special"}, {"dtype": "float16"}], ids=str)
+def test_a_finished_copy_of_a_source_without_digests_is_compared_with_it(source, tmp_path, options):
+    if "layers" in options:
+        options = {"layers": [metadata_of(source).layout.layers[1]]}
+    url = copy_store(source.path, tmp_path / "to", **options, progress=False)
+    assert copy_store(source.path, tmp_path / "to", **options, progress=False) == url
+    record_anew(source, digests=False)
+    before = ShardStore.open(url).read(dtype="stored")
+    with pytest.raises(StoreExistsError, match="another recording"):
+        copy_store(source.path, tmp_path / "to", **options, progress=False)
+    assert copy_store(source.path, tmp_path / "to", **options, progress=False, replace=True) == url
+    assert ShardStore.open(url).read(dtype="stored").tobytes() != before.tobytes()
+
+
+@pytest.mark.parametrize("place", ["memory", "s3"])
+def test_chosen_layers_from_afar_are_not_continued_from_another_recording(
+    source, tmp_path, monkeypatch, request, place
+):
+    """The source has no digests, and its files have the same sizes as before."""
+    url, options = f"memory://far-{tmp_path.name}/{source.path.name}", {}
+    if place == "s3":
+        bucket = request.getfixturevalue("s3_bucket")
+        url, options = f"{bucket.url}/far/{source.path.name}", {"storage_options": dict(bucket.options)}
+
+    def send() -> None:
+        for file in source.path.iterdir():
+            open_transport(url, options.get("storage_options")).put(file.name, file.read_bytes())
+
+    send()
+    layer = metadata_of(source).layout.layers[1]
+    count, plainly = iter(range(100)), _layers._batches
+
+    def batches(*args: object, **given: object) -> Iterator[object]:
+        for batch in plainly(*args, **given):
+            if next(count) == 4:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(_layers, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(_layers, "_batches", batches)
+    with pytest.raises(KeyboardInterrupt):
+        copy_store(url, tmp_path / "to", layers=[layer], **options)
+    monkeypatch.setattr(_layers, "_batches", plainly)
+    record_anew(source, digests=False)
+    send()
+    with pytest.raises(IncompleteStoreError, match="as it is now"):
+        copy_store(url, tmp_path / "to", layers=[layer], **options)
+
+
+@pytest.mark.parametrize("layers", [None, "one"])
+def test_a_source_that_is_recorded_anew_meanwhile_is_not_published(source, tmp_path, monkeypatch, layers):
+    """Files that were not looked at yet are those of the new recording."""
+    options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[1]]}
+    module, name = (_whole, "check_unchanged") if layers is None else (_layers, "check_unchanged")
+    plainly = getattr(module, name)
+
+    def recorded_before(*args: object) -> None:
+        record_anew(source, digests=False)
+        plainly(*args)
+
+    monkeypatch.setattr(module, name, recorded_before)
+    with pytest.raises(TransportError, match="replaced while they were copied"):
+        copy_store(source.path, tmp_path / "to", **options)
+    assert not list((tmp_path / "to").glob("*/metadata.json"))
+
+
+def test_replacing_never_deletes_the_source(source, tmp_path):
+    source.write_digests(256)
+    rotten(str(source.path))
+    with pytest.raises(SaevStoreError):
+        copy_store(source.path, source.path.parent, replace=True)
+    assert (source.path / "acts000000.bin").exists()

@@ -147,6 +147,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                         raise part
             else:
                 with client.turn():
+                    # Before the read: what is replaced in between is then an error of the next read.
+                    versions = [_version(fs.info(full)) if len(client.protocols) == 1 else None] * len(starts)
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
         for start, end, part in zip(starts, ends, found, strict=True):
             # fsspec can return exceptions as data, and servers may ignore ranges.
@@ -288,6 +290,15 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         if not below:
             return self.client.root
         return f"{root.rstrip('/')}/{below}{question}{query}" if root else f"{below}{question}{query}"
+
+
+def _version(info: Mapping[str, object]) -> Version | None:
+    """When a file was made or last written, with its size, where the file system tells the time."""
+    found, size = (
+        next((info[name] for name in ("created", "mtime", "modified") if name in info), None),
+        info.get("size"),
+    )
+    return None if found is None else (str(found), size if isinstance(size, int) else None)
 
 
 def _modified_s(info: Mapping[str, object]) -> float | None:

@@ -18,6 +18,7 @@ from saev_store.errors import ArgumentError, brief
 from saev_store.store.store import ShardStore
 from saev_store.transport import LimitTransport, Rate, Transport, open_transport
 from saev_store.writer._inputs import OverflowPolicy
+from saev_store.writer.copying._finished import check_bytes
 from saev_store.writer.copying._layers import copy_layers, copy_layers_on_cluster, kept_tokens
 from saev_store.writer.copying._metadata import in_dtype, in_protocol, part_of
 from saev_store.writer.copying._rounding import RoundingReport, unchanged
@@ -26,7 +27,7 @@ from saev_store.writer.copying._whole import copy_whole
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Copied", "RoundingReport", "copy_store"]
+__all__ = ["Copied", "RoundingReport", "check_bytes", "copy_store"]
 
 Url = str | os.PathLike[str]
 
@@ -110,8 +111,9 @@ def copy_store(
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
-        replace: Delete a copy of an earlier recording with the same metadata, and copy again; False refuses that. Recordings
-            are told apart by the digests of the source, and where it has none by the values of its token arrays.
+        replace: Delete a copy that is damaged, or of an earlier recording with the same metadata, and copy again; False refuses that.
+            A finished copy is compared with its own digests, and these with those of the source. A source that has none is
+            read again for it.
         max_mb_per_s: No more than so many megabytes (10**6 bytes) move in a second, read and written together.
         max_requests_per_s: No more requests than so many in a second, to both places together.
         client: A `distributed.Client` or the address of a scheduler: its workers copy the files, a file for each task, or write
@@ -119,7 +121,8 @@ def copy_store(
         progress: A bar on standard error; None shows it on a terminal.
 
     Raises:
-        NotFoundError, DocumentError, CorruptShardError: the source is no whole store, or does not match its digests.
+        NotFoundError, DocumentError, CorruptShardError: the source is no whole store, or does not match its digests, or a finished copy
+            does not match its own.
         LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
         StoreExistsError: another store, a copy of another recording (unless `replace`), or with `resume=False` this one already
             exists there.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -16,20 +14,21 @@ import numpy as np
 
 from saev_store._runtime.cluster import connected, results
 from saev_store._runtime.progress import Progress
+from saev_store.core.dtypes import stored_as
 from saev_store.core.indexing import Progression
-from saev_store.core.layout import RESID_POST, Layout, shard_name
+from saev_store.core.layout import RESID_POST, Layout
 from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
-from saev_store.errors import IncompleteStoreError, NotFoundError, ResumeError, SaevStoreWarning, StoreExistsError
+from saev_store.errors import CorruptShardError, IncompleteStoreError, ResumeError, SaevStoreWarning, StoreExistsError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.store.opening import open_documents
 from saev_store.store.reader import NumberArray
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
-from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
 from saev_store.writer._publish import finalize_store, published_already
+from saev_store.writer.copying._finished import check_bytes, check_unchanged, identity_now
 from saev_store.writer.copying._rounding import Counts, Measurement, RoundingReport, parse_report
 from saev_store.writer.copying._whole import (
     PROVENANCE_NAME,
@@ -73,9 +72,9 @@ def copy_layers(
     What its dtype has changed is returned; None where it is that of `store`.
     """
     layout, converts = metadata.layout, metadata.dtype != store.metadata.dtype
-    folder = Folder(root, metadata.hash)
+    folder, was = Folder(root, metadata.hash), identity_now(store)
     if replace:
-        _delete_other_recording(folder, store, layout)
+        _delete_other_recording(folder, store, metadata, tokens, progress=progress)
     _begin(folder, store, on_overflow if converts else None, layout.nbytes)
     writer = create_store(
         root,
@@ -87,8 +86,9 @@ def copy_layers(
         progress=progress,
     )
     if writer.complete:
-        _check_published(folder, store, layout, progress=progress)
-        return _published_report(folder, store) if converts else None
+        report = _published_report(folder, store) if converts else None
+        _check_published(folder, store, metadata, tokens, progress=progress)
+        return report
     writer.verify = "digests"  # what is published has been read again
     check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
     measurement, kept, n_content = None, writer.next_example, layout.content_tokens_per_example
@@ -109,6 +109,7 @@ def copy_layers(
         if measurement is not None:
             report = measurement.report()
             provenance["conversion"] = report.to_dict()
+        check_unchanged(store, was)
         folder.put(PROVENANCE_NAME, _provenance_bytes(provenance))
     root.close()  # a map of a shorter file must not answer for the finished one
     return report
@@ -130,18 +131,20 @@ def copy_layers_on_cluster(
 
     The parts follow from the store alone, so that another cluster can go on where one has stopped.
     """
-    layout, folder, converts = metadata.layout, Folder(root, metadata.hash), metadata.dtype != store.metadata.dtype
+    layout, folder, was = metadata.layout, Folder(root, metadata.hash), identity_now(store)
+    converts = metadata.dtype != store.metadata.dtype
     with connected(client) as cluster:
         if replace:
-            _delete_other_recording(folder, store, layout)
+            _delete_other_recording(folder, store, metadata, tokens, progress=progress)
         _begin(folder, store, on_overflow if converts else None, layout.nbytes)
         if published_already(folder, metadata):
             if not resume:
                 raise StoreExistsError(
                     "the copy is there already", where=folder.url, remedy="Open it, or copy elsewhere."
                 )
-            _check_published(folder, store, layout, progress=progress)
-            return _published_report(folder, store) if converts else None
+            report = _published_report(folder, store) if converts else None
+            _check_published(folder, store, metadata, tokens, progress=progress)
+            return report
         if not resume and folder.exists(CLAIM_PATH):
             raise IncompleteStoreError(
                 "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
@@ -160,6 +163,7 @@ def copy_layers_on_cluster(
             for n_examples, counts in written:
                 bar.advance(n_examples * layout.example_nbytes)
                 found = found.with_(counts)
+        check_unchanged(store, was)
         provenance, report = _provenance(store, layout.layers, tokens), None
         if converts:
             report = found.report(store.metadata.dtype, metadata.dtype)
@@ -240,29 +244,83 @@ def _batches(
         yield start, batch.swapaxes(0, 1)
 
 
-def _delete_other_recording(folder: Folder, store: ShardStore, layout: Layout) -> None:
-    """Delete a copy of another recording, finished or not."""
-    if _is_of_other_recording(folder, store, layout):
+def _delete_other_recording(
+    folder: Folder, store: ShardStore, metadata: Metadata, tokens: Progression, *, progress: bool | None
+) -> None:
+    """Delete a copy of another recording, finished or not, and one that is damaged."""
+    if folder.exists(METADATA_NAME):
+        if (
+            _provenance_of(folder).get("source_hash") != store.metadata.hash
+        ):  # no copy: a recording, or the source itself
+            return
+        try:
+            _check_published(folder, store, metadata, tokens, progress=progress)
+        except (StoreExistsError, CorruptShardError):
+            is_other = True
+        else:
+            is_other = False
+        folder.transport.close()  # files of the same names may follow
+    else:
+        mark, identity = folder.read(_MARK), _identity(store)
+        is_other = mark is not None and mark not in [
+            _mark(identity, policy) for policy in (None, *get_args(OverflowPolicy))
+        ]
+    if is_other:
         with folder.lock("copy"):
             delete_copy(folder)
             folder.delete(WORK_FOLDER)
 
 
-def _check_published(folder: Folder, store: ShardStore, layout: Layout, *, progress: bool | None) -> None:
+def _check_published(
+    folder: Folder, store: ShardStore, metadata: Metadata, tokens: Progression, *, progress: bool | None
+) -> None:
     """An error if a finished copy is damaged, or one of another recording."""
-    ShardStore(open_documents(folder.transport.at(folder.name))).validate(progress=progress).raise_if_bad()
-    if _is_of_other_recording(folder, store, layout):
+    folder.transport.close()  # a map of an earlier file must not answer for this one
+    copy = ShardStore(open_documents(folder.transport.at(folder.name)))
+    copy.validate(progress=progress).raise_if_bad()
+    was, digests = _provenance_of(folder).get("source_digests"), load_digests(store.transport)
+    now = None if digests is None else hashlib.sha256(digests.to_bytes()).hexdigest()
+    is_known = was is not None and now is not None
+    if is_known and was != now:
         raise other_recording(folder)
+    check_bytes(folder, progress=progress)
+    if not is_known and not (
+        has_token_arrays_of(folder, store, metadata.layout) and _has_vectors_of(copy, store, tokens)
+    ):
+        raise other_recording(folder)
+
+
+def _has_vectors_of(copy: ShardStore, store: ShardStore, tokens: Progression) -> bool:
+    """Whether a finished copy has the vectors of a store that has no digests; they are read in both places."""
+    for start, acts in _batches(store, copy.metadata, tokens, first=0):
+        copied = copy.read(slice(start, start + len(acts)), dtype="stored")
+        kept = stored_as(acts, copied.dtype)
+        # Numbers that are too large may have been saturated.
+        if not _are_equal(kept, copied) and not _are_equal(
+            stored_as(check_overflow(acts, start, copy.layout, "saturate"), copied.dtype), copied
+        ):
+            return False
+    return True
+
+
+def _are_equal(a: NumberArray, b: NumberArray) -> bool:
+    """Whether two arrays have the same bits."""
+    return a.tobytes() == b.tobytes()
+
+
+def _provenance_of(folder: Folder) -> Mapping[str, object]:
+    """What a store says of where it comes from; empty where it says nothing that can be read."""
+    try:
+        found = cast("object", json.loads(folder.read(PROVENANCE_NAME) or b""))
+    except (ValueError, RecursionError):
+        return {}
+    return cast("Mapping[str, object]", found) if isinstance(found, dict) else {}
 
 
 def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:
     """What the provenance of a finished copy says of its dtype; an error for a store that is no copy of this one."""
-    raw = folder.read(PROVENANCE_NAME)
-    try:
-        found = cast("Mapping[str, object]", json.loads(raw or b""))
-        report = parse_report(found["conversion"]) if found["source_hash"] == store.metadata.hash else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        report = None
+    found = _provenance_of(folder)
+    report = parse_report(found.get("conversion")) if found.get("source_hash") == store.metadata.hash else None
     if report is None:
         raise StoreExistsError(
             "a store of this name that is no copy of this one is there already",
@@ -304,23 +362,6 @@ def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None
     folder.put(_MARK, mark)  # nothing of what is there was too large
 
 
-def _is_of_other_recording(folder: Folder, store: ShardStore, layout: Layout) -> bool:
-    """Whether a copy, finished or not, was made of another recording than this one, as far as both tell."""
-    if not folder.exists(METADATA_NAME):
-        mark, identity = folder.read(_MARK), _identity(store)
-        return mark is not None and mark not in [
-            _mark(identity, policy) for policy in (None, *get_args(OverflowPolicy))
-        ]
-    raw, digests = folder.read(PROVENANCE_NAME), load_digests(store.transport)
-    if digests is None and not has_token_arrays_of(folder, store, layout):
-        return True
-    try:
-        was = json.loads(raw)["source_digests"] if raw is not None else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        was = None
-    return was is not None and digests is not None and was != hashlib.sha256(digests.to_bytes()).hexdigest()
-
-
 def _mark(identity: str, on_overflow: OverflowPolicy | None) -> bytes:
     """The document of an unfinished copy of a store of that identity; with a policy where the copy has another dtype."""
     policy = {} if on_overflow is None else {"on_overflow": on_overflow}
@@ -328,18 +369,9 @@ def _mark(identity: str, on_overflow: OverflowPolicy | None) -> bytes:
 
 
 def _identity(store: ShardStore) -> str:
-    """A digest of the source's digests, or without these of its address, and sizes and times of shards and token arrays."""
+    """A digest of the source's digests, or without these of its address, and of what tells whether its files were replaced."""
     digests = load_digests(store.transport)
-    found: list[object] = [store.url if digests is None else digests.to_bytes().hex()]
-    if digests is None:
-        shards = [shard_name(shard_idx) for shard_idx in range(store.index.n_listed)]
-        for name in dict.fromkeys([*shards, *store.recorded_files()]):
-            with contextlib.suppress(NotFoundError):
-                found.append((name, store.transport.size(name)))
-            if isinstance(store.transport, LocalTransport):
-                with contextlib.suppress(OSError):
-                    status = os.stat(store.transport.resolve(name))
-                    found.append((status.st_ino, status.st_mtime_ns))
+    found = digests.to_bytes().hex() if digests is not None else [store.url, str(identity_now(store))]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 

@@ -29,6 +29,7 @@ from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._digests import BLOCK_BYTES
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.copying._copier import CopiedFile, Copier, copied_on_cluster
+from saev_store.writer.copying._finished import check_bytes, check_unchanged, has_files_of, identity_now, is_itself
 from saev_store.writer.copying._share import share
 from saev_store.writer.folder import Folder
 
@@ -56,15 +57,19 @@ def copy_whole(
 
     See `copy_store`.
     """
-    is_same = metadata is store.metadata
+    is_same, was = metadata is store.metadata, identity_now(store)
     folder = Folder(root, store.name if is_same else metadata.hash)
     if not replace:
         if _is_published(folder, store, metadata, resume=resume):
+            _check_finished(folder, store, progress=progress)
             return
         _check_claim(folder, store, resume=resume)
     with folder.lock("copy"), _leaving_nothing(folder):
-        if replace and _is_of_other_recording(folder, store):
-            delete_copy(folder)
+        if replace and folder.exists(METADATA_NAME):
+            if is_itself(folder, store):
+                _check_finished(folder, store, progress=progress)
+            elif not _is_intact(folder, store, progress=progress):
+                delete_copy(folder)
         # Between that look and this moment another process may have published it: nothing of it may be touched then.
         if _is_published(folder, store, metadata, resume=resume):
             return
@@ -91,6 +96,8 @@ def copy_whole(
                 done[file.name] = copier.copy(file, bar)
         if shared:  # shared files are not read: what is known of them is what the source knows
             done = dict(promised.files) if promised else {}
+        if not shared:  # a link is a change of the source's entry
+            check_unchanged(store, was)
         known = {name: entry for name, entry in done.items() if entry.digests}
         _publish(folder, store, metadata, Digests(copier.block_bytes, known))
 
@@ -158,23 +165,27 @@ def _is_published(folder: Folder, store: ShardStore, metadata: Metadata, *, resu
                 where=folder.where(file.name),
                 remedy="Delete the copy and make it again, or repair it.",
             )
-    if _is_of_other_recording(folder, store):
-        raise other_recording(folder)
     remove_hidden(folder)
     return True
 
 
-def _is_of_other_recording(folder: Folder, store: ShardStore) -> bool:
-    """Whether digests.json of a copy and of its source differ: equal metadata does not make equal vectors.
+def _check_finished(folder: Folder, store: ShardStore, *, progress: bool | None) -> None:
+    """An error if a finished copy is damaged, or one of another recording: equal metadata does not make equal vectors."""
+    folder.transport.close()  # a map of an earlier file must not answer for this one
+    if not has_files_of(folder, store, _files(store, pads=False)):
+        raise other_recording(folder)
+    check_bytes(folder, progress=progress)
 
-    Of a source without one the token arrays are compared, which are small.
-    """
-    ours, theirs = load_digests(store.transport), load_digests(folder.transport.at(folder.name))
-    if ours is None:
-        return folder.exists(METADATA_NAME) and not has_token_arrays_of(folder, store, store.layout)
-    if theirs is None or ours.block_bytes != theirs.block_bytes:
+
+def _is_intact(folder: Folder, store: ShardStore, *, progress: bool | None) -> bool:
+    """Whether a finished copy is whole, and one of this recording."""
+    try:
+        _check_finished(folder, store, progress=progress)
+    except (StoreExistsError, CorruptShardError):
         return False
-    return any(ours.files[name] != theirs.files[name] for name in ours.files.keys() & theirs.files.keys())
+    finally:
+        folder.transport.close()  # files of the same names may follow
+    return True
 
 
 def has_token_arrays_of(folder: Folder, store: ShardStore, layout: Layout) -> bool:
