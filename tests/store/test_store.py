@@ -455,6 +455,27 @@ def test_a_shard_that_is_replaced_is_never_mixed_with_what_was_there(engine: str
     same_bits(fresh[1, 0, 3], other.dense[1, 0, 3])
 
 
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+@pytest.mark.parametrize("touched", [0, 5])
+def test_shards_of_two_recordings_are_never_mixed(engine: str, touched: int, tmp_path: Path) -> None:
+    """Some shards were read before the store was recorded anew, the others were not."""
+    plain = plain_store(LAYOUT)
+    folder = plain.write(tmp_path)
+    store = ShardStore.open(folder, engine=engine)
+    same_bits(store[touched], plain.dense[touched])
+    for name, content in plain_store(LAYOUT, seed=1).files.items():
+        if name.startswith("acts"):
+            (folder / "new").write_bytes(content)
+            (folder / "new").replace(folder / name)
+    for key in (slice(None), slice(0, 3), slice(3, 7), touched):
+        try:
+            found = store[key]
+        except CorruptShardError as error:
+            assert "taken the place" in str(error)
+        else:
+            same_bits(found, plain.dense[key])
+
+
 def test_labels_of_a_wrong_size_are_an_error(tmp_path: Path) -> None:
     folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
     (folder / "labels.bin").write_bytes(bytes(27))

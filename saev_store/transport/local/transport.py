@@ -44,6 +44,8 @@ from saev_store.transport.local.write import (
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
 _READ_CHUNK = 1 << 20
+#: How names of files begin of which each belongs to the others of its folder.
+_SHARDS = "acts"
 
 
 def local_root(root: str | os.PathLike[str]) -> str:
@@ -89,6 +91,8 @@ class LocalTransport:
         self.url = self.local_path = local_root(root)
         #: Which file each name meant when a range of it was first read.
         self._pins: dict[str, Identity] = {}
+        #: The shard of each folder that was pinned last.
+        self._latest: dict[str, str] = {}
         self._spread = SpreadReader()
         self._requests = requests or RequestCounter()
 
@@ -167,6 +171,8 @@ class LocalTransport:
     def _open(self, path: str, where: str) -> OpenFile:
         """The same file as the last time; a file that took its place since is an error (decision 6)."""
         file = DESCRIPTORS.open(where)
+        if path not in self._pins:
+            self._check_latest(path)
         pinned = self._pins.setdefault(path, file.identity)
         if pinned != file.identity:
             raise CorruptShardError(
@@ -176,6 +182,27 @@ class LocalTransport:
                 remedy="Open it again to read the new one.",
             )
         return file
+
+    def _check_latest(self, path: str) -> None:
+        """Before a shard is read for the first time: the shard that was looked at last is still there, so both are of one recording."""
+        folder, _, name = path.rpartition("/")
+        if not name.startswith(_SHARDS):
+            return
+        latest, self._latest[folder] = self._latest.get(folder), path
+        if latest is None or latest not in self._pins:
+            return
+        where = self._where(latest)
+        try:
+            status = os.stat(where)
+        except OSError:  # it was deleted, which is found out when it is read
+            return
+        if (status.st_dev, status.st_ino) != self._pins[latest][:2]:
+            self._latest[folder] = latest
+            raise CorruptShardError(
+                "another file has taken the place of the one that was read here before; others may be of another recording too",
+                where=where,
+                remedy="Open the store again to read the new one.",
+            )
 
     def version(self, path: str) -> str:
         """Inode number, time of the last change and size of the file that is read, which is pinned with this."""
@@ -197,7 +224,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Close the descriptors of files below the root; using the transport again reopens them."""
-        self._pins = {}
+        self._pins, self._latest = {}, {}
         DESCRIPTORS.forget(self.url)
 
     # -- writing -------------------------------------------------------------------------------------------------------
