@@ -76,7 +76,7 @@ def test_examples_that_can_be_read(tmp_path: Path) -> None:
     assert (strip["n"], strip["n_damaged"], strip["examples_per_shard"]) == (4, 2, PER_SHARD)
 
 
-@pytest.mark.parametrize("lost", ["a", "b", "both"])
+@pytest.mark.parametrize("lost", ["a", "b", "both", "different ones"])
 def test_stores_are_compared_where_both_have_an_example(tmp_path: Path, lost: str) -> None:
     all_acts = acts_of(1), acts_of(2)
     folders = [store_of(tmp_path / name, acts) for name, acts in zip("ab", all_acts, strict=True)]
@@ -84,6 +84,10 @@ def test_stores_are_compared_where_both_have_an_example(tmp_path: Path, lost: st
     for name, folder in zip("ab", folders, strict=True):
         if lost in {name, "both"}:
             left = damaged(folder)
+    if lost == "different ones":
+        (folders[0] / "acts000000.bin").unlink()
+        (folders[1] / "acts000001.bin").unlink()
+        left = [6, 7, 8, 9, 10]
     answer = compare_answer(viewed(folders[0]), viewed(folders[1]), 9, "5", "2")
     assert (answer["why_not"], answer["example"], answer["layers"]) == ("", 9, ["5", "2"])
     a, b = all_acts[0][9, 1, 1:].astype(np.float64), all_acts[1][9, 0, 1:].astype(np.float64)
