@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
 from saev_store.view._features import feature_answer, features_answer, strongest_features
 from saev_store.view._layers import _dimensions
+from saev_store.view._texts import text_of
 from saev_store.view._viewed import Sample, evenly
 
 #: 4 shards of 3 examples, the last one with 2.
@@ -240,3 +242,14 @@ def test_stores_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
     assert "content_tokens_per_example is 3 and 4" in answer["why_not"]
     assert {*answer} == {"names", "layers_b", "why_not"}
     shutil.rmtree(tmp_path / "b")
+
+
+@pytest.mark.parametrize(("token_id", "text"), [(7, "<7>"), (0, "<0>"), (-1, "-1"), (99, "99")])
+def test_what_is_no_token_is_shown_as_its_number(token_id: int, text: str) -> None:
+    def decode(number: int) -> str:
+        if number == 99:
+            raise OverflowError
+        return f"<{number}>"
+
+    assert text_of(SimpleNamespace(decode=decode), token_id) == text
+    assert text_of(SimpleNamespace(decode=None), token_id) == str(token_id)

@@ -100,6 +100,15 @@ def test_masks_have_one_channel_of_integers() -> None:
             mask_of(Image.new(wrong, (2, 2)), where="x")
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "P", "I", "I;16", "I;16B", "I;16L"])
+def test_every_mode_of_one_channel_is_a_mask(mode: str) -> None:
+    image = Image.new(mode, (3, 2), 1)
+    found = mask_of(image, where="x")
+    assert found.dtype.kind in "iu"
+    assert (found != 0).tolist() == [[True] * 3] * 2
+    assert found.astype(np.int64).tolist() == (np.asarray(image) * 1).tolist()
+
+
 def test_endings_of_images() -> None:
     known = "apng bmp gif ico j2k jfif jp2 jpe jpeg jpg jpx pbm pgm png pnm ppm tga tif tiff webp"
     assert " ".join(sorted(FORMATS)) == known
