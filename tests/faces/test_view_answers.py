@@ -23,6 +23,7 @@ from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
 from saev_store.view._features import feature_answer, features_answer, strongest_features
 from saev_store.view._layers import _dimensions
+from saev_store.view._pictures import picture_answer
 from saev_store.view._texts import text_of
 from saev_store.view._viewed import Sample, evenly
 
@@ -253,3 +254,26 @@ def test_what_is_no_token_is_shown_as_its_number(token_id: int, text: str) -> No
 
     assert text_of(SimpleNamespace(decode=decode), token_id) == text
     assert text_of(SimpleNamespace(decode=None), token_id) == str(token_id)
+
+
+@pytest.mark.parametrize(
+    ("n_content", "patch_px", "covered"),
+    [(6, [4, 3], [8 / 9, 9 / 12]), (6, None, [8 / 9, 12 / 12]), (5, [4, 4], [8 / 9, 1.0]), (7, [4, 3], None)],
+)
+def test_the_part_of_an_image_that_its_patches_cover(
+    n_content: int, patch_px: list[int] | None, covered: list[float] | None
+) -> None:
+    """A grid of 2 x 3 patches in an image of 9 x 12 pixels."""
+    said = {"grid": [2, 3], "image_px": [9, 12], **({} if patch_px is None else {"patch_px": patch_px})}
+    one = SimpleNamespace(
+        once=lambda _, compute: compute(), source=lambda: (None, "it is away"), places=(),
+        layout=SimpleNamespace(content_tokens_per_example=n_content),
+        store=SimpleNamespace(metadata=SimpleNamespace(data={"content": {"patches": said}})),
+    )  # fmt: skip
+    answer = picture_answer(one, 3)
+    if covered is None:
+        assert answer is None
+        return
+    assert answer == {
+        "grid": [2, 3], "covered": covered, "image_px": [9, 12], "is_framed": False, "src": None, "why_not": "it is away",
+    }  # fmt: skip
