@@ -14,7 +14,9 @@ import pytest
 
 from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
+from saev_store.cli._common import check_destination
 from saev_store.cli._run import app
+from saev_store.errors import ArgumentError
 from saev_store.sources import open_source
 
 #: What the fakes end a command with.
@@ -539,3 +541,16 @@ def test_numbers_are_float64_in_json(capsys: pytest.CaptureFixture[str], store: 
     for number, one in enumerate(shown):
         np.testing.assert_array_equal(np.float32(one["values"]), rows[number])
         assert one["norm"] == pytest.approx(float(np.linalg.norm(rows[number].astype(np.float64))), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_right"), [("{}/x", True), ("file:{}/x", True), ("local:{}/x", True), ("s3:{}/x", False)]
+)
+def test_an_address_with_one_slash_is_a_mistake_unless_it_is_of_this_machine(
+    tmp_path: Path, url: str, is_right: bool
+) -> None:
+    if is_right:
+        check_destination(url.format(tmp_path), where="--to")
+    else:
+        with pytest.raises(ArgumentError, match="two slashes follow the colon"):
+            check_destination(url.format(tmp_path), where="--to")

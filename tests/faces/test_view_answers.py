@@ -16,13 +16,15 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from saev_store import ShardStore, new_metadata
+from saev_store.core.layout import Layout
+from saev_store.stats._store import stats_of
 from saev_store.view import Budget, Viewed, read_sae
 from saev_store.view._answers import shard_strip
 from saev_store.view._arithmetic import linear_cka
 from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
 from saev_store.view._features import feature_answer, features_answer, strongest_features
-from saev_store.view._layers import _dimensions
+from saev_store.view._layers import _dimensions, _table
 from saev_store.view._pictures import picture_answer
 from saev_store.view._texts import text_of
 from saev_store.view._viewed import Sample, evenly
@@ -277,3 +279,14 @@ def test_the_part_of_an_image_that_its_patches_cover(
     assert answer == {
         "grid": [2, 3], "covered": covered, "image_px": [9, 12], "is_framed": False, "src": None, "why_not": "it is away",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_tokens", "step"), [(4, 1), (1024, 1), (1025, 2), (3000, 3)])
+def test_a_plot_over_many_tokens_has_some_of_them_evenly_spread(n_tokens: int, step: int) -> None:
+    layout = Layout(2, (0, 5), n_tokens, False, 2, 2)
+    acts = np.random.default_rng(0).normal(size=(2, 2, n_tokens, 2)).astype(np.float32)
+    found = _table(stats_of(layout, acts))
+    assert found["tokens"] == list(range(0, n_tokens, step))
+    norms = np.linalg.norm(acts.astype(np.float64), axis=3).mean(axis=0)
+    np.testing.assert_allclose(found["norm_by_token"], norms[:, ::step])
+    assert (found["n_examples"], found["is_sample"]) == (2, False)

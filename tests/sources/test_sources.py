@@ -78,7 +78,7 @@ def test_a_folder_may_be_named_as_a_shell_does(url, tmp_path, monkeypatch):
     assert "/".join(split_address(url)) == str(tmp_path / names[url])
 
 
-@pytest.mark.parametrize("url", ["", "/", "a\0b", 3, None, b"x", "s3://", "s3://lab/.."])
+@pytest.mark.parametrize("url", ["", "/", "a\0b", 3, None, b"x", "s3://", "s3://lab/..", "s3://lab/.", "s3://lab/~"])
 def test_what_names_no_file(url):
     with pytest.raises(ArgumentError):
         split_address(url)
