@@ -1,0 +1,115 @@
+"""Every provider goes on exactly from a state: in the middle of an epoch, at its ends, in the next ones; wrong states are refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from row_stores import row_store
+
+torch = pytest.importorskip("torch")
+
+from saev_store.errors import ArgumentError
+from saev_store.integrations.crosscoders import layer_batches, model_batches, transcoder_batches
+from saev_store.integrations.crosslayer_coding import CrosslayerActivations
+from saev_store.integrations.dictionary_learning import activation_buffer
+from saev_store.integrations.llamascopium import activation_stream
+from saev_store.integrations.saelens import data_provider, multi_hook_data_provider
+from saev_store.torch import ShuffledConfig, ShuffledDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
+
+BATCH, N_BATCHES = 32, 10  # of 336 rows; half a batch is dropped
+POINTS = {"layers": (0, 0), "hook_points": ("mlp_in", "mlp_out"), "protocol": "3.0", "token_arrays": {"token_ids": "int32"}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of the same tokens, and one of two hook points."""
+    root = tmp_path_factory.mktemp("resume")
+    return [row_store(root, seed=0), row_store(root, seed=1), row_store(root, **POINTS)]
+
+
+def one(stores: list[Path], **more: object) -> ShuffledDataLoader:
+    return ShuffledDataLoader(
+        ShuffledConfig(**{"shards": stores[0], "layer": 11, "batch_size": BATCH, "drop_last": True, **more})
+    )
+
+
+def stacked(stores: list[Path], **more: object) -> ShuffledDataLoader:
+    return one(stores, **{"layer": (5, 11), "stack_layers": True, **more})
+
+
+def two(stores: list[Path], **more: object) -> ShuffledPairDataLoader:
+    given = {"layer_a": 11, "layer_b": 11, "batch_size": BATCH, "drop_last": True, **more}
+    return ShuffledPairDataLoader(ShuffledPairConfig(shards_a=stores[0], shards_b=stores[1], **given))
+
+
+def crosslayer(stores: list[Path], **more: object) -> CrosslayerActivations:
+    loader = stacked(stores, shards=stores[2], layer=((0, "mlp_in"), (0, "mlp_out")), **more)
+    return CrosslayerActivations(loader, source="mlp_in", target="mlp_out")
+
+
+PROVIDERS: dict[str, Callable[..., Any]] = {
+    "saelens": lambda stores, **more: data_provider(one(stores, **more)),
+    "saelens of several hooks": lambda stores, **more: multi_hook_data_provider(stacked(stores, **more)),
+    "dictionary_learning": lambda stores, **more: activation_buffer(one(stores, **more)),
+    "llamascopium": lambda stores, **more: activation_stream(one(stores, **more)),
+    "llamascopium of several layers": lambda stores, **more: activation_stream(stacked(stores, **more)),
+    "crosscoder of layers": lambda stores, **more: layer_batches(stacked(stores, **more)),
+    "crosscoder of models": lambda stores, **more: model_batches(two(stores, **more)),
+    "transcoder of layers": lambda stores, **more: transcoder_batches(stacked(stores, **more)),
+    "transcoder of models": lambda stores, **more: transcoder_batches(two(stores, **more)),
+    "crosslayer": crosslayer,
+}
+
+
+def flat(found: Any) -> list[float]:
+    """All numbers of what a provider hands out."""
+    if isinstance(found, dict):
+        return [number for part in found.values() for number in flat(part)]
+    return [number for part in found for number in flat(part)] if isinstance(found, tuple) else found.flatten().tolist()
+
+
+def changed(state: dict[str, Any], **fields: object) -> dict[str, Any]:
+    """A state with other fields: of a pair, those of both stores."""
+    if "a" in state:
+        return {**state, "a": changed(state["a"], **fields), "b": changed(state["b"], **fields)}
+    return {**state, **fields}
+
+
+def taken(provider: Any, n: int) -> list[list[float]]:
+    return [flat(found) for found in itertools.islice(iter(provider), n)]
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_state_goes_on_in_every_epoch(name: str, stores: list[Path]):
+    make = PROVIDERS[name]
+    with make(stores) as provider:
+        whole = taken(provider, 2 * N_BATCHES + 6)
+    assert len({tuple(found) for found in whole}) == len(whole)  # the epochs have other orders
+    for n in (0, 1, N_BATCHES - 1, N_BATCHES, N_BATCHES + 1, 2 * N_BATCHES):
+        with make(stores) as first, make(stores, n_threads=2) as resumed:
+            assert taken(first, n) == whole[:n]
+            taken(resumed, 3)  # it is in the middle of something else
+            resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            assert taken(resumed, 5) == whole[n : n + 5]
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_wrong_state_is_refused_and_changes_nothing(name: str, stores: list[Path]):
+    make = PROVIDERS[name]
+    with make(stores) as provider, make(stores, seed=3) as seed, make(stores, batch_size=16) as batch_size:
+        if not name.startswith("llamascopium"):  # of which each iteration begins where the state is
+            taken(provider, 2)
+        state = provider.state_dict()
+        wrong = [changed(state, batch=-1), changed(state, epoch="2"), changed(state, rows="of another store")]
+        for other in [seed.state_dict(), batch_size.state_dict(), {}, *wrong]:
+            with pytest.raises(ArgumentError):
+                provider.load_state_dict(other)
+        assert provider.state_dict() == state
+        found = taken(provider, 2)
+    with make(stores) as provider:
+        assert taken(provider, 4)[-2:] == found if not name.startswith("llamascopium") else taken(provider, 2) == found
