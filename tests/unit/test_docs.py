@@ -7,8 +7,11 @@ import doctest
 import importlib
 import inspect
 import re
+import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
+from typing import NamedTuple
 
 import pytest
 
@@ -27,12 +30,53 @@ PUBLIC = {
     "saev_store.torch": "torch",
     "saev_store.transport": None,
 }
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+#: What a block of code that no test runs has behind its language: the site shows it above the block.
+ILLUSTRATION = 'title="Illustration, not run"'
+#: Languages of blocks that a reader may copy and run.
+CODE = {"bash", "console", "js", "pycon", "python", "sh"}
+#: Whole scripts and commands that other tests run, and continuous integration: page, what is in the block, where that is.
+RUN_ELSEWHERE = [
+    ("README.md", "saev-store demo", ".ci/run"),
+    ("README.md", "python -m pytest -n auto", ".ci/run"),
+    ("docs/frameworks.md", "", "tests/peers/test_frameworks.py"),
+    ("docs/integrations.md", "ShardStore.from_array(", "tests/integrations/test_integrations_page.py"),
+    ("docs/integrations.md", "saev_store.compat.saev", "tests/integrations/test_integrations_page.py"),
+    ("docs/integrations.md", "transcoder_batches(", "tests/integrations/test_integrations_page.py"),
+    ("docs/integrations.md", "CrosslayerActivations(", "tests/integrations/test_integrations_page.py"),
+    ("docs/integrations.md", "SAETrainer(", "tests/peers/test_training_peers.py"),
+    ("docs/integrations.md", "trainSAE(", "tests/peers/test_training_peers.py"),
+    ("docs/integrations.md", "MultiSAETrainer(", "tests/helpers/peer_training.py"),
+    ("docs/integrations.md", "use_store(activations_store", "tests/helpers/peer_training.py"),
+    ("docs/integrations.md", "saev-store import /data/hidden_states --to", "tests/helpers/peer_training.py"),
+    ("docs/integrations.md", "register()  #", "tests/helpers/peer_training.py"),
+    ("docs/integrations.md", "activation_stream(", "tests/peers/test_training_peers.py"),
+    ("docs/recording.md", "class Model(", "tests/faces/test_record_adapters.py"),
+    ("docs/recording.md", "from transformer_lens import", "tests/peers/test_record_lens.py"),
+    ("docs/recording.md", "from nnsight import", "tests/peers/test_record_lens.py"),
+]
 
 
-def blocks(text: str) -> list[tuple[int, str, str]]:
-    """(line number, language, body) of every fenced block."""
-    return [(text.count("\n", 0, match.start(2)), match[1], match[2]) for match in FENCED.finditer(text)]
+class Block(NamedTuple):
+    """A fenced block: line number, language, what follows it, and the text without the indentation of a list."""
+
+    line: int
+    language: str
+    more: str
+    body: str
+
+    @property
+    def is_session(self) -> bool:
+        """Whether it has prompts, so that it is run here."""
+        return self.language in {"python", "pycon"} and self.body.startswith(">>>")
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a page."""
+    return [
+        Block(text.count("\n", 0, match.start(4)), match[2], match[3].strip(), textwrap.dedent(match[4]))
+        for match in FENCED.finditer(text)
+    ]
 
 
 def anchors(text: str) -> set[str]:
@@ -59,22 +103,51 @@ def test_links_lead_somewhere(page: Path):
 
 @every_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Python blocks with a prompt run from top to bottom, as one session, in an empty folder."""
-    sessions = [
-        (line, body) for line, language, body in blocks(page.read_text("utf-8")) if language in {"python", "pycon"}
-    ]
-    sessions = [(line, body) for line, body in sessions if body.lstrip().startswith(">>>")]
+    """Python blocks with a prompt run from top to bottom, as one session, in an empty folder.
+
+    Without torch those are left out that import the loaders for it.
+    """
+    sessions = [block for block in blocks(page.read_text("utf-8")) if block.is_session]
+    if find_spec("torch") is None:
+        sessions = [block for block in sessions if "saev_store.torch import" not in block.body]
     if not sessions:
         return
     monkeypatch.chdir(tmp_path)
     parser, flags = doctest.DocTestParser(), doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     runner, names = doctest.DocTestRunner(optionflags=flags), {}
     said: list[str] = []
-    for line, body in sessions:
-        test = parser.get_doctest(body, names, page.name, str(page), line)
+    for block in sessions:
+        test = parser.get_doctest(block.body, names, page.name, str(page), block.line)
         runner.run(test, out=said.append, clear_globs=False)
         names = test.globs
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+@every_page
+def test_code_is_run_or_says_that_it_is_an_illustration(page: Path):
+    name, wrong = page.relative_to(ROOT).as_posix(), []
+    for block in blocks(page.read_text("utf-8")):
+        elsewhere = [word for where, word, _ in RUN_ELSEWHERE if where == name and word in block.body]
+        is_illustration = block.more == ILLUSTRATION
+        is_run = block.is_session or (bool(elsewhere) and block.more == "")
+        if block.language in CODE and is_run == is_illustration:
+            wrong.append(f"{name}, line {block.line}: {block.body[:60]!r}")
+        if "+SKIP" in block.body or (">>>" in block.body and is_illustration):
+            wrong.append(f"{name}, line {block.line}: a session that is not run")
+    assert not wrong
+
+
+def test_what_is_run_elsewhere_is_there():
+    for page, word, where in RUN_ELSEWHERE:
+        text = (ROOT / page).read_text("utf-8")
+        assert [block for block in blocks(text) if word in block.body and block.more == ""], (page, word)
+        runner = (ROOT / where).read_text("utf-8")
+        assert page in runner or f'"{Path(page).name}"' in runner
+
+
+def test_the_site_says_which_code_is_run():
+    for page in ("docs/README.md", "CONTRIBUTING.md"):
+        assert "“Illustration, not run”" in (ROOT / page).read_text("utf-8")
 
 
 def test_every_decision_is_in_the_index():
