@@ -35,6 +35,7 @@ FENCED = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", flags=re.MULTILINE |
 ILLUSTRATION = 'title="Illustration, not run"'
 #: Languages of blocks that a reader may copy and run.
 CODE = {"bash", "console", "js", "pycon", "python", "sh"}
+NEEDS_TORCH = re.compile(r"^>>> (?:import torch|from saev_store.torch import)", flags=re.MULTILINE)
 #: Whole scripts and commands that other tests run, and continuous integration: page, what is in the block, where that is.
 RUN_ELSEWHERE = [
     ("README.md", "saev-store demo", ".ci/run"),
@@ -105,11 +106,11 @@ def test_links_lead_somewhere(page: Path):
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Python blocks with a prompt run from top to bottom, as one session, in an empty folder.
 
-    Without torch those are left out that import the loaders for it.
+    Without torch those are left out that import it.
     """
     sessions = [block for block in blocks(page.read_text("utf-8")) if block.is_session]
     if find_spec("torch") is None:
-        sessions = [block for block in sessions if "saev_store.torch import" not in block.body]
+        sessions = [block for block in sessions if not NEEDS_TORCH.search(block.body)]
     if not sessions:
         return
     monkeypatch.chdir(tmp_path)
