@@ -134,7 +134,7 @@ def run(path: Path, *, write: bool) -> list[str]:
     if used_s > LIMIT_S:
         problems.append(f"{used_s:.0f} s of processor time; the limit is {LIMIT_S} s")
     print(f"{path.name}: {time.perf_counter() - begun_s:.0f} s, of the processor {used_s:.0f} s")
-    problems += problems_of(kept)
+    problems = list(dict.fromkeys(problems)) + problems_of(kept)  # a figure is drawn several times
     if write and not problems:
         nbformat.write(kept, path)
     return problems
