@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from saev_store.cli import main
+from saev_store_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,14 +7,15 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from saev_store.cli._wording import as_commands
-from saev_store.errors import ArgumentError, SaevStoreError
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError
 from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
@@ -190,6 +191,16 @@ def layer_keys(text: str, *, where: str) -> list[LayerKey]:
         where=where,
         remedy=f"Separate them by commas: {where} 2,5. With hook points: {where} 2:attn_out,5:resid_mid.",
     )
+
+
+@contextmanager
+def naming_what_to_check() -> Generator[None]:
+    """Says what to do in errors of a folder that is not there."""
+    try:
+        yield
+    except NotFoundError as error:
+        error.remedy = error.remedy or "Check the address, and that its disk is mounted."
+        raise
 
 
 class PipeClosedError(Exception):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, storage_options
+from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, naming_what_to_check, storage_options
 from saev_store.cli._tables import emit_table
 from saev_store.core.layout import layer_name
 from saev_store.errors import NotFoundError, SaevStoreError
@@ -40,7 +40,8 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
     if (found := dataset_at(root, given)) is not None:
         list_parts(*found, as_json=as_json)
         return
-    stores = ShardStore.list(root, given)
+    with naming_what_to_check():
+        stores = ShardStore.list(root, given)
     transport = open_transport(root, given)
     with ThreadPoolExecutor(_N_THREADS) as pool:
         states = list(pool.map(partial(state_of, transport), stores))

@@ -29,6 +29,7 @@ from saev_store.cli._common import (
     emit_json,
     integers,
     layer_keys,
+    naming_what_to_check,
     storage_options,
 )
 from saev_store.cli._ends import say_done
@@ -335,7 +336,7 @@ def clean(
         raise ArgumentError(f"{engine!r} is not an engine here", where="--engine", remedy="Use auto or fsspec.")
     older_than_s = parse_age(older_than)
     transport = open_transport(url, storage_options(options, option), engine="fsspec" if engine == "fsspec" else "auto")
-    with Counter(0, "cleaning", shown=False, unit="leftovers") as counter:
+    with Counter(0, "cleaning", shown=False, unit="leftovers") as counter, naming_what_to_check():
         cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
         counter.advance(sum(not leftover.kept_because for leftover in cleaned.leftovers))
     if as_json:

@@ -218,3 +218,34 @@ def test_what_was_done_before_is_said(run, store, tmp_path):
     assert run("copy", store.path, tmp_path / "to")[2].startswith("copied nothing: all of it was there, at ")
     run("stats", store.path)
     assert run("stats", store.path)[2].startswith("read nothing: stats.json has it, at ")
+
+
+# -- what is wrong with input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["ls", "clean"])
+def test_a_missing_folder_has_a_remedy(run, tmp_path, command):
+    code, out, err = run(command, tmp_path / "nothing")
+    assert (code, out) == (1, "")
+    assert "Check the address" in err
+
+
+@pytest.mark.parametrize("family", ["", "  "])
+def test_an_import_without_a_family_is_refused(run, tmp_path, family):
+    code, _, err = run("import", tmp_path, "--to", tmp_path / "to", "--family", family)
+    assert code == 2
+    assert err == f"error: --family: it is {family!r}; it must be a name. Name the family of models, such as gpt2.\n"
+
+
+def test_ctrl_c_during_the_imports_of_the_module_is_one_line():
+    code = (
+        "import runpy, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "runpy.run_module('saev_store', run_name='__main__')"
+    )
+    found = subprocess.run([sys.executable, "-c", code, "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")

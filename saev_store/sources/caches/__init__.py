@@ -112,6 +112,10 @@ def import_cache(
         MissingDependencyError: the format needs a library that is not installed.
         ResumeError: the cache has changed since an unfinished import of it was begun.
     """
+    if not family.strip():
+        raise ArgumentError(
+            f"it is {family!r}; it must be a name", where="family", remedy="Name the family of models, such as gpt2."
+        )
     check_options(max_block_bytes, verify)
     if format not in {None, *FORMATS}:
         raise ArgumentError(f"format is {brief(format)}; it must be one of {', '.join(FORMATS)}", where="format")
