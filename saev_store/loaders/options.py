@@ -42,7 +42,10 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
                 check(self, *args, **kwargs)
             except pydantic.ValidationError as invalid:
                 for found in invalid.errors():
-                    name, rule = str(found["loc"][0]), found["msg"].replace("Input should", "it must")
+                    name, rule = (
+                        str(found["loc"][0]),
+                        found["msg"].replace("Input should", "it must").removeprefix("Value error, "),
+                    )
                     # Options for file systems hold credentials, so their values are not shown, however misspelled.
                     is_secret = name.startswith("storage") or found["type"] == "unexpected_keyword_argument"
                     value = "" if is_secret else f" is {brief(found['input'])}"
