@@ -148,7 +148,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             else:
                 with client.turn():
                     # Before the read: what is replaced in between is then an error of the next read.
-                    versions = [_version(fs.info(full)) if len(client.protocols) == 1 else None] * len(starts)
+                    is_told = len(client.protocols) == 1 and not {"file", "local"} & set(client.protocols)
+                    versions = [_version(fs.info(full)) if is_told else None] * len(starts)
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
         for start, end, part in zip(starts, ends, found, strict=True):
             # fsspec can return exceptions as data, and servers may ignore ranges.
