@@ -54,7 +54,10 @@ def import_(
     ] = None,
     dims: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Arrays: names of the axes, such as layer,example,token,d_model."),
+        typer.Option(
+            metavar="NAMES",
+            help="Arrays: names of the axes in their order, with commas between: example, layer, token, d_model.",
+        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,

@@ -127,7 +127,7 @@ def stage(
 
     Every process of a machine may call it with the same arguments: one copies, the others wait for it. An interrupted copy is
     continued. A finished copy is used again while it is of the same recording (`recording_identity`); after a new recording
-    of the source it is replaced. Only the bytes of these layers and tokens are read. A loader's state continues on the copy.
+    of the source it is replaced. Where its files have changed since, it is first compared with its digests. Only the bytes of these layers and tokens are read. A loader's state continues on the copy.
 
     A bucket has no locks. There the copying process renews a lease every few seconds; another process takes over when it has
     not changed for half a minute to a minute.
@@ -154,39 +154,50 @@ def stage(
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()
-    root, copied = open_transport(target.root), recording + b" copied"
+    root, copied = open_transport(target.root), recording + b" copied "
     lease, mark = Lease(root, f"{TEMPORARY}stage-{target.name}"), f"{TEMPORARY}staged-{target.name}"
     deadline = time.monotonic() + timeout_s
     while True:
         there = Folder(root, "")
         found = there.read(mark) if _is_published(root, target.name) else b""
         # A published copy is checked by all at once. A copy on a disk is made under a lock that ends with its process.
-        free = found in {recording, copied, None} or (found == b"" and root.is_local)
+        is_copied = found is not None and found.startswith(copied)
+        free = is_copied or found in {recording, None} or (found == b"" and root.is_local)
         with suppress(WriterConflictError), nullcontext(True) if free else lease as ours:
             if ours:
-                if found and found not in {recording, copied}:
+                if found and found != recording and not is_copied:
                     # Another process may have replaced it since the mark was read.
                     if there.read(mark) == found:
                         _remove(root, target.name)
                         there.delete(mark)
                 elif found == b"":
                     there.put(mark, recording)
-                if found == copied:  # after a comparison with the source
+                if is_copied:  # after a comparison with the source
                     with ShardStore.open(root.at(target.name)) as near:
                         near.validate().raise_if_bad()
-                    check_bytes(Folder(root, target.name), progress=False)
+                        # Reading terabytes again at each start of a training run would cost as much as copying them.
+                        if found != (now := copied + _versions(near)):
+                            check_bytes(Folder(root, target.name), progress=False)
+                            there.put(mark, now)
                     return near.url
                 if found in {recording, None, b""}:
                     made = copy_store(
                         url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
                     )
                     if found is not None:
-                        there.put(mark, copied)
+                        with ShardStore.open(root.at(target.name)) as near:
+                            there.put(mark, copied + _versions(near))
                     return made
                 continue
         if time.monotonic() > deadline:
             raise DeadlineError(f"another process has been copying the store for {timeout_s:g} s", where=folder)
         time.sleep(_POLL_S)
+
+
+def _versions(store: ShardStore) -> bytes:
+    """What changes when a file of a copy is written."""
+    found = recording_identity(store.transport, store.layout, files=store.recorded_files(), prefer="versions")
+    return str(found).encode()
 
 
 def _remove(root: Transport, name: str) -> None:

@@ -32,7 +32,7 @@ from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
 from saev_store.writer import create_store
-from saev_store.writer.copying import _copier, _layers, _metadata, _whole, copy_store
+from saev_store.writer.copying import _copier, _layers, _metadata, _whole, check_bytes, copy_store
 from saev_store.writer.folder import Folder
 
 
@@ -405,6 +405,28 @@ def test_a_finished_copy_that_has_rotted_is_not_returned(source, tmp_path, diges
                 stage(source.path, tmp_path / "to", layers=options["layers"] if options else "all")
     assert copy_store(source.path, tmp_path / "to", **options, replace=True) == url
     check(url, source, slice(1, 2) if options else slice(None))
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_staged_copy_is_read_again_only_where_its_files_have_changed(source, tmp_path, monkeypatch, digests):
+    """Each rank of each run stages: reading terabytes again would cost as much as copying them."""
+    if digests:
+        source.write_digests(256)
+    checked: list[Folder] = []
+    monkeypatch.setattr(
+        "saev_store.writer.copying.check_bytes",
+        lambda folder, **_: (checked.append(folder), check_bytes(folder, progress=False)),
+    )
+    url = stage(source.path, tmp_path / "to")
+    assert stage(source.path, tmp_path / "to") == url and not checked
+    shard = Path(url) / "acts000000.bin"
+    os.utime(shard)
+    assert stage(source.path, tmp_path / "to") == url and len(checked) == 1
+    assert stage(source.path, tmp_path / "to") == url and len(checked) == 1
+    rotten(url)
+    for _ in range(2):
+        with pytest.raises(CorruptShardError, match="damaged since"):
+            stage(source.path, tmp_path / "to")
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 1}, {"tokens": "special"}, {"dtype": "float16"}], ids=str)

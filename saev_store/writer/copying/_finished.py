@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.layout import shard_name
 from saev_store.errors import CorruptShardError, TransportError
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.store.store import ShardStore
@@ -75,12 +76,14 @@ def is_itself(folder: Folder, store: ShardStore) -> bool:
     return there.url == here.url
 
 
-def identity_now(store: ShardStore) -> RecordingIdentity:
-    """What tells whether files of a source were replaced."""
-    return recording_identity(store.transport, store.layout, files=store.recorded_files())
+def identity_now(store: ShardStore) -> tuple[RecordingIdentity, ...]:
+    """What tells whether files of a source were replaced: of its shards, and of its token arrays, which may have no digests."""
+    shards = [shard_name(idx) for idx in range(store.layout.n_shards)]
+    arrays = [name for name in store.recorded_files() if name not in set(shards)]
+    return tuple(recording_identity(store.transport, store.layout, files=files) for files in (shards, arrays) if files)
 
 
-def check_unchanged(store: ShardStore, was: RecordingIdentity) -> None:
+def check_unchanged(store: ShardStore, was: tuple[RecordingIdentity, ...]) -> None:
     """Compare a source with what it was when its copy began: a part of each of two recordings is neither.
 
     Raises:
