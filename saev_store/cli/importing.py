@@ -61,7 +61,9 @@ def import_(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Round the numbers to this dtype [default: as in the cache]."),
+        typer.Option(
+            metavar="DTYPE", help="Round the numbers to float32, bfloat16 or float16 [default: as in the cache]."
+        ),
     ] = None,
     dataset: Annotated[
         str | None,

@@ -265,11 +265,13 @@ def test_prepare(calls: Calls, tmp_path: Path) -> None:
     check_all_are_given(
         "prepare",
         arguments,
-        also={"--split", "--interactive", "--storage-options", "-o", "--option"} & options_of("prepare"),
+        also={"--split", "--interactive", "--force-overwrite", "--storage-options", "-o", "--option"}
+        & options_of("prepare"),
     )
     calls.catch_at("saev_store.sources.energon.prepare.prepare")
     assert main(["prepare", str(tmp_path), *arguments]) == DONE
     assert main(["prepare", str(tmp_path), "--split", "8,1,1"]) == DONE
+    assert main(["prepare", str(tmp_path), "--split", "8,1,1", "--force-overwrite"]) == DONE
     found = calls.found[0]
     assert found.pop("transport").url == str(tmp_path)
     assert found == {
@@ -277,6 +279,7 @@ def test_prepare(calls: Calls, tmp_path: Path) -> None:
         "field_map": {"caption": "txt", "image": "jpg"}, "num_workers": 3, "overwrite": True, "progress": False,
     }  # fmt: skip
     assert (calls.found[1]["split"], calls.found[1]["overwrite"], calls.found[1]["progress"]) == ("8,1,1", False, None)
+    assert calls.found[2]["overwrite"] is True
 
 
 # -- commands that read -------------------------------------------------------------------------------------------------
