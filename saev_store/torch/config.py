@@ -60,6 +60,14 @@ def _examples(value: object) -> object:
     return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
 
 
+def _layers(value: object) -> object:
+    """Labels of layers; a boolean is none, though Python counts it among the integers."""
+    several = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else (value,)
+    if any(isinstance(one, (bool, np.bool_)) for one in several):
+        raise ValueError("it must be a label of a layer, or several, which are integers")
+    return cast("object", value)
+
+
 def _values(value: object) -> object:
     """Arrays and lists of values as tuples, NumPy's numbers as Python's."""
     if isinstance(value, (list, tuple, range, np.ndarray, np.generic)):
@@ -70,7 +78,7 @@ def _values(value: object) -> object:
 
 Shards = Annotated[str, BeforeValidator(text_of_path), Field(validation_alias=AliasChoices("shards", "shard_root"))]
 WhichTokens = Annotated[Tokens, BeforeValidator(_tokens), Field(validation_alias=AliasChoices("tokens", "patches"))]
-Layer = LayerKey | tuple[LayerKey, ...] | Literal["all"]
+Layer = Annotated[LayerKey | tuple[LayerKey, ...] | Literal["all"], BeforeValidator(_layers)]
 Examples = Annotated[tuple[int, ...] | slice, BeforeValidator(_examples)]
 _Value = pydantic.StrictBool | pydantic.StrictInt | pydantic.StrictFloat
 #: Name of a token array to the value, or to the values, that a token may have.

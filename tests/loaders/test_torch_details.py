@@ -156,6 +156,15 @@ def test_one_example_of_a_config_is_the_example_of_that_number():
             OrderedConfig(examples=junk)
 
 
+@pytest.mark.parametrize("config", [IndexedConfig, OrderedConfig, ShuffledConfig])
+@pytest.mark.parametrize("junk", [True, False, np.True_, (5, True), [np.False_]], ids=repr)
+def test_a_boolean_is_no_layer(config, junk):
+    """`layer=True` would be layer 1: vectors that nobody asked for."""
+    with pytest.raises(ConfigError, match="label of a layer"):
+        config(layer=junk)
+    assert config(layer=[5, (5, "attn_out")]).layer == (5, (5, "attn_out"))
+
+
 def test_stored_half_precision_keeps_the_bits_of_every_nan(tmp_path):
     """PyTorch, which converts float16 where it is imported, sets the quiet bit of signalling NaNs; `stored` converts nothing."""
     bits = np.arange(1 << 16, dtype="<u2").reshape(1024, 1, 4, 16)
