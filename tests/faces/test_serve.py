@@ -453,6 +453,16 @@ def test_tags_are_of_one_run_where_versions_are_not_told(plain):
     assert asked(two, KEY, **{"if-none-match": tags[0]})[0] == 200
 
 
+def test_a_client_that_has_the_value_among_others_gets_none(folder):
+    """Several tags, and weak ones, as caches between send them."""
+    app, key = application(ShardStore.open(folder), chunks=(3, 3, 5, 8)), "activations/c/0/0/0/0"
+    tag = asked(app, key)[1]["etag"]
+    for header, status in (
+        (tag, 304), (f'"other", {tag}', 304), (f'{tag}, "other"', 304), (f"W/{tag}", 304), ('"other"', 200), ("", 200), (tag[:-3], 200),
+    ):  # fmt: skip
+        assert asked(app, key, **{"if-none-match": header})[0] == status
+
+
 def test_tags_of_local_files_outlive_the_server_but_not_another_cut(folder):
     """The same key has other bytes where chunks are others."""
     one, same, other = (application(ShardStore.open(folder), chunks=(n, 3, 5, 8)) for n in (3, 3, 1))
