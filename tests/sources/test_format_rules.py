@@ -1,0 +1,314 @@
+"""Rules of Energon, MMIDIDX and LLMBATCH that single values decide; the truth is written down, or made from the formats alone."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from energon_tars import METADATASET_HEAD as HEAD
+from energon_tars import sample_files, tar_bytes
+from token_files import llmbatch_bytes, mmididx_bytes
+
+from saev_store.errors import ArgumentError, StoreExistsError, UnsafeContentError
+from saev_store.sources.convert import samples_to_documents
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.index_sqlite import SqliteIndex
+from saev_store.sources.energon.metadataset import read_metadataset
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.energon.split import SplitPlan, expand
+from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.sources.mmididx import writer as mmididx_writer
+from saev_store.transport import MemoryTransport
+
+# -- patterns and splits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [  # what bash prints for `echo PATTERN`
+        ("{0..10}", "0 1 2 3 4 5 6 7 8 9 10"),
+        ("{10..0..5}", "10 5 0"),
+        ("{00..2}", "00 01 02"),
+        ("{5..3}", "5 4 3"),
+        ("{1..-1}", "1 0 -1"),
+        ("{-2..2..2}", "-2 0 2"),
+        ("{9..12}", "9 10 11 12"),
+        ("{4..1..-2}", "4 2"),
+        ("{0..0}", "0"),
+    ],
+)
+def test_ranges_are_those_of_bash(pattern: str, names: str):
+    assert expand(pattern, where="x") == names.split()
+
+
+def test_patterns_of_one_split_add_up():
+    counts = {"a.tar": 1, "b.tar": 1, "c.tar": 1, "empty.tar": 0}
+    plan = SplitPlan(None, ["train:c", "val:b", "train:a", "train:empty"])
+    assert plan.assign(counts) == ({"train": ("a.tar", "c.tar"), "val": ("b.tar",)}, [])
+    found, problems = SplitPlan(None, ["train:[ab]", "val:b"]).assign(counts)
+    assert found == {"train": ("a.tar", "b.tar"), "val": ("b.tar",)}
+    assert [(each.kind, each.where, each.message) for each in problems] == [
+        ("split_overlap", "b.tar", "it is in train and val"),
+        ("in_no_split", "c.tar", "it is in no split"),
+    ]
+
+
+# -- preparing -----------------------------------------------------------------------------------------------------------
+
+
+def tars(folder: Path, *names: str) -> Path:
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(tar_bytes(sample_files(i * 10, 2)))
+    return folder
+
+
+def test_tars_are_in_the_order_of_folders_and_hidden_ones_are_left_out(tmp_path: Path):
+    """By whole names of folders: `a` is before `a-b`, though `a-b/` is before `a/` as text."""
+    tars(tmp_path, "b.tar", "a-b/0.tar", "a/1.tar", "a/0.tar", ".old/0.tar", "a/.trash/0.tar", "a/.x.tar")
+    made = prepare(tmp_path, split="1,0,0", progress=False)
+    assert list(made.shards) == ["a/0.tar", "a/1.tar", "a-b/0.tar", "b.tar"]
+    assert made.n_samples == 8
+    assert made.n_parts == 16
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left"), [("1.tar$", ["a/0.tar"]), ("^1", ["a/0.tar", "a/1.tar"]), ("a/0", ["a/1.tar"])]
+)
+def test_what_is_left_out_may_match_anywhere(exclude: str, left: list[str], tmp_path: Path):
+    tars(tmp_path, "a/0.tar", "a/1.tar")
+    assert list(prepare(tmp_path, split="1,0,0", exclude=exclude, progress=False).shards) == left
+
+
+def test_preparing_again_keeps_what_was_not_given_and_replaces_what_was(tmp_path: Path):
+    tars(tmp_path, "0.tar", "1.tar")
+    meta = tmp_path / ".nv-meta"
+    prepare(
+        tmp_path, split_parts=["train:0", "val:1"], sample_type="TextSample", field_map={"text": "txt"}, progress=False
+    )
+    definition, split = (meta / "dataset.yaml").read_bytes(), (meta / "split.yaml").read_bytes()
+    assert b"TextSample" in definition
+    again = prepare(tmp_path, overwrite=True, progress=False)
+    assert (meta / "dataset.yaml").read_bytes() == definition
+    assert (meta / "split.yaml").read_bytes() == split
+    assert dict(again.splits) == {"train": ("0.tar",), "val": ("1.tar",)}
+    # A split.json that an older Energon has left would be read in the place of the new split.yaml.
+    (meta / "split.json").write_text('{"split_parts": {"old": ["0.tar"]}, "exclude": []}')
+    prepare(tmp_path, split_parts=["new:0", "rest:1"], overwrite=True, progress=False)
+    assert not (meta / "split.json").exists()
+    with EnergonDataset(tmp_path) as dataset:
+        assert [len(dataset.split(name)) for name in ("new", "rest")] == [2, 2]
+
+
+# -- the index -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_found_by_its_name_and_one_that_is_there_twice_is_told(tmp_path: Path):
+    path = tmp_path / "index.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(
+        "CREATE TABLE samples (tar_file_id INTEGER, sample_key TEXT, sample_index INTEGER, byte_offset INTEGER, byte_size INTEGER);"
+        "CREATE UNIQUE INDEX keys ON samples(sample_key);"
+        "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT,"
+        " content_byte_offset INTEGER, content_byte_size INTEGER);"
+        "INSERT INTO samples VALUES (0, 'a', 0, 0, 2048), (0, 'b', 1, 2048, 1024), (1, 'c', 0, 0, 1024);"
+        "INSERT INTO sample_parts VALUES (0, 0, 'txt', 512, 3), (0, 0, 'txt', 1536, 4), (0, 1, 'txt', 2560, 5), (1, 0, 'jpg', 512, 6);"
+    )
+    db.commit()
+    db.close()
+    index = SqliteIndex(str(path), where="index")
+    assert (index.has_parts, index.unique_keys) == (True, True)
+    assert sorted(index.find_part("a", "txt")) == [(0, 0, 512, 3), (0, 0, 1536, 4)]
+    assert index.find_part("b", "txt") == [(0, 1, 2560, 5)]
+    assert index.find_part("c", "jpg") == [(1, 0, 512, 6)]
+    assert index.find_part("c", "txt") == index.find_part("d", "txt") == index.find_part("\ud800", "txt") == []
+    assert [index.last_sample(shard) for shard in range(3)] == [1, 0, -1]
+    assert index.shard_counts() == {0: 2, 1: 1}
+    assert index.find("b") == [(0, 1)]
+    assert index.repeated_keys() == []
+    assert index.size_hint() == 3 + 4
+    index.close()
+    assert index.find("c") == [(1, 0)]  # it opens again
+    index.close()
+
+
+# -- metadata sets -------------------------------------------------------------------------------------------------------
+
+
+def test_splits_and_addresses_of_a_metadata_set(tmp_path: Path):
+    (tmp_path / "meta.yaml").write_text(
+        f"{HEAD}  val: {{path: texts}}\n  other: {{path: texts, split_part: x}}\n"
+        "  far: {path: 's3://b/a', aux: {files: 'filesystem+s3://x/y', here: 'filesystem://z', root: 'filesystem:///r'}}\n"
+    )
+    with pytest.raises(UnsafeContentError):
+        read_metadataset(tmp_path / "meta.yaml")
+    found = read_metadataset(tmp_path / "meta.yaml", outside_ok=True)
+    assert {name: each.split for name, each in found.items()} == {"val": "val", "other": "x", "far": "far"}
+    assert found["val"].primary == f"{tmp_path}/texts"
+    assert found["far"].primary == "s3://b/a"
+    assert found["far"].folders == {"files": "s3://x/y", "here": f"{tmp_path}/z", "root": "/r"}
+    assert found["far"].auxiliary == {}
+
+
+# -- MMIDIDX -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_is_whole_however_many_pieces_it_is_written_in(monkeypatch: pytest.MonkeyPatch):
+    sequences = [np.arange(size, dtype=np.uint16) for size in (3, 0, 5, 1, 2, 7, 4, 1, 6)]
+    modes = [-128, 127, 0, 1, -1, 126, -127, 5, 6]
+    idx, tokens = mmididx_bytes(sequences, modes=modes, code=8)
+    for stride in (1, 2, 4, 9, 10):
+        monkeypatch.setattr(mmididx_writer, "_STRIDE", stride)
+        memory = MemoryTransport()
+        with IndexedDatasetBuilder("a", np.uint16, multimodal=True, transport=memory) as builder:
+            for sequence, mode in zip(sequences, modes, strict=True):
+                builder.add_document(sequence, modes=[mode])
+        assert memory.files == {"a.idx": idx, "a.bin": tokens}, stride
+
+
+@pytest.mark.parametrize(
+    ("lengths", "modes"), [([4, -1], None), ([-1, 4], None), ([3, -1, 1], None), ([2], None), ([1, 2], [0, 128])]
+)
+def test_lengths_that_only_add_up_are_refused(lengths: list[int], modes: list[int] | None):
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("a", multimodal=True, transport=memory) as builder:
+        with pytest.raises(ArgumentError):
+            builder.add_document([7, 8, 9], lengths, modes)
+        builder.add_document([7, 8, 9], [1, 0, 2])
+    dataset = IndexedDataset("a", transport=memory)
+    assert dataset.sizes.tolist() == [1, 0, 2]
+    assert dataset.n_tokens == 3
+
+
+def test_an_empty_data_set_may_be_merged_whatever_its_modes():
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("empty", transport=memory):
+        pass
+    with IndexedDatasetBuilder("a", multimodal=True, transport=memory) as builder:
+        builder.add_document([1, 2], modes=[3])
+        builder.merge(IndexedDataset("empty", transport=memory), progress=False)
+        builder.add_document([4], modes=[-5])
+    dataset = IndexedDataset("a", transport=memory)
+    assert [dataset.document(number).tolist() for number in range(2)] == [[1, 2], [4]]
+    assert dataset.modes is not None
+    assert dataset.modes.tolist() == [3, -5]
+
+
+def test_a_document_that_is_open_is_ended_by_a_merge():
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("other", transport=memory) as builder:
+        builder.add_document([9, 9])
+    with IndexedDatasetBuilder("a", transport=memory) as builder:
+        builder.add_sequence([1])
+        builder.add_sequence([2, 3])
+        builder.merge(IndexedDataset("other", transport=memory), progress=False)
+        builder.add_sequence([4])
+    dataset = IndexedDataset("a", transport=memory)
+    assert dataset.doc_idx.tolist() == [0, 2, 3, 4]
+    assert dataset.sizes.tolist() == [1, 2, 2, 1]
+
+
+# -- LLMBATCH ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_may_fill_one_array_again_and_again():
+    def stream() -> Iterator[np.ndarray]:
+        record = np.zeros(3, np.uint32)
+        for number in range(6):
+            record[:] = number
+            yield record
+
+    memory = MemoryTransport()
+    assert write_batch_dataset("a.batch", stream(), 6, 2, 3, transport=memory, progress=False) == 3
+    found = BatchFileReader("a.batch", transport=memory).rows(slice(None))
+    assert sorted(found.tolist()) == [[number] * 3 for number in range(6)]
+
+
+def test_a_stream_is_not_begun_where_a_file_of_that_name_stays(tmp_path: Path):
+    asked: list[int] = []
+
+    def stream() -> Iterator[np.ndarray]:
+        for number in range(2):
+            asked.append(number)
+            yield np.full(3, number)
+
+    write_batch_file(tmp_path / "a.batch", np.zeros((2, 3), int), 1, progress=False)
+    before = (tmp_path / "a.batch").read_bytes()
+    with pytest.raises(StoreExistsError):
+        write_batch_dataset(tmp_path / "a.batch", stream(), 2, 1, 3, progress=False)
+    assert asked == []
+    assert (tmp_path / "a.batch").read_bytes() == before
+    write_batch_dataset(tmp_path / "a.batch", stream(), 2, 1, 3, overwrite=True, progress=False)
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_the_largest_token_id_fits_whatever_its_type(dtype: type[np.generic]):
+    memory = MemoryTransport()
+    write_batch_file("a.batch", np.full((1, 2), 2**32 - 1, dtype), 1, transport=memory, progress=False)
+    assert memory.files["a.batch"] == llmbatch_bytes(np.full((1, 1, 2), 2**32 - 1, np.uint32))
+    if dtype is not np.uint32:
+        with pytest.raises(ArgumentError, match="4294967296"):
+            write_batch_file("b.batch", np.full((1, 2), 2**32, dtype), 1, transport=memory, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("offset", "batch"), [(4096 + 12, 0), (2 * 4096 - 1, 0), (2 * 4096 + 12, 1), (4096 + 11, None), (2 * 4096, None)]
+)
+def test_padding_begins_behind_the_last_token(offset: int, batch: int | None):
+    """Two batches of one record of three tokens: 12 bytes, and 4084 of padding."""
+    content = bytearray(llmbatch_bytes(np.zeros((2, 1, 3), np.uint32)))
+    content[offset] = 1
+    report = BatchFileReader("a.batch", transport=MemoryTransport({"a.batch": bytes(content)})).validate(
+        deep=True, progress=False
+    )
+    expected = [] if batch is None else [f"padding of batch {batch} is not zero, at byte {offset:,}"]
+    assert [problem.message for problem in report.problems] == expected
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_whatever_a_reader_returns_alone_is_read_only(engine: str, tmp_path: Path):
+    path = tmp_path / "a.batch"
+    path.write_bytes(llmbatch_bytes(np.arange(12, dtype=np.uint32).reshape(2, 2, 3)))
+    with BatchFileReader(path, engine=engine) as reader:
+        for found in (reader.read_batch(1), reader.read_batch(np.int64(-1)), reader[3], reader[-1]):
+            assert not found.flags.writeable
+        assert reader.read_batches([1, 0]).flags.writeable
+        assert reader.rows([3, 0]).tolist() == [[9, 10, 11], [0, 1, 2]]
+        assert reader.rows([3, 0]).flags.writeable
+
+
+def test_a_file_that_was_cut_is_lost_as_a_whole(tmp_path: Path):
+    path = tmp_path / "a.batch"
+    content = llmbatch_bytes(np.arange(12, dtype=np.uint32).reshape(2, 2, 3))
+    path.write_bytes(content)
+    with BatchFileReader(path, engine="pread") as reader:
+        path.write_bytes(content[:5000])
+        report = reader.validate()
+    assert not report.ok
+    assert [problem.lost for problem in report.problems] == [((0, 4),)]
+
+
+# -- samples that become documents ------------------------------------------------------------------------------------------
+
+
+def test_the_end_token_of_texts_may_be_zero_and_a_text_may_have_no_tokens(tmp_path: Path):
+    files = [("0.txt", b"ab"), ("1.txt", b""), ("2.json", b'{"caption": "c"}')]
+    (tmp_path / "0.tar").write_bytes(tar_bytes(files))
+    prepare(tmp_path, split="1,0,0", progress=False)
+
+    def ids(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    with EnergonDataset(tmp_path) as dataset:
+        for end, expected in ((None, [[97, 98], [], [99]]), (0, [[97, 98, 0], [0], [99, 0]])):
+            memory = MemoryTransport()
+            samples_to_documents(
+                dataset, "a", ids, part="json[caption],txt", end_token=end, transport=memory, progress=False
+            )
+            documents = IndexedDataset("a", transport=memory)
+            assert [documents.document(number).tolist() for number in range(3)] == expected
