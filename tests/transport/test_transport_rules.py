@@ -1,0 +1,253 @@
+"""What options, errors, answers and addresses mean to the clients of object stores: tables, and no server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+
+from saev_store.errors import AccessError, DeadlineError, NotFoundError, SaevStoreError, TransportError
+from saev_store.transport.base import UnfinishedUpload
+from saev_store.transport.credentials import StorageOptions
+from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
+from saev_store.transport.fsspec._ranges import ranges
+from saev_store.transport.fsspec._sink import list_uploads
+from saev_store.transport.obstore._options import finds_credentials, only_obstore_understands, place_of
+
+SECRET = "hush-hush-hush-hush"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+
+
+# -- obstore ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "config"),
+    [
+        ({"AWS_ENDPOINT_URL_S3": "https://a", "AWS_ENDPOINT_URL": "https://b"}, {}, {"endpoint": "https://a", "region": "us-east-1"}),
+        ({"AWS_ENDPOINT_URL": "https://b"}, {}, {"endpoint": "https://b", "region": "us-east-1"}),
+        ({"AWS_ENDPOINT_URL": "https://b"}, {"endpoint_url": "https://c"}, {"endpoint": "https://c", "region": "us-east-1"}),
+        ({"AWS_REGION": "r1", "AWS_DEFAULT_REGION": "r2"}, {}, {"region": "r1"}),
+        ({"AWS_DEFAULT_REGION": "r2"}, {}, {"region": "r2"}),
+        ({"AWS_REGION": "r1"}, {"config_kwargs": {"region_name": "r3"}}, {"region": "r3"}),
+        ({}, {"use_ssl": True}, {}),
+        ({}, {"use_ssl": False, "config_kwargs": {"signature_version": "v4"}}, {}),
+        ({}, {"version_aware": False, "anon": False, "requester_pays": False}, {}),
+        ({}, {"username": "k", "password": "s"}, {"access_key_id": "k", "secret_access_key": "s"}),
+        ({}, {"key": "k", "client_kwargs": {"aws_secret_access_key": "s", "aws_session_token": "t"}}, {"access_key_id": "k", "secret_access_key": "s", "session_token": "t"}),
+        ({}, {"key": None, "secret": None}, {}),
+        ({}, {"config_kwargs": {"s3": {"addressing_style": "path"}}}, {}),
+    ],
+)  # fmt: skip
+def test_where_an_option_of_s3_comes_from(
+    variables: dict[str, str], options: dict[str, object], config: dict[str, object], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert dict(place_of("s3://b/x", options).config) == config
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "variables", "finds"),
+    [
+        ("s3://b", {}, {}, False),
+        ("s3://b", {"anon": True}, {}, True),
+        ("s3://b", {"skip_signature": "yes"}, {}, True),
+        ("s3://b", {"skip_signature": "no"}, {}, False),
+        ("s3://b", {"key": "k"}, {}, True),
+        ("s3://b", {}, {"AWS_ACCESS_KEY_ID": "k"}, False),
+        ("s3://b", {}, {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}, True),
+        ("s3://b", {}, {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_PROFILE": "lab"}, False),
+        ("gs://b", {}, {}, False),
+        ("gs://b", {"token": "anon"}, {}, True),
+        ("gs://b", {"bearer_token": "t"}, {}, True),
+        ("gs://b", {"service_account_key": "{}"}, {}, True),
+        ("gs://b", {}, {"GOOGLE_APPLICATION_CREDENTIALS": "x.json"}, True),
+        ("az://c", {"account_name": "a"}, {}, False),
+        ("az://c", {"account_key": "k"}, {}, False),
+        ("az://c", {"account_name": "a", "account_key": "k"}, {}, True),
+        ("az://c", {"account_name": "a", "sas_token": "k"}, {}, True),
+        ("az://c", {"account_name": "a", "client_secret": "k"}, {}, True),
+        ("az://c", {"account_name": "a", "anon": True}, {}, True),
+        ("https://h/x", {}, {}, True),
+    ],
+)  # fmt: skip
+def test_which_credentials_obstore_finds(
+    url: str, options: dict[str, object], variables: dict[str, str], finds: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert finds_credentials(place_of(url, options)) == finds
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "variable", "names"),
+    [
+        ("s3://b", {}, "AWS_ENDPOINT", ["AWS_ENDPOINT"]),
+        ("s3://b", {"endpoint_url": "https://h"}, "AWS_ENDPOINT", []),
+        ("s3://b", {"region": "r", "access_key_id": "k"}, "", ["access_key_id", "region"]),
+        ("gs://b", {}, "GOOGLE_BASE_URL", ["GOOGLE_BASE_URL"]),
+        ("gs://b", {"base_url": "https://h"}, "GOOGLE_BASE_URL", ["base_url"]),
+        ("gs://b", {}, "AWS_ENDPOINT", []),
+        ("az://c", {"account_name": "a"}, "AWS_ENDPOINT", ["account_name"]),
+    ],
+)
+def test_what_only_obstore_understands(
+    url: str, options: dict[str, object], variable: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    if variable:
+        monkeypatch.setenv(variable, "https://elsewhere")
+    assert only_obstore_understands(place_of(url, options), options) == names
+
+
+# -- fsspec ----------------------------------------------------------------------------------------------------------------
+
+
+class HttpError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the server answers {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "transient"),
+    [
+        (400, TransportError, False),
+        (401, AccessError, False),
+        (403, AccessError, False),
+        (404, NotFoundError, False),
+        (408, TransportError, True),
+        (409, TransportError, False),
+        (416, TransportError, False),
+        (429, TransportError, True),
+        (499, TransportError, False),
+        (500, TransportError, True),
+        (503, TransportError, True),
+    ],
+)
+def test_which_answers_pass_by_themselves(status: int, kind: type[SaevStoreError], transient: bool):
+    client = FsspecClient("memory://x", StorageOptions({}), 5.0)
+    with pytest.raises(kind) as caught, client.errors("read", "memory://x/a"):
+        raise HttpError(status)
+    assert type(caught.value) is kind
+    assert getattr(caught.value, "transient", False) == transient
+    assert caught.value.where == "memory://x/a"
+
+
+def test_an_error_that_hangs_on_a_secret_shows_nothing_of_it():
+    """Whether it was raised `from` another, or while another was handled: tracebacks show both."""
+    client = FsspecClient("memory://x", StorageOptions({"secret": SECRET}), 5.0)
+    for told, keeps_cause in ((SECRET, False), ("nothing", True)):
+        for as_cause in (True, False):
+            raised = TimeoutError("it took too long")
+            other = ValueError(f"signed with {told}")
+            if as_cause:
+                raised.__cause__ = other
+            else:
+                raised.__context__ = other
+            with pytest.raises(DeadlineError) as caught, client.errors("read", "memory://x/a"):
+                raise raised
+            assert (caught.value.__cause__ is raised) == keeps_cause
+            assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://h/x#token", "https://h/x"),
+        ("https://h/x/?a=b#c", "https://h/x"),
+        ("simplecache::https://h/x#token", "simplecache::https://h/x"),
+        ("s3://key:secret@b/a#b", "s3://b/a"),
+        ("/home/a#b?c", "/home/a#b?c"),
+    ],
+)
+def test_urls_are_shown_without_what_follows_the_path(url: str, shown: str):
+    assert safe_url(url) == shown
+
+
+def test_what_the_caller_says_wins_over_our_tuning():
+    found = tuned("s3", {"config_kwargs": {"read_timeout": 7}, "use_listings_cache": True, "anon": True})
+    assert found["config_kwargs"]["read_timeout"] == 7  # pyright: ignore[reportIndexIssue]
+    assert (found["use_listings_cache"], found["anon"]) == (True, True)
+
+
+class UploadPages:
+    """A client whose server lists uploads one a page, as S3 does where there are more than a thousand."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys, self.asked = keys, []
+
+    def ask(self, operation: str, call: str, **given: object) -> Mapping[str, object]:
+        assert (operation, call) == ("call_s3", "list_multipart_uploads")
+        self.asked.append(given)
+        marker = given.get("KeyMarker"), given.get("UploadIdMarker")
+        at = 0 if marker == (None, None) else 1 + self.keys.index(str(marker[0]))
+        if at:
+            assert marker == (self.keys[at - 1], f"id{at - 1}")
+        return {
+            "Uploads": [{"Key": self.keys[at], "UploadId": f"id{at}"}],
+            "IsTruncated": at + 1 < len(self.keys),
+            "NextKeyMarker": self.keys[at],
+            "NextUploadIdMarker": f"id{at}",
+        }
+
+
+def test_uploads_of_all_pages_that_are_in_the_folder_or_are_it():
+    client = UploadPages(["a/b", "a/b/x", "a/b/y/z", "a/bc", "a/bc/x"])
+    found = list_uploads(client, "bucket", "a/b", folder="bucket/a/b")  # pyright: ignore[reportArgumentType]
+    assert found == [
+        UnfinishedUpload("", "id0", None),
+        UnfinishedUpload("x", "id1", None),
+        UnfinishedUpload("y/z", "id2", None),
+    ]
+    assert [each["Prefix"] for each in client.asked] == ["a/b"] * 5
+
+
+@pytest.mark.parametrize(
+    ("headers", "version"),
+    [
+        ({"ETag": "e", "x-goog-generation": "7", "Last-Modified": "t"}, ("7", 100)),
+        ({"ETag": "e", "Last-Modified": "t"}, ("e", 100)),
+        ({"last-modified": "t"}, ("t", 100)),
+        ({}, (None, 100)),
+    ],
+)
+def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | None, int]):
+    async def get(fs: object, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+        return bytes(end - start), {"Content-Range": f"bytes {start}-{end - 1}/100", **headers}
+
+    found = asyncio.run(ranges(get, SimpleNamespace(), "a", [0, 10], [4, 11], where="x"))
+    assert found == [(bytes(4), version), (bytes(1), version)]
+
+
+@pytest.mark.parametrize(
+    ("said", "nbytes", "is_refused", "size"),
+    [
+        ("bytes 10-13/100", 4, False, 100),
+        ("bytes 10-13/*", 4, False, None),
+        ("bytes 11-14/100", 4, True, None),
+        ("bytes 10-14/100", 4, True, None),
+        ("bytes 10-12/13", 3, False, 13),  # the end of the object: who asked sees that it is short
+        ("", 4, False, None),
+    ],
+)
+def test_the_range_of_an_answer(said: str, nbytes: int, is_refused: bool, size: int | None):
+    async def get(fs: object, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+        return bytes(nbytes), {"content-range": said} if said else {}
+
+    if is_refused:
+        with pytest.raises(TransportError, match=r"bytes 10 to 14 were asked for") as caught:
+            asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x"))
+        assert caught.value.transient
+    else:
+        assert asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x")) == [
+            (bytes(nbytes), (None, size))
+        ]
