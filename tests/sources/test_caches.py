@@ -818,3 +818,74 @@ def test_every_file_of_a_small_cache_is_in_its_digest(tmp_path: Path):
             path.write_bytes(raw)
         assert open_again(tmp_path / name).digest() == before
         assert n_files == {"saelens": 3, "memmap": 8, "hs": 6}[name]
+
+
+@pytest.mark.parametrize("cls_token", [False, True])
+def test_a_saelens_cache_says_whether_its_contexts_begin_with_a_bos_token(cls_token: bool, tmp_path: Path):
+    """What `remove_bos` of the loaders goes by."""
+    arrow(tmp_path / "c", cached(), [11])
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, cls_token=cls_token)
+    text = store.metadata.text
+    assert text is not None
+    assert (text["layout"], text["bos"]) == ("window", cls_token)
+    assert (store.layout.content_tokens_per_example, store.layout.n_special_tokens) == (4 - cls_token, int(cls_token))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint64])
+def test_integers_that_are_not_two_bytes_are_no_bits_of_bfloat16(dtype: type[np.generic], tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.ones((3, 4, 8), dtype))
+    with pytest.raises(SaevStoreError):
+        import_cache(tmp_path / "a.npy", tmp_path / "out", **MODEL, layers=[5], dtype="bfloat16")
+    assert not list((tmp_path / "out").glob("*/metadata.json"))
+
+
+@pytest.mark.parametrize("column", [HOOK, "token_ids"])
+@pytest.mark.parametrize("level", ["row", "number"])
+def test_a_row_that_is_empty_is_refused(column: str, level: str, tmp_path: Path):
+    pa = pytest.importorskip("pyarrow")
+    arrow(tmp_path / "c", cached(), [11])
+    rows = {name: values.tolist() for name, values in cached().items()}
+    types = {
+        HOOK: pa.list_(pa.list_(pa.float32())),
+        "token_ids": pa.list_(pa.int32()),
+    }
+    if level == "row":
+        rows[column][7] = None
+    elif column == HOOK:
+        rows[column][7][3][5] = None
+    else:
+        rows[column][7][3] = None
+    table = pa.table({name: pa.array(values, types[name]) for name, values in rows.items()})
+    with pa.OSFile(str(tmp_path / "c" / ARROW), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(SaevStoreError, match=f"{column}|rows"):
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL)
+
+
+@pytest.mark.parametrize("said", ["torch.float16", "float16"])
+def test_a_dtype_may_be_written_as_torch_writes_it(said: str, tmp_path: Path):
+    acts = RNG.standard_normal((12, 8)).astype(np.float16)
+    memmaps(tmp_path / "c", [acts], [5, 7], dtype=said)
+    saved(tmp_path / "c" / "tokens.pt", list(range(12)))
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[3], context=4)
+    assert store.read(dtype="stored").tobytes() == acts.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_token_ids_of_requests_may_have_either_width(dtype: type[np.generic], tmp_path: Path):
+    tensors = request(6)
+    tensors["token_ids"] = np.arange(6).astype(dtype)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "hs_0.safetensors").write_bytes(safetensors(tensors))
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[1, 2], context=3)
+    assert np.asarray(store.token_arrays["token_ids"][:]).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_other_token_ids_make_another_digest(tmp_path: Path):
+    """The vectors are the same: a resumed import would mix the ids of two caches."""
+    memmaps(tmp_path / "c", [RNG.standard_normal((12, 8)).astype(np.float16)], [12], dtype="float16")
+    digests: set[str] = set()
+    for ids in (range(12), range(1, 13)):
+        saved(tmp_path / "c" / "tokens.pt", list(ids))
+        digests.add(opened(MemmapCache, tmp_path / "c", layers=[3], context=4).digest())
+    assert len(digests) == 2
