@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata, pair  # after the check that torch is there
 from saev_store.errors import ArgumentError, SelectionError  # after the check that torch is there
-from saev_store.loaders import below_norms, filtered  # after the check that torch is there
+from saev_store.loaders import below_norms, filtered, filtered_pair  # after the check that torch is there
+from saev_store.loaders.filters import mean_norms  # after the check that torch is there
 from saev_store.torch import (  # after the check that torch is there
     ConfigError,
     IndexedConfig,
@@ -276,3 +277,26 @@ def test_a_vector_stays_that_is_just_as_long_as_the_limit(cls: bool, tmp_path: P
         [True] * TOKENS,
         [False] * TOKENS,
     ]
+
+
+def test_rows_of_which_nothing_is_left_out_are_the_same_object(plain: Path) -> None:
+    """They are read faster, and a state of them goes on."""
+    store = ShardStore.open(plain)
+    rows = store.sel(layer=9, tokens="content")  # all of them are finite
+    assert filtered(store, rows) is rows
+    assert filtered(store, rows, max_norm_multiple=1e6) is rows
+    assert filtered(store, rows, max_norm_multiple=2.0) is not rows
+    both = pair(store, store).sel(layer_a=9, layer_b=9)
+    assert filtered_pair((store, store), both) is both
+    assert filtered_pair((store, store), both, max_norm_multiple=1e6) is both
+    assert filtered_pair((store, store), both, max_norm_multiple=2.0) is not both
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_mean_norms_are_those_of_the_rows_that_are_left(plain: Path, stacked: bool) -> None:
+    """Fewer than are sampled, so the mean is that of all of them, layer by layer."""
+    store, left = ShardStore.open(plain), np.random.default_rng(5).random((N, TOKENS)) < 0.6
+    rows = store.sel(layer=(5, 9), tokens="content", stack_layers=stacked).only(left)
+    norms = np.linalg.norm(long_ones()[:, 1:].astype(np.float64), axis=-1)
+    truth = [norms[:, layer][left & np.isfinite(norms[:, layer])].mean() for layer in range(2)]
+    np.testing.assert_allclose(mean_norms(store, rows), truth, rtol=1e-6)
