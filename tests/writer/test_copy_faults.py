@@ -501,3 +501,40 @@ def test_replacing_never_deletes_the_source(source, tmp_path):
     with pytest.raises(SaevStoreError):
         copy_store(source.path, source.path.parent, replace=True)
     assert (source.path / "acts000000.bin").exists()
+
+
+@pytest.mark.parametrize("sizes", [(256, 512), (512, 256), (256, None), (None, 256)], ids=str)
+def test_a_finished_copy_is_known_again_whatever_the_blocks_of_the_digests(source, tmp_path, sizes):
+    """The files are the same: only the digests tell of other blocks, or are not there."""
+    for block_bytes in sizes:
+        (source.path / "digests.json").unlink(missing_ok=True)
+        if block_bytes is not None:
+            source.write_digests(block_bytes)
+        url = copy_store(source.path, tmp_path / "to", progress=False)
+        check(url, source)
+    record_anew(source, digests=False)
+    (source.path / "digests.json").unlink(missing_ok=True)
+    if sizes[1] is not None:
+        source.write_digests(sizes[1])
+    with pytest.raises(StoreExistsError, match="another recording"):
+        copy_store(source.path, tmp_path / "to", progress=False)
+
+
+def test_replacing_never_deletes_a_source_that_has_no_path(source):
+    """It is known by its address."""
+    import fsspec
+
+    source.write_digests(256)
+    url = copy_store(source.path, "memory://saev-itself", progress=False)
+    files = fsspec.filesystem("memory")
+    try:
+        (shard,) = [path for path in files.find("/saev-itself") if path.endswith("acts000000.bin")]
+        raw = bytearray(files.cat(shard))
+        raw[0] ^= 1
+        files.pipe(shard, bytes(raw))
+        before = {path: files.cat(path) for path in files.find("/saev-itself")}
+        with pytest.raises(SaevStoreError):
+            copy_store(url, "memory://saev-itself", progress=False, replace=True)
+        assert {path: files.cat(path) for path in files.find("/saev-itself")} == before
+    finally:
+        files.rm("/saev-itself", recursive=True)
