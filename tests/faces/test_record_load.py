@@ -1,0 +1,90 @@
+"""Models from folders: what is missing, damaged or not wanted is refused or left out, and what the caller has set stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # after the check that torch is there
+from tiny_models import tiny_language, tiny_vision  # after the check that torch is there
+from transformers.utils import logging as bars  # after the check that transformers is there
+
+from saev_store.errors import DocumentError, NotFoundError  # after the check that torch is there
+from saev_store.record import load_language_model, load_vision_model  # after the check that torch is there
+
+
+def saved(folder: Path, model: torch.nn.Module, *, without: str = "") -> str:
+    """A model on disk, without the weights of some name."""
+    model.save_pretrained(folder)
+    if without:
+        path = folder / "model.safetensors"
+        weights = load_file(path)
+        left = {name: values for name, values in weights.items() if without not in name}
+        assert len(left) < len(weights)
+        save_file(left, path, metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_a_tokenizer_may_be_missing_only_where_none_was_asked_for(tmp_path: Path) -> None:
+    name, other = saved(tmp_path / "model", tiny_language("GPT2Model")), str(tmp_path / "nothing")
+    os.mkdir(other)
+    model, tokenizer = load_language_model(name, needs_tokenizer=False, progress=False)
+    assert tokenizer is None
+    assert type(model).__name__ == "GPT2Model"
+    with pytest.raises(NotFoundError) as refused:
+        load_language_model(name, progress=False)
+    assert refused.value.where == name
+    for needs in (True, False):
+        with pytest.raises(NotFoundError) as refused:
+            load_language_model(name, tokenizer=other, needs_tokenizer=needs, progress=False)
+        assert refused.value.where == other
+
+
+def test_a_pooler_that_the_files_lack_is_zero_and_other_weights_are_needed(tmp_path: Path) -> None:
+    name = saved(tmp_path / "pooler", tiny_vision("ViTModel"), without="pooler")
+    for _ in range(2):
+        weights = load_vision_model(name, progress=False).state_dict()
+        poolers = [values for key, values in weights.items() if "pooler" in key]
+        assert poolers
+        assert all(not values.any() for values in poolers)
+    name = saved(tmp_path / "head", tiny_vision("SiglipVisionModel"), without="head.")
+    heads = [values for key, values in load_vision_model(name, progress=False).state_dict().items() if "head." in key]
+    assert heads
+    assert all(not values.any() for values in heads)
+    name = saved(tmp_path / "block", tiny_vision("ViTModel"), without="layernorm.weight")
+    with pytest.raises(DocumentError, match=r"no weights for .*layernorm\.weight"):
+        load_vision_model(name, progress=False)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_bars_of_the_library_are_afterwards_as_they_were(enabled: bool, progress: bool, tmp_path: Path) -> None:
+    name = saved(tmp_path / "model", tiny_language("GPT2Model"))
+    before = bars.is_progress_bar_enabled()
+    try:
+        (bars.enable_progress_bar if enabled else bars.disable_progress_bar)()
+        load_language_model(name, needs_tokenizer=False, progress=progress)
+        assert bars.is_progress_bar_enabled() == enabled
+        with pytest.raises(NotFoundError):
+            load_language_model(str(tmp_path / "none"), progress=progress)
+        assert bars.is_progress_bar_enabled() == enabled
+    finally:
+        (bars.enable_progress_bar if before else bars.disable_progress_bar)()
+
+
+def test_weights_in_a_pickle_are_not_read_and_the_remedy_says_so(tmp_path: Path) -> None:
+    model = tiny_language("GPT2Model")
+    name = saved(tmp_path / "model", model)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(NotFoundError) as refused:
+        load_language_model(name, needs_tokenizer=False, progress=False)
+    assert "Only safetensors are read" in str(refused.value.remedy)
+    with pytest.raises(NotFoundError) as refused:
+        load_language_model(str(tmp_path / "none"), progress=False)
+    assert "Check the name" in str(refused.value.remedy)
