@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import sample_files, tar_bytes
 from token_files import llmbatch_bytes, mmididx_bytes
 
-from saev_store.errors import ArgumentError, StoreExistsError, UnsafeContentError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, StoreExistsError, UnsafeContentError
 from saev_store.sources.convert import samples_to_documents
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.index_sqlite import SqliteIndex
@@ -154,6 +155,14 @@ def test_splits_and_addresses_of_a_metadata_set(tmp_path: Path):
     assert found["far"].auxiliary == {}
 
 
+def test_a_metadata_set_in_an_archive_names_what_is_in_the_archive(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("d/meta.yaml", f"{HEAD}  train: {{path: texts, aux: {{files: 'filesystem://./x//y'}}}}\n")
+    found = read_metadataset(f"zip://d/meta.yaml::file://{tmp_path}/all.zip")["train"]
+    assert found.primary == f"zip://d/texts::file://{tmp_path}/all.zip"
+    assert found.folders == {"files": f"zip://d/x/y::file://{tmp_path}/all.zip"}
+
+
 # -- MMIDIDX -------------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +302,24 @@ def test_a_file_that_was_cut_is_lost_as_a_whole(tmp_path: Path):
     assert [problem.lost for problem in report.problems] == [((0, 4),)]
 
 
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_file_that_was_replaced_while_the_reader_was_closed_is_told(engine: str, tmp_path: Path):
+    """The header is the same: other tokens in the same order would go unnoticed."""
+    path, other = tmp_path / "a.batch", tmp_path / "b.batch"
+    path.write_bytes(llmbatch_bytes(np.zeros((2, 2, 3), np.uint32)))
+    other.write_bytes(llmbatch_bytes(np.ones((2, 2, 3), np.uint32)))
+    reader = BatchFileReader(path, engine=engine)
+    assert not reader.read_batch(0).any()
+    reader.close()
+    assert not reader.read_batch(1).any()
+    reader.close()
+    other.replace(path)
+    for read in (lambda: reader.read_batch(0), lambda: reader.read_batches([0]), lambda: reader.rows([3])):
+        with pytest.raises(CorruptShardError, match="another file has this name"):
+            read()
+    reader.close()
+
+
 # -- samples that become documents ------------------------------------------------------------------------------------------
 
 
@@ -305,6 +332,12 @@ def test_the_end_token_of_texts_may_be_zero_and_a_text_may_have_no_tokens(tmp_pa
         return [ord(letter) for letter in text]
 
     with EnergonDataset(tmp_path) as dataset:
+        memory = MemoryTransport()
+        with pytest.raises(
+            DocumentError, match="'txt,json' is .*which is no text"
+        ):  # a list of parts, not one of that name
+            samples_to_documents(dataset, "b", ids, part="txt,json", transport=memory, progress=False)
+        assert memory.files == {}
         for end, expected in ((None, [[97, 98], [], [99]]), (0, [[97, 98, 0], [0], [99, 0]])):
             memory = MemoryTransport()
             samples_to_documents(
