@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, DeadlineError, WriterConflictError
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, open_for_training, stage
+from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, _iteration, open_for_training, stage
 from saev_store.order import Blocks, ShuffledOrder
 from saev_store.transport import PreadTransport
 from saev_store.writer import copying
@@ -133,3 +134,24 @@ def test_another_store_at_the_same_address_has_extents_of_its_own(plain, tmp_pat
         for _ in range(2):
             np.testing.assert_array_equal(opened[0], store.acts[0])
     assert len(os.listdir(tmp_path / "cache")) == 2
+
+
+@pytest.mark.parametrize(("n_arrivals", "n_waits"), [(0, 4), (1, 5), (3, 7), (10, 14)])
+def test_patience_begins_anew_with_whatever_arrives(n_arrivals: int, n_waits: int, monkeypatch: pytest.MonkeyPatch):
+    """Four slices without progress end a wait; slices are counted by a clock that only waiting moves."""
+    now, waits = [0.0], list[float]()
+    iteration = _iteration.Iteration(1, 1, _iteration.Totals(4), helps=False)
+
+    class Changed:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+        def wait(self, slice_s: float) -> None:
+            now[0] += slice_s
+            waits.append(slice_s)
+
+    monkeypatch.setattr(iteration, "_changed", Changed())
+    monkeypatch.setattr(_iteration, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_iteration, "SLICE_S", 0.5)
+    with pytest.raises(DeadlineError, match=r"nothing read within 2 s; .* busy with: nothing"):
+        iteration.get(2.0, lambda: min(len(waits), n_arrivals))
+    assert waits == [0.5] * n_waits
