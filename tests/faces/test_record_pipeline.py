@@ -395,3 +395,43 @@ def test_waiting_is_counted_where_it_happens() -> None:
     for_writer = Pipeline(lambda: numbers(5), computed, slow_write)
     for_writer.run()
     assert for_writer.writer_wait_s > 0.09 > for_writer.source_wait_s
+
+
+class Closable:
+    """An iterator that is no generator: nothing closes it when it is collected."""
+
+    def __init__(self) -> None:
+        self.given, self.closed = numbers(), list[str]()
+
+    def __iter__(self) -> Closable:
+        return self
+
+    def __next__(self) -> Thing:
+        return next(self.given)
+
+    def close(self) -> None:
+        self.closed.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("ends", ["by itself", "model", "disk"])
+def test_a_source_that_is_no_generator_is_closed_by_the_thread_that_reads_it(ends: str) -> None:
+    source = Closable()
+
+    def compute(batch: Thing) -> Vectors:
+        if ends == "model" and batch.number == 3:
+            raise Fault
+        return computed(batch)
+
+    def write(lane: Lane[Vectors]) -> None:
+        for vectors in lane:
+            if ends == "disk" and vectors.number == 3:
+                raise Fault
+            del vectors
+
+    if ends == "by itself":
+        Pipeline(lambda: source, compute, write).run()
+    else:
+        with pytest.raises(Fault):
+            Pipeline(lambda: source, compute, write).run()
+    assert soon(lambda: bool(source.closed))
+    assert source.closed == ["saev-store-record-read"]
