@@ -348,7 +348,9 @@ def test_ls_of_nothing(run, tmp_path, store):
 def test_validate(run, store, deep):
     code, out, err = run("validate", store.path, *deep)
     assert code == 0
-    kb = sum(shard.stat().st_size for shard in store.path.glob("acts*.bin")) / 1e3  # the zeros at the end are read as well
+    kb = (
+        sum(shard.stat().st_size for shard in store.path.glob("acts*.bin")) / 1e3
+    )  # the zeros at the end are read as well
     done = rf"validated {kb:.1f} kB in [\d.]+ s, .+/s, at {re.escape(str(store.path))}\n"
     assert re.fullmatch(done if deep else "", err)
     assert ": ok" in out
