@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,3 +242,33 @@ def test_the_command(client, corpus: Path, tmp_path: Path, capsys: pytest.Captur
         assert main([*command, "--overwrite"]) == 0
         assert [path.read_bytes() for path in sorted(tmp_path.glob("[at].*"))] == with_cluster
     capsys.readouterr()
+
+
+def test_whatever_changes_the_file_makes_another_conversion(corpus: Path, monkeypatch: pytest.MonkeyPatch):
+    """Parts of one conversion are never joined with those of another. No cluster: the conversion is refused where it begins."""
+    told: list[str] = []
+
+    def begun(place: object, conversion: dict[str, object]) -> None:
+        told.append(json.dumps(conversion, sort_keys=True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_converted_parts, "begun", begun)
+    monkeypatch.setattr(_convert_cluster, "connected", contextlib.nullcontext)
+    memory = MemoryTransport()
+    batches = {"seq_len": 4, "batch_size": 2, "seed": 3, "end_token": 999, "pad_token": 7}
+    with IndexedDataset(corpus) as documents:
+        for change in ({}, {"seq_len": 5}, {"batch_size": 3}, {"seed": 4}, {"end_token": 998}, {"end_token": None}, {"pad_token": 8},
+                       {"pad_token": None}, {}):  # fmt: skip
+            with pytest.raises(KeyboardInterrupt):
+                documents_to_batches(documents, "a.batch", client="x", transport=memory, **(batches | change))
+    assert told[0] == told.pop()
+    assert len(set(told)) == len(told) == 8
+    told.clear()
+    texts = {"tokenizer": ids, "part": "txt", "dtype": "int32", "end_token": 3, "encoding": "utf-8"}
+    with open_source(TEXTS) as source:
+        for change in ({}, {"tokenizer": len}, {"part": "json[a]"}, {"dtype": "int64"}, {"end_token": 4}, {"end_token": None},
+                       {"encoding": "latin-1"}, {}):  # fmt: skip
+            with pytest.raises(KeyboardInterrupt):
+                samples_to_documents(source, "b", client="x", transport=memory, **(texts | change))
+    assert told[0] == told.pop()
+    assert len(set(told)) == len(told) == 7
