@@ -175,7 +175,7 @@ def test_urls_are_shown_without_what_follows_the_path(url: str, shown: str):
 
 def test_what_the_caller_says_wins_over_our_tuning():
     found = tuned("s3", {"config_kwargs": {"read_timeout": 7}, "use_listings_cache": True, "anon": True})
-    assert found["config_kwargs"]["read_timeout"] == 7  # pyright: ignore[reportIndexIssue]
+    assert found["config_kwargs"]["read_timeout"] == 7
     assert (found["use_listings_cache"], found["anon"]) == (True, True)
 
 
@@ -202,7 +202,7 @@ class UploadPages:
 
 def test_uploads_of_all_pages_that_are_in_the_folder_or_are_it():
     client = UploadPages(["a/b", "a/b/x", "a/b/y/z", "a/bc", "a/bc/x"])
-    found = list_uploads(client, "bucket", "a/b", folder="bucket/a/b")  # pyright: ignore[reportArgumentType]
+    found = list_uploads(client, "bucket", "a/b", folder="bucket/a/b")
     assert found == [
         UnfinishedUpload("", "id0", None),
         UnfinishedUpload("x", "id1", None),
