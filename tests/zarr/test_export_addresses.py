@@ -123,3 +123,10 @@ def test_what_kerchunk_is_told_of_arrays(store: ShardStore, n_rows: int | None) 
         )
     (array,) = [one for one in found.arrays if one.name == "labels"]
     assert sorted(array.inline) == ([] if 7 % (n_rows or 7) == 0 else [7 // n_rows])
+
+
+@pytest.mark.parametrize(("nbytes", "rows"), [(1, 1), (4, 1), (10, 2), (27, 6), (28, 7), (1 << 20, 7)])
+def test_how_many_examples_of_labels_are_a_chunk(store: ShardStore, nbytes: int, rows: int, monkeypatch) -> None:
+    """Of 4 bytes each, as many as fit, and at least one."""
+    monkeypatch.setattr("saev_store.export._references._TOKEN_CHUNK_BYTES", nbytes)
+    assert v2_documents(references(store, base="s3://lab/a"))["labels/.zarray"]["chunks"] == [rows, 4]
