@@ -103,6 +103,7 @@ def results(client: Client, call: Callable[[S], T], tasks: Iterable[S]) -> Gener
             if future.cancelled():  # its result is an error that nobody has raised
                 raise CancelledError(str(result))
             waiting[places.pop(future)] = result
+            del future  # else the worker keeps the result while it is used here, and another one repeats the task if that one dies
             while place in waiting:
                 yield waiting.pop(place)
                 place += 1
