@@ -7,12 +7,16 @@ asked to forget the files before each pass, and loaders drop the pages that they
 memory: else the first of the loops would read for the others. For the same reason loops with loaders of their own have orders of their own, as
 jobs that begin at different times have; `--one-order` gives them the same. Together they have the same memory for windows as the one.
 
+The second line is of as many processes that begin together, with one order and pages that are kept: the first to need a page reads it for
+all. It is compared with one such process.
+
 Needs torch, and a folder on the disk that is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -20,6 +24,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from _common import Line, forget, make_store, report, seconds
@@ -31,9 +36,9 @@ BATCH = 16_384
 WINDOW_BYTES = 1 << 30
 
 
-def loader_of(folder: Path, window_bytes: int, seed: int = 0) -> ShuffledDataLoader:
+def loader_of(folder: Path, window_bytes: int, seed: int = 0, *, keep_pages: bool = False) -> ShuffledDataLoader:
     cfg = ShuffledConfig(
-        str(folder), layer=11, batch_size=BATCH, window_bytes=window_bytes, keep_pages=False, seed=seed
+        str(folder), layer=11, batch_size=BATCH, window_bytes=window_bytes, keep_pages=keep_pages, seed=seed
     )
     return ShuffledDataLoader(cfg)
 
@@ -64,6 +69,24 @@ def alone(folder: Path, n: int, *, one_order: bool) -> int:
     return found
 
 
+def in_process(folder: Path, window_bytes: int, start: Barrier) -> None:
+    """An epoch from the moment on when all processes are ready."""
+    with loader_of(folder, window_bytes, keep_pages=True) as loader:
+        start.wait()
+        rows_of(loader)
+
+
+def seconds_of_processes(folder: Path, n: int) -> float:
+    """How long so many processes take for an epoch each."""
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(n + 1)
+    started = [context.Process(target=in_process, args=(folder, WINDOW_BYTES // n, start)) for _ in range(n)]
+    for process in started:
+        process.start()
+    start.wait()
+    return seconds(lambda: [process.join() for process in started])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=8.0, help="size of the store")
@@ -79,16 +102,25 @@ def main() -> None:
     try:
         folder, _ = make_store(root, n_bytes=int(options.gib * 2**30), n_shards=4)
         rates: tuple[list[float], list[float]] = ([], [])
+        found: list[int] = []
         for number in range(options.rounds):
             works = (0, shared), (1, partial(alone, one_order=options.one_order))
             for i, work in works if number % 2 else reversed(works):
                 forget(folder)
-                found: list[int] = []
+                found = []
                 took = seconds(lambda work=work, found=found: found.append(work(folder, n)))
                 rates[i].append(found[0] / took)
         ours, theirs = (statistics.median(each) / 1e3 for each in rates)
         what = f"rows of {n} loops that share a loader, cold disk"
         lines = [Line(what, ours, theirs, "1000/s", f"{n} loaders", ">= 3.5", ours / theirs)]
+        taken: dict[int, list[float]] = {1: [], n: []}
+        for _ in range(options.rounds):
+            for count, times in taken.items():
+                forget(folder)
+                times.append(seconds_of_processes(folder, count))
+        rows = found[0] / n / 1e3
+        one, several = (count * rows / statistics.median(times) for count, times in taken.items())
+        lines.append(Line(f"rows of {n} processes, cold disk", several, one, "1000/s", "1 process", "", several / one))
         report(lines, {"shape": ShardStore.open(folder).shape, "cores": os.cpu_count()}, as_json=options.json)
     finally:
         shutil.rmtree(root)
