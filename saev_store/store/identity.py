@@ -167,16 +167,14 @@ def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
             size = transport.size(name)
             if not size or transport.version(name) is not None:
                 return size, transport.version(name) or None, ""
-            starts = [0, max(0, size // 2 - _SAMPLE_BYTES // 2), max(0, size - _SAMPLE_BYTES)]
-            # The version comes with the first range. Where there is none, what is there tells most recordings apart.
-            first = transport.get_ranges(name, starts=starts[:1], ends=[min(size, _SAMPLE_BYTES)])
+            transport.get_ranges(name, starts=[0], ends=[1])  # the version comes with the first range
             if (version := transport.version(name)) is not None:
                 return size, version, ""
-            rest = transport.get_ranges(
-                name, starts=starts[1:], ends=[min(size, at + _SAMPLE_BYTES) for at in starts[1:]]
-            )
+            # Where there is none, what is there tells most recordings apart.
+            starts = [0, max(0, size // 2 - _SAMPLE_BYTES // 2), max(0, size - _SAMPLE_BYTES)]
+            ends = [min(size, at + _SAMPLE_BYTES) for at in starts]
             sample = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-            for piece in [*first, *rest]:
+            for piece in transport.get_ranges(name, starts=starts, ends=ends):
                 sample.update(piece)
             return size, None, sample.hexdigest()
     except NotFoundError:
