@@ -179,7 +179,7 @@ def stage(
                         if found != (now := copied + _versions(near)):
                             check_bytes(Folder(root, target.name), progress=False)
                             there.put(mark, now)
-                    return near.url
+                    return near.url if root.local_path is not None else target.url
                 if found in {recording, None, b""}:
                     made = copy_store(
                         url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False

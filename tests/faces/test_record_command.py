@@ -106,7 +106,7 @@ def test_the_last_line_says_for_whom_the_model_waited(run, folder: Path, tmp_pat
     assert code == 0
     line = r"recorded 5 examples \(6.4 kB\) in [\d.]+ s, [\d,.]+ examples/s, at .+; the model waited \d+ % of the time for the source and \d+ % for the writer\n"
     assert re.fullmatch(line, err)
-    assert run(*flags(folder, tmp_path))[2] == "recorded nothing: all examples were there\n"
+    assert re.fullmatch(r"recorded nothing: all examples were there, at .+\n", run(*flags(folder, tmp_path))[2])
 
 
 def test_ctrl_c_says_that_the_same_command_continues(run, folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -377,13 +377,16 @@ def repaired(capfd, monkeypatch: pytest.MonkeyPatch):
 def test_repair_takes_the_file_of_the_recording(repaired, damaged) -> None:
     config, whole, path = damaged
     assert len([name for name in whole if name.startswith("acts")]) == 3
-    assert repaired(path, "--config", config) == (
+    code, out, err = repaired(path, "--config", config)
+    assert (code, out) == (
         0,
         "mask.bin: written anew; the bytes of before\nacts000001.bin: examples 2 to 3; the bytes of before\n",
-        "",
     )
+    assert re.fullmatch(rf"repaired 2 examples \(.+\) in [\d.]+ s, .+ examples/s, at {re.escape(str(path))}\n", err)
     assert content(path) == whole
-    assert repaired(path, "--config", config) == (0, "nothing is lost: no file was changed\n", "")
+    code, out, err = repaired(path, "--config", config)
+    assert (code, out) == (0, "nothing is lost: no file was changed\n")
+    assert err == f"repaired nothing: nothing is lost, at {path}\n"
 
 
 def test_repair_takes_flags_and_asks_the_store_for_the_rest(repaired, damaged, folder: Path) -> None:

@@ -159,6 +159,7 @@ def _write(
             slots = slots_of(header, first, end, lambda places: as_tokens(tokens[order.records(places)]))
             file.write(slots.data)
             bar.advance(slots.nbytes)
+            del slots  # before the next ones are made
         file.commit()
     return header.num_batches
 
