@@ -80,7 +80,7 @@ def test_images_are_recorded_with_the_models_own_processor(run, folder: Path, tm
         np.testing.assert_array_equal(origin.sample, noise(example))
     code, out, err = run(*flags(folder, tmp_path))
     assert (code, out.strip()) == (0, store.url)
-    assert err.endswith("recorded nothing: all examples were there\n")
+    assert err.endswith(f"recorded nothing: all examples were there, at {store.url}\n")
     code, out, _ = run(*flags(folder, tmp_path), "--dry-run")
     assert (code, "5 examples" in out) == (0, True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from functools import partialmethod
 from pathlib import Path
 
@@ -218,7 +219,8 @@ class TestCommands:
             "prepare", tmp_path, "--split", "8,1,1", "--sample-type", "TextSample", "--field", "text=json[caption]",
             "--num-workers", 2, "--no-progress",
         )  # fmt: skip
-        assert (code, err) == (0, "")
+        assert code == 0
+        assert re.fullmatch(rf"indexed 102\.4 kB in [\d.]+ s, .+/s, at {re.escape(str(tmp_path))}\n", err)
         assert "20 samples, 40 parts in 10 shards" in out and "train: 16 samples in 8 shards" in out
         val = EnergonDataset(tmp_path).split("val")
         assert val.sample(0).text == "c80"
