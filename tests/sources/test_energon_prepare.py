@@ -350,9 +350,9 @@ class TestSplits:
     def test_a_bar_goes_on_with_each_tar_up_to_the_end(self, folder, capfd, num_workers):
         prepare(folder, split="1,0,0", num_workers=num_workers, progress=True)
         shown = capfd.readouterr().err
-        assert "index: 100%" in shown
+        assert "indexing: 100%" in shown
         nbytes = sum(tar.stat().st_size for tar in folder.rglob("*.tar"))
-        assert f"{nbytes / 1024:.1f}k/{nbytes / 1024:.1f}k" in shown
+        assert f"{nbytes / 1000:.1f}kB of {nbytes / 1000:.1f}kB" in shown
 
     def test_compressed_and_empty_ones(self, folder):
         (folder / "val/x.tgz").write_bytes(b"\x1f\x8b")
