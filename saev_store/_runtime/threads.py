@@ -5,7 +5,8 @@ of a call end with it: there is no pool to shut down, to inherit through `fork`,
 
 Loaders and writers have threads of their own. Where one is garbage-collected without `close()`, the collection runs in any
 thread, also in one of those to be ended, or while it holds a lock that `close()` takes. A finalizer therefore only enqueues
-the object, and a thread of this module closes it. What is open at the end of the process is closed then.
+the object, and a thread of this module closes it. What is open at the end of the process is closed then. An error that a thread hands to
+another one keeps lines, but no variables.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -213,3 +215,16 @@ def _close_all(found: SimpleQueue[Closes]) -> None:
 
 
 ABANDONED = AbandonedObjects()
+
+
+def without_variables(error: BaseException) -> BaseException:
+    """The error, whose traceback has the lines below the caller, but none of their variables: these may hold gigabytes."""
+    caller = error.__traceback__
+    error.with_traceback(None if caller is None else caller.tb_next)
+    link: BaseException | None = error
+    seen = set[int]()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return error

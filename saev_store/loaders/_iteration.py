@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.threads import ABANDONED
+from saev_store._runtime.threads import ABANDONED, without_variables
 from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
 
 #: One batch: `act` (n, d_model) float32, or (n, layers, d_model), `example_idx` and `token_idx` (n,) int64, where they apply
@@ -205,7 +204,7 @@ class Iteration:
         except StoppedError:
             pass
         except BaseException as raised:
-            error = _without_variables(raised)
+            error = without_variables(raised)
         del batches  # the error's traceback may keep this frame
         with self._changed:
             self._is_complete, self._error = True, error
@@ -274,7 +273,7 @@ class Iteration:
             try:
                 task()
             except BaseException as raised:
-                error = _without_variables(raised)
+                error = without_variables(raised)
             self._busy.pop(number, None)
         del task  # an error's traceback may keep this frame
         with self._changed:
@@ -431,17 +430,6 @@ class BatchIterator(Iterator[Batch]):
         """End the iteration's threads."""
         self._finalizer.detach()
         self._iteration.close()
-
-
-def _without_variables(error: BaseException) -> BaseException:
-    """The error, whose traceback has the lines below the caller, but none of their variables: these hold the memory of batches."""
-    caller = error.__traceback__
-    error.with_traceback(None if caller is None else caller.tb_next)
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
-    return error
 
 
 def _closed() -> ArgumentError:

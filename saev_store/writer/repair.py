@@ -168,13 +168,9 @@ class RepairWriter:
         self._digester = BlockDigester(self._block_bytes)
         self._closed = self._has_let_go = False
         self._failed = False
-        n_lost = self.n_missing
+        n_lost, each = self.n_missing, self._layout.example_nbytes
         self._progress = Progress(
-            n_lost * self._layout.example_nbytes,
-            "repairing",
-            shown=progress if n_lost else False,
-            unit="examples",
-            unit_nbytes=self._layout.example_nbytes,
+            n_lost * each, "repairing", shown=progress if n_lost else False, unit="examples", unit_nbytes=each
         )
 
     @property

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from safetensors_files import safetensors
-from viewed_stores import image_store, structured, text_store
+from viewed_stores import image_store, store_of, structured, text_store
 from waiting import HANG_S
 
 pytest.importorskip("starlette")
@@ -33,26 +33,10 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.serve import listen, serve_in_thread
-from saev_store.view import Viewed, application, open_pages
+from saev_store.view import application, open_pages
 from saev_store.view._pictures import picture_answer, picture_bytes
 
 N, TOKENS, D_MODEL = 7, 5, 6
-
-
-def store_of(root: Path, acts: np.ndarray, *, cls: bool = True, labels: np.ndarray | None = None) -> Path:
-    """A store of (example, layer, token, d_model); 3 examples in a shard."""
-    n, layers, tokens, d_model = acts.shape
-    metadata = new_metadata(
-        family="gpt2", ckpt="tiny", layers=list(range(layers)), content_tokens_per_example=tokens - cls, cls_token=cls,
-        d_model=d_model, n_examples=n, max_tokens_per_shard=3 * tokens * layers,
-    )  # fmt: skip
-    with ShardStore.create(root, metadata, progress=False, on_nonfinite="allow") as writer:
-        writer.append(acts, labels=labels)
-    return Path(writer.url)
-
-
-def viewed(folder: Path, **options: object) -> Viewed:
-    return Viewed(ShardStore.open(folder, damaged_ok=True), **options)
 
 
 # -- images ------------------------------------------------------------------------------------------------------------

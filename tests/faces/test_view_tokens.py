@@ -6,34 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from viewed_stores import structured, text_store
+from viewed_stores import store_of, structured, text_store, viewed
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from saev_store import ShardStore, new_metadata
+from saev_store import ShardStore
 from saev_store.errors import CorruptShardError
-from saev_store.view import Budget, Viewed
+from saev_store.view import Budget
 from saev_store.view._examples import example_answer, token_answer
 from saev_store.view._layers import layers_answer
 
 N, TOKENS, D_MODEL = 7, 5, 6
-
-
-def store_of(root: Path, acts: np.ndarray, *, cls: bool = True, labels: np.ndarray | None = None) -> Path:
-    """A store of (example, layer, token, d_model); 3 examples in a shard."""
-    n, layers, tokens, d_model = acts.shape
-    metadata = new_metadata(
-        family="gpt2", ckpt="tiny", layers=list(range(layers)), content_tokens_per_example=tokens - cls, cls_token=cls,
-        d_model=d_model, n_examples=n, max_tokens_per_shard=3 * tokens * layers,
-    )  # fmt: skip
-    with ShardStore.create(root, metadata, progress=False, on_nonfinite="allow") as writer:
-        writer.append(acts, labels=labels)
-    return Path(writer.url)
-
-
-def viewed(folder: Path, **options: object) -> Viewed:
-    return Viewed(ShardStore.open(folder, damaged_ok=True), **options)
 
 
 def test_each_layer_has_its_own_dimensions(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from saev_store import ShardStore, new_metadata
 from saev_store.sources.framing import Framing
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.provenance import recorded_from
+
+if TYPE_CHECKING:
+    from saev_store.view import Viewed
 
 GRID, INPUT_PX = 4, 64
 
@@ -78,3 +82,22 @@ def text_store(
     with ShardStore.create(root, metadata, progress=False) as writer:
         writer.append(structured(n, len(layers), tokens, d_model, seed=seed), token_ids=ids, mask=mask)
     return root / metadata.hash
+
+
+def store_of(root: Path, acts: np.ndarray, *, cls: bool = True, labels: np.ndarray | None = None) -> Path:
+    """A store of (example, layer, token, d_model); 3 examples in a shard."""
+    n, layers, tokens, d_model = acts.shape
+    metadata = new_metadata(
+        family="gpt2", ckpt="tiny", layers=list(range(layers)), content_tokens_per_example=tokens - cls, cls_token=cls,
+        d_model=d_model, n_examples=n, max_tokens_per_shard=3 * tokens * layers,
+    )  # fmt: skip
+    with ShardStore.create(root, metadata, progress=False, on_nonfinite="allow") as writer:
+        writer.append(acts, labels=labels)
+    return Path(writer.url)
+
+
+def viewed(folder: Path, **options: object) -> Viewed:
+    """A store, damaged or not, as a page sees it."""
+    from saev_store.view import Viewed
+
+    return Viewed(ShardStore.open(folder, damaged_ok=True), **options)
